@@ -80,23 +80,28 @@ def _outside(document: Any, path: str, found: re.Match[str], where: str) -> Inpu
     """Name the number or list that is outside its bound, and the bound."""
     of_length, sign, text = found.groups()
     outside, word = _OUTSIDE[sign]
-    bound = float(text)
+    bound = float(text) if "." in text or "e" in text else int(text)
     entity, shown = path, ""
     for place, value in _all_at(document, path):
-        number = len(value) if of_length else float(value)
+        number = len(value) if of_length else value
         if outside(number, bound) or math.isnan(number):
-            entity, shown = place, f"has {number} entries, which" if of_length else show(value)
+            entity, shown = place, f"has {number} entries, which" if of_length else _short(value)
             if not math.isfinite(number):
                 return InputError(f"{where}: {printable_line(entity)}", f"{value} is not finite")
             break
-    if bound == 0:
-        word, text = {"below": "negative", "not above": "not positive"}[word], ""
-    elif text == str(MAX_TOTAL - 1):
-        word, text = "not below", "2**62"
-    elif not of_length:
-        text = f"{bound:.15g}"
-    unit = " s" if re.search(r"_s(\[\d+\])?$", entity) and text else ""
-    return InputError(f"{where}: {printable_line(entity)}", f"{shown} is {word} {text}".strip() + unit)
+    if of_length:
+        limit = f"{word} {text}"
+    elif bound == 0:
+        limit = {"below": "negative", "not above": "not positive"}[word]
+    elif bound == MAX_TOTAL - 1:
+        limit = "not below 2**62"
+    else:
+        limit = f"{word} {_short(bound)}" + (" s" if re.search(r"_s(\[\d+\])*$", entity) else "")
+    return InputError(f"{where}: {printable_line(entity)}", f"{shown} is {limit}")
+
+
+def _short(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else show(number)
 
 
 def _all_at(document: Any, path: str) -> list[tuple[str, Any]]:

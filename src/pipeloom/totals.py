@@ -9,7 +9,9 @@ from pipeloom.bounds import MAX_S, MAX_TOTAL
 from pipeloom.errors import InputError
 
 NS_PER_S = 1_000_000_000
-SMALLER_TIMES = "give smaller times: of the layers in the profile, or of the cluster's links"
+PS_PER_S = 1_000_000_000_000
+_PER_S = {"ns": NS_PER_S, "ps": PS_PER_S}
+SMALLER_TIMES = "give smaller times: of the layers in the profile, or of the cluster's links and devices"
 SMALLER_SIZES = "give smaller sizes"
 
 
@@ -32,25 +34,49 @@ def to_ns(seconds: float, entity: str = "a time") -> int:
     return round(seconds * NS_PER_S)
 
 
-def summable(entity: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[np.int64]:
     """Whole numbers as an array; their sum is below `MAX_TOTAL`.
+
+    Parameters
+    ----------
+    entity : str
+        Whose numbers they are, for the error.
+    values : array_like
+        Not negative; floats where integers might have overflowed before.
+    unit : str
+        ``ns``, ``ps``, ``bytes`` or another; default: nanoseconds where the entity ends in ``_s``, bytes elsewhere.
 
     Raises
     ------
     InputError
-        It is not; names the largest entry.
+        The sum is larger, or not a number; names the largest entry.
     """
+    unit = unit or ("ns" if entity.endswith("_s") else "bytes")
     try:
-        array = np.asarray(values, dtype=np.int64)
-    except OverflowError:
+        array = np.asarray(values)
+        array = array if array.dtype.kind in "if" else np.asarray(values, np.int64)
+    except (OverflowError, TypeError):
         array = np.asarray(values, dtype=np.float64)
-    if array.size and array.sum(dtype=np.float64) >= MAX_TOTAL:
+    total = float(array.sum(dtype=np.float64))
+    if not total < MAX_TOTAL:
         flat = array.reshape(-1)
         number = int(flat.argmax())
-        times = entity.endswith("_s")
-        total, largest = (float(value) / (NS_PER_S if times else 1) for value in (flat.sum(dtype=float), flat[number]))
-        bound, remedy = (f"{MAX_S:g} s", SMALLER_TIMES) if times else ("2**62 bytes", SMALLER_SIZES)
-        unit = "s" if times else "bytes"
-        problem = f"sums to {total:g} {unit}, of which entry {number} is {largest:g}; the sum must stay below {bound}"
-        raise InputError(entity, problem, remedy)
+        check_total(entity, total, unit, f", of which entry {number} is {_text(float(flat[number]), unit)}")
     return array.astype(np.int64, copy=False)
+
+
+def check_total(entity: str, total: float, unit: str, largest: str = "") -> None:
+    """Raise `InputError` unless a sum is below `MAX_TOTAL`; ``largest`` says more of it.
+
+    A sum that is not a number is refused too.
+    """
+    if not total < MAX_TOTAL:
+        remedy = SMALLER_TIMES if unit in _PER_S else SMALLER_SIZES
+        problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_text(MAX_TOTAL, unit)}"
+        raise InputError(entity, problem, remedy)
+
+
+def _text(number: float, unit: str) -> str:
+    if unit in _PER_S:
+        return f"{number / _PER_S[unit]:.3g} s"
+    return f"2**62 {unit}" if number == MAX_TOTAL else f"{number:g} {unit}"
