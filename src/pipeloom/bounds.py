@@ -17,6 +17,9 @@ MAX_S = 4.6e9
 MAX_COUNT = 2**31
 """Of ranks, layers, widths, tokens: anything that is counted and not stored in bytes."""
 MAX_RANKS = 4096
+"""Of a pipeline: room is made for every rank."""
+MAX_DEVICES = 1_000_000
+"""Of a cluster, and so of any one degree of parallelism."""
 MAX_TASKS = 2_000_000
 """Tasks of one iteration that are built and searched; its instance file has about 200 MB."""
 MAX_THREADS = 1024
@@ -48,6 +51,8 @@ WideNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that names something, as in another program's file."""
 
 Seconds = Annotated[float, Meta(ge=0.0, lt=MAX_S)]
+Latency = Annotated[float, Meta(ge=0.0, le=1e3)]
+"""Seconds of an empty message or of issuing an operator."""
 SignedSeconds = Annotated[float, Meta(gt=-MAX_S, lt=MAX_S)]
 Duration = Annotated[float, Meta(gt=0.0, le=1e7)]
 """Seconds of a recording or video."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.bounds import Count, Factor, Magnitude, Number, NumBytes, Rate, RateOrNone, Seconds
+from pipeloom.bounds import Count, Factor, Latency, Magnitude, Number, NumBytes, Rate, RateOrNone, Seconds
 from pipeloom.errors import InputError, check_not_negative, check_positive
 
 Link = Literal["nvlink", "nic", "pcie"]
@@ -74,12 +74,12 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: NumBytes
     memory_bytes_per_s: Rate
     nvlink_bytes_per_s: RateOrNone = 0.0
-    nvlink_latency_s: Seconds = 0.0
+    nvlink_latency_s: Latency = 0.0
     pcie_bytes_per_s: RateOrNone = 0.0
-    pcie_latency_s: Seconds = 0.0
+    pcie_latency_s: Latency = 0.0
     sustained_flops_per_s: RateOrNone = 0.0
     """What long matrix products reach within the device's power; 0: the peak."""
-    launch_s: Seconds = 0.0
+    launch_s: Latency = 0.0
     """Least time from one operator to the next: what issuing a kernel takes."""
     jitter: Magnitude = 0.0
     """Relative standard deviation of the time of a pass from one run to the next."""
@@ -122,7 +122,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices_per_node: Count
     num_nodes: Count
     nic_bytes_per_s: Rate
-    nic_latency_s: Seconds = 5e-6
+    nic_latency_s: Latency = 5e-6
     host_memory_bytes: NumBytes = 0
     host_bytes_per_s: RateOrNone = 0.0
     """Of a node's memory, reads and writes together; 0: not known, and no limit to copies."""

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeloom.bounds import MAX_RANKS, Count, Number, Ranks
 from pipeloom.errors import InputError, check_count
-from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sources
+from pipeloom.spec.model import ModuleSpec, StreamEnd, check_after, check_streams, stream_sources
 from pipeloom.spec.parallelism import Parallelism
 
 _STREAM_FIELDS = ("emits", "takes")
@@ -91,6 +91,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for i, module in enumerate(self.modules):
             if module.name in known:
                 raise InputError(f"modules[{i}].name", f"{module.name!r} occurs twice")
+            check_after(f"modules[{i}].after", module.after)
             for source in module.after:
                 if source not in known:
                     raise InputError(f"modules[{i}].after", f"{source!r} is not an earlier module")

@@ -293,6 +293,7 @@ def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
     for module in modules:
         if module.name in seen:
             raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
+        check_after(f"module {module.name!r}.after", module.after)
         for source in module.after:
             if source not in seen:
                 raise InputError(
@@ -303,6 +304,13 @@ def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
         seen.add(module.name)
     if not modules:
         raise InputError(entity, "is empty", "give at least one module")
+
+
+def check_after(entity: str, after: Sequence[str]) -> None:
+    """Refuse a module that is fed by another one twice."""
+    for source in after:
+        if after.count(source) > 1:
+            raise InputError(entity, f"names {source!r} twice", "name each module once")
 
 
 def find_module(modules: Sequence[M], name: str) -> M:
