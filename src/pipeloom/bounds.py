@@ -20,12 +20,16 @@ MAX_RANKS = 4096
 """Of a pipeline: room is made for every rank."""
 MAX_DEVICES = 1_000_000
 """Of a cluster, and so of any one degree of parallelism."""
-MAX_TASKS = 2_000_000
-"""Tasks of one iteration that are built and searched; its instance file has about 200 MB."""
-MAX_THREADS = 1024
+MAX_TASKS = 1_000_000
+"""Tasks of one iteration that are built and searched; its instance file has about 100 MB."""
+MAX_PASSES = 300_000
+"""Passes of microbatches through layers or stages that are emulated or co-optimized, so that it takes seconds."""
+MAX_IN_MICROBATCH = 65_536
+"""Sequences of a microbatch, or images of a sample, where a number makes room for them."""
+MAX_THREADS = 256
 MAX_WAIT_S = 1e7
 """Seconds, 115 days: the longest budget or timeout."""
-MAX_MICROBATCHES = 1_000_000
+MAX_MICROBATCHES = 100_000
 MAX_RATE = 1e24
 """Operations or bytes per second."""
 MAX_VALUE = 1e18

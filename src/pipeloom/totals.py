@@ -80,3 +80,9 @@ def _text(number: float, unit: str) -> str:
     if unit in _PER_S:
         return f"{number / _PER_S[unit]:.3g} s"
     return f"2**62 {unit}" if number == MAX_TOTAL else f"{number:g} {unit}"
+
+
+def check_work(entity: str, count: int, what: str, most: int, remedy: str = "give fewer microbatches") -> None:
+    """Raise `InputError` where a command would build more than ``most`` of something, before it begins."""
+    if count > most:
+        raise InputError(entity, f"{count} {what} are more than {most}", remedy)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeloom.bounds import MAX_PASSES
 from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
@@ -25,7 +26,7 @@ from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec import ChunkStrategy, chunk_strategy
-from pipeloom.totals import PS_PER_S, summable
+from pipeloom.totals import PS_PER_S, check_work, summable
 
 __all__ = ["EmulatedStep", "RankTime", "StageTask", "Step"]
 
@@ -59,6 +60,8 @@ class Step:
     ) -> None:
         if not microbatches:
             raise InputError("microbatches", "is empty", "give at least one")
+        chunks = sum(len(model.chunks(module.name)) for module in model.architecture.modules)
+        check_work("microbatches", len(microbatches) * chunks, "passes through chunks", MAX_PASSES)
         self.model, self.strategy = model, chunk_strategy(strategy)
         self.microbatches = list(microbatches)
         base = None if like is None else like._all

@@ -15,11 +15,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from pipeloom.bounds import Count, Magnitude, Number, Share
+from pipeloom.bounds import MAX_IN_MICROBATCH, MAX_VALUE, Count, Magnitude, Number, Share
 from pipeloom.conversion import convert
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample, audio_tokens
 from pipeloom.spec.catalog import read
+from pipeloom.totals import check_work
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +102,8 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Refuse shares that are none, and videos without a size."""
         if not 0 <= self.images_share <= 1:
             raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
+        if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
+            raise InputError(f"dataset {self.name!r}.frames", "have shares that are nothing together", "raise one")
         if self.video_seconds is not None and not self.frames:
             raise InputError(f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos")
 
@@ -111,6 +114,8 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.images is not None:
             has = generator.random(count) < self.images_share
             images = np.where(has, self.images.draw(generator, count), 0)
+            most = int(images.max(initial=0))
+            check_work(f"dataset {self.name!r}.images", most, "images of a sample", MAX_IN_MICROBATCH, "lower maximum")
         seconds = None if self.video_seconds is None else self.video_seconds.draw(generator, count)
         shares = np.array([share for *_, share in self.frames])
         size = generator.choice(len(shares), count, p=shares / shares.sum()) if len(shares) else None
@@ -122,7 +127,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 height, width, _ = self.frames[int(size[i])]
                 video = {"video_seconds": (float(seconds[i]),), "video_height": (height,), "video_width": (width,)}
             out.append(
-                msgspec.convert(
+                convert(
                     {
                         "id": f"{prefix}{self.name}.{i}",
                         "text_tokens": int(text[i]),
@@ -131,6 +136,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         **video,
                     },
                     Sample,
+                    f"dataset {self.name!r}: sample {i}",
                 )
             )
         return out
@@ -148,6 +154,11 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_tokens: Count | None = None
     """Tokens and patches of each image where the mixture's preparation differs from its data sets'."""
     image_patches: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse weights that are nothing together."""
+        if not 0 < sum(self.weights.values()) <= MAX_VALUE:
+            raise InputError(f"mixture {self.name!r}.weights", "are nothing together", "give one above 0")
 
 
 def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:

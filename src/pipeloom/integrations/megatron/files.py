@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, check_known, known_fields, known_names
+from pipeloom.integrations.megatron.yaml_files import read_yaml
 from pipeloom.io.files import read_text
 
 _COUNTED = ("nproc-per-node", "nnodes")
@@ -138,16 +139,7 @@ def _listed(source: str, words: Iterator[str] | list[str]) -> Arguments:
 
 
 def _from_yaml(source: str, text: str) -> Arguments:
-    try:
-        import yaml
-    except ImportError as error:
-        raise InputError(source, "needs PyYAML to be read", 'pip install "pipeloom[megatron]"') from error
-    try:
-        # Recipes name classes and functions as text, so nothing has to be built.
-        document = yaml.safe_load(text)
-    # ValueError: dates that are none, numbers of thousands of digits.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(source, f"is not YAML: {error}", "save it again, or give an argument list") from error
+    document = read_yaml(source, text)
     if not isinstance(document, dict):
         raise InputError(source, "is no table of settings", "give a recipe, or an argument list")
     listed = document.get("MODEL_ARGS")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeloom.bounds import MAX_IN_MICROBATCH, MAX_MICROBATCHES
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.files import read_arguments
@@ -136,6 +137,13 @@ def read_megatron(
             f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
+    for name, count, most in (
+        ("micro-batch-size", micro, MAX_IN_MICROBATCH),
+        ("global-batch-size", batch // (micro * degrees.data), MAX_MICROBATCHES),
+    ):
+        if count > most:
+            what = "sequences of a microbatch" if name == "micro-batch-size" else "microbatches of a replica"
+            raise arguments.refuse(name, f"{count} {what} are more than {most}", "give fewer")
     length = arguments.size("seq-length")
     for name, number in (
         ("context-parallel-size", 2 * degrees.context),
