@@ -10,34 +10,20 @@ from typing import Annotated
 
 from msgspec import Meta
 
-MAX_TOTAL = 2**62
-"""Times in nanoseconds or picoseconds and sizes in bytes stay below it, summed too, so that 64-bit sums never wrap."""
-MAX_S = 4.6e9
-"""Seconds, 146 years: just below `MAX_TOTAL` nanoseconds."""
-MAX_COUNT = 2**31
-"""Of ranks, layers, widths, tokens: anything that is counted and not stored in bytes."""
-MAX_RANKS = 4096
-"""Of a pipeline: room is made for every rank."""
-MAX_DEVICES = 1_000_000
-"""Of a cluster, and so of any one degree of parallelism."""
-MAX_TASKS = 1_000_000
-"""Tasks of one iteration that are built and searched; its instance file has about 100 MB."""
-MAX_PASSES = 300_000
-"""Passes of microbatches through layers or stages that are emulated or co-optimized, so that it takes seconds."""
-MAX_IN_MICROBATCH = 65_536
-"""Sequences of a microbatch, or images of a sample, where a number makes room for them."""
-MAX_THREADS = 256
-MAX_WAIT_S = 1e7
-"""Seconds, 115 days: the longest budget or timeout."""
-MAX_MICROBATCHES = 100_000
-MAX_RATE = 1e24
-"""Operations or bytes per second."""
-MAX_VALUE = 1e18
-"""Magnitude of a number without a unit of its own."""
-NUM_OWN_FEATURES = 4
-"""Features of a workload that its lengths give: one, instances, tokens, token pairs."""
-MAX_FEATURES = 256
-"""The same with two more for every module that feeds it."""
+from pipeloom.limits import (
+    MAX_COUNT,
+    MAX_FEATURES,
+    MAX_MICROBATCHES,
+    MAX_RANKS,
+    MAX_RATE,
+    MAX_S,
+    MAX_SEED,
+    MAX_THREADS,
+    MAX_TOTAL,
+    MAX_VALUE,
+    MAX_WAIT_S,
+    NUM_OWN_FEATURES,
+)
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -47,7 +33,7 @@ Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 """Of a pipeline, or beside one."""
 Threads = Annotated[int, Meta(ge=0, le=MAX_THREADS)]
 Microbatches = Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL - 1)]
 Nanoseconds = Annotated[int, Meta(ge=-MAX_TOTAL, le=MAX_TOTAL)]
 """A time on some clock."""

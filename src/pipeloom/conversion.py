@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeloom.bounds import MAX_TOTAL
 from pipeloom.errors import InputError, printable_line
+from pipeloom.limits import MAX_TOTAL
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from pipeloom.bounds import MAX_COUNT
+from pipeloom.limits import MAX_COUNT
 
 _LONG_WORD = re.compile(r"\S{300,}")
 _LONGEST_LINE = 2000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.bounds import MAX_S, MAX_TOTAL
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_S, MAX_TOTAL
 
 NS_PER_S = 1_000_000_000
 PS_PER_S = 1_000_000_000_000
@@ -78,7 +78,7 @@ def check_total(entity: str, total: float, unit: str, largest: str = "") -> None
 
 def _text(number: float, unit: str) -> str:
     if unit in _PER_S:
-        return f"{number / _PER_S[unit]:.3g} s"
+        return f"{number / _PER_S[unit]:.2g} s"
     return f"2**62 {unit}" if number == MAX_TOTAL else f"{number:g} {unit}"
 
 

@@ -191,12 +191,12 @@ def test_parquet_is_read_without_threads(tmp_path: Path, monkeypatch: pytest.Mon
     parquet = pytest.importorskip("pyarrow.parquet")
     given: list[dict[str, Any]] = []
 
-    def read_table(*_: Any, **options: Any) -> None:
+    def iter_batches(*_: Any, **options: Any) -> None:
         given.append(options)
         raise ValueError("no table")
 
-    monkeypatch.setattr(parquet, "read_table", read_table)
-    (tmp_path / "s.parquet").write_bytes(b"PAR1")
+    parquet.write_table(pytest.importorskip("pyarrow").table({"id": ["a"]}), tmp_path / "s.parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
     with pytest.raises(InputError):
         pipeloom.load(tmp_path / "s.parquet")
     assert [options["use_threads"] for options in given] == [False]

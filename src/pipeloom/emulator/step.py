@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeloom.bounds import MAX_PASSES
 from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
@@ -25,6 +24,7 @@ from pipeloom.emulator.step_tasks import StepTasks
 from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
+from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import ChunkStrategy, chunk_strategy
 from pipeloom.totals import PS_PER_S, check_work, summable
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from pipeloom.bounds import MAX_DEVICES, MAX_WAIT_S
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, printable, read_text
+from pipeloom.limits import MAX_DEVICES, MAX_WAIT_S
 
 FORWARD_BACKWARD = "forward-backward"
 _NAMES = ("forward-compute", "backward-compute", FORWARD_BACKWARD)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.bounds import MAX_TASKS
 from pipeloom.cost import CostModel
 from pipeloom.cost.dealt import DealtCosts, laid_out
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_TASKS
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
 from pipeloom.spec.batch import audio_tokens
 from pipeloom.totals import check_work, summable

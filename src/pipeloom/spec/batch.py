@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from pipeloom.bounds import MAX_COUNT, Count, Duration, Number
+from pipeloom.bounds import Count, Duration, Number
 from pipeloom.conversion import convert
 from pipeloom.errors import InputError, check_count
+from pipeloom.limits import MAX_COUNT
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

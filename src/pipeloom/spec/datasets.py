@@ -15,9 +15,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from pipeloom.bounds import MAX_IN_MICROBATCH, MAX_VALUE, Count, Magnitude, Number, Share
+from pipeloom.bounds import Count, Magnitude, Number, Share
 from pipeloom.conversion import convert
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_IN_MICROBATCH, MAX_VALUE
 from pipeloom.spec.batch import Sample, audio_tokens
 from pipeloom.spec.catalog import read
 from pipeloom.totals import check_work

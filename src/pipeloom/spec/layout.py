@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeloom.bounds import MAX_RANKS, Count, Number, Ranks
+from pipeloom.bounds import Count, Number, Ranks
 from pipeloom.errors import InputError, check_count
+from pipeloom.limits import MAX_RANKS
 from pipeloom.spec.model import ModuleSpec, StreamEnd, check_after, check_streams, stream_sources
 from pipeloom.spec.parallelism import Parallelism
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeloom.bounds import MAX_S, MAX_TOTAL
 from pipeloom.lazy import lazy_names
+from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.assignment import Assignable, with_delays
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.bounds import MAX_TASKS
 from pipeloom.cost import CostModel, StrategyCost, link_table, rank_static_bytes, slowness_of
 from pipeloom.cost.dealt import laid_out
+from pipeloom.limits import MAX_TASKS
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.bounds import MAX_S, MAX_TOTAL
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.totals import NS_PER_S, SMALLER_SIZES, SMALLER_TIMES
 

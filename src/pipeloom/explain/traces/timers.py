@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.bounds import MAX_TASKS
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.explain.traces.explained import WhatIf, what_if
 from pipeloom.explain.traces.replay import chain_graph
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.io.megatron_log import MegatronTimers
+from pipeloom.limits import MAX_TASKS
 from pipeloom.search import StoppingRule, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S
 from pipeloom.totals import check_work

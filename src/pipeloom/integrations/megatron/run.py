@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeloom.bounds import MAX_IN_MICROBATCH, MAX_MICROBATCHES
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
 from pipeloom.integrations.megatron.setup import SETUP_ARGUMENTS, Setup, group_sizes, read_recompute, read_stages
+from pipeloom.limits import MAX_IN_MICROBATCH, MAX_MICROBATCHES
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.parallelism import Degrees

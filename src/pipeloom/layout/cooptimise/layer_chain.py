@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.bounds import MAX_PASSES
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
 from pipeloom.spec.layout import MOST_RANKS
 from pipeloom.taskgraph import (
