@@ -96,6 +96,10 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
     laid = {module.name for module in setup.layout.modules}
     for name in modules.keys() - laid:
         raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
+    hosts, ranks = len(setup.cluster.hosts), setup.layout.num_ranks
+    if hosts not in (0, ranks):
+        problem = f"has {hosts} entries, the layout {ranks} ranks"
+        raise InputError("cluster.hosts", problem, "give one for each rank, or leave it out")
     num_laid = dict.fromkeys(laid, 0)
     for i, chunk in enumerate(setup.layout.chunks):
         num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)

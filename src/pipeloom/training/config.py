@@ -228,6 +228,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_count("iterations", self.iterations)
         check_positive("timeout_s", self.timeout_s)
         self._check_bounds()
+        self._check_hosts()
         if not self.name or any(c in self.name for c in "/\\\0") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
         check_always_packs("packing.policy", self.packing.policy)
@@ -240,6 +241,17 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                     "use 'encoder_first', or let tuning.order be 'search'",
                 )
             self.tuning.check_choices(self.planner.strategies, self.planner.split_backward)
+
+    def _check_hosts(self) -> None:
+        """Refuse hosts of other ranks, and links between hosts that no rank is on."""
+        hosts, ranks = self.cluster.hosts, self.layout.ranks
+        if hosts and len(hosts) != ranks and not self.layout.elastic:
+            problem = f"has {len(hosts)} entries, layout.ranks is {ranks}"
+            raise InputError("cluster.hosts", problem, "give one for each pipeline rank, or leave it out")
+        for i, link in enumerate(self.cluster.links):
+            if hosts and not set(link.hosts) <= set(hosts):
+                problem = f"{list(link.hosts)}, and the ranks are on hosts {sorted(set(hosts))}"
+                raise InputError(f"cluster.links[{i}].hosts", problem, "leave the link out")
 
     def _check_bounds(self) -> None:
         """Refuse values that would fail late, where nobody knows any more whose they are."""
