@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from pipeloom.bounds import ByteCoefficients, Magnitude, Seconds, SecondsCoefficients
-from pipeloom.cost.fits import (
-    NUM_OWN,
-    Coefficients,
-    FloatArray,
-    aligned,
-    fit_bytes,
-    fit_most,
-    fit_seconds,
-    workload_features,
-)
+from pipeloom.cost.fits import Coefficients, FloatArray, aligned, fit_bytes, fit_most, fit_seconds, workload_features
 from pipeloom.errors import InputError, check_not_negative
+from pipeloom.limits import NUM_OWN_FEATURES
 from pipeloom.spec import LayerSpec, Workload
 
 
@@ -140,6 +133,16 @@ class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategies: StrategyFit | None = None
     """None: not measured; then there are ``keep`` and ``recompute``, and whole backwards."""
 
+    def of_bytes(self) -> Iterator[tuple[str, Coefficients]]:
+        """Yield the coefficients of every size, with the path of their field."""
+        yield "activation_bytes", self.activation_bytes
+        for name in () if self.strategies is None else self.strategies.__struct_fields__:
+            value = getattr(self.strategies, name)
+            if name.endswith("_moments"):
+                yield from ((f"strategies.{name}[{i}]", each) for i, each in enumerate(value))
+            elif name.endswith("_bytes") and value is not None:
+                yield f"strategies.{name}", value
+
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fitted costs of every kind of layer of a model, as measured on one machine."""
@@ -188,7 +191,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
             _fit_strategies(features, rows),
         )
         layers[key] = fit
-        predicted = features[:, :NUM_OWN] @ (np.array(fit.forward_s) + np.array(fit.backward_s))
+        predicted = features[:, :NUM_OWN_FEATURES] @ (np.array(fit.forward_s) + np.array(fit.backward_s))
         measured = forward + backward
         errors.extend(np.abs(predicted - measured) / np.maximum(measured, 1e-12))
     return Profile(machine=machine, layers=layers, mean_error=float(np.mean(errors)))

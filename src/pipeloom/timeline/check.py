@@ -115,8 +115,8 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
         found += _check_earliest(graph, timeline, start, depth)
     # By the order of starts and ends on every rank, so that what is held for no time counts too.
     begins = np.empty(graph.num_tasks, np.int64)
-    begins[order] = 2 * np.arange(graph.num_tasks)
-    clock = np.stack([start[order], (start + costs.duration)[order]], axis=1).ravel()
+    begins[order] = 1 + 2 * np.arange(graph.num_tasks)
+    clock = np.append(0, np.stack([start[order], (start + costs.duration)[order]], axis=1))
     found += _check_memory(graph, costs, parts, begins, clock)
     found += _check_host(graph, costs, parts, begins, clock)
     return tuple(found)
@@ -301,7 +301,8 @@ def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
 def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, clock: IntArray) -> list[Violation]:
     """Sum what is held over half-open spans: what ends at a moment is free for what starts next.
 
-    ``start`` numbers the moments at which tasks start, each ends at the next one; ``clock`` has the time of every moment.
+    ``start`` numbers the moments at which tasks start, from 1 on; each task ends at the next one. ``clock`` has the
+    time of every moment.
     """
     end = start + 1
     if graph.capacity_bytes is None:
