@@ -84,9 +84,9 @@ def _outside(document: Any, path: str, found: re.Match[str], where: str) -> Inpu
     entity, shown = path, ""
     for place, value in _all_at(document, path):
         number = len(value) if of_length else value
-        if outside(number, bound) or math.isnan(number):
+        if outside(number, bound) or number != number:
             entity, shown = place, f"has {number} entries, which" if of_length else _short(value)
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 return InputError(f"{where}: {printable_line(entity)}", f"{value} is not finite")
             break
     if of_length:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
-from pipeloom.limits import MAX_MICROBATCHES, MAX_SEED, MAX_WAIT_S
+from pipeloom.limits import MAX_MICROBATCHES, MAX_SEED, MAX_THREADS, MAX_WAIT_S
 
 if TYPE_CHECKING:
     from pipeloom.search import SearchParams
@@ -27,6 +27,13 @@ def check_seed(seed: int) -> None:
     """Refuse a seed that does not fit where seeds are kept."""
     if not 0 <= seed <= MAX_SEED:
         raise InputError("--seed", f"{seed} is not between 0 and 2**63-1")
+
+
+def check_threads(threads: int) -> None:
+    """Refuse a number of threads that no machine has."""
+    if not 0 <= threads <= MAX_THREADS:
+        problem = "is negative" if threads < 0 else f"is above {MAX_THREADS}"
+        raise InputError("--threads", f"{threads} {problem}", "use 0 for half of the cores")
 
 
 def check_method(entity: str, name: str) -> None:

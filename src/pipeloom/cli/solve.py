@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, read_params
+from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, check_threads, read_params
 from pipeloom.cli.output import JSON_HELP, check_targets, figures_text, note_compiling, print_json, print_note, stderr
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.io import SearchRecord, read_instance, schedule_document, write_schedule
@@ -48,6 +48,7 @@ def solve(
     """
     check_budget(budget)
     check_seed(seed)
+    check_threads(threads)
     check_method("--method", method)
     check_targets(out)
     tuned = read_params(params)
