@@ -4,6 +4,8 @@ from __future__ import annotations
 
 MAX_TOTAL = 2**62
 """Times in nanoseconds or picoseconds and sizes in bytes stay below it, summed too, so that 64-bit sums never wrap."""
+MAX_PS = 2**60
+"""Picoseconds, 13 days: emulated times stay below it, since the emulator's kernels take more for "never"."""
 MAX_S = 4.6e9
 """Seconds, 146 years: just below `MAX_TOTAL` nanoseconds."""
 MAX_COUNT = 2**31

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
-from pipeloom.limits import MAX_S, MAX_TOTAL
+from pipeloom.limits import MAX_PS, MAX_S, MAX_TOTAL
 
 NS_PER_S = 1_000_000_000
 PS_PER_S = 1_000_000_000_000
@@ -35,7 +35,7 @@ def to_ns(seconds: float, entity: str = "a time") -> int:
 
 
 def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[np.int64]:
-    """Whole numbers as an array; their sum is below `MAX_TOTAL`.
+    """Whole numbers as an array; their sum is below `MAX_TOTAL`, or `MAX_PS` in picoseconds.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[
     except (OverflowError, TypeError):
         array = np.asarray(values, dtype=np.float64)
     total = float(array.sum(dtype=np.float64))
-    if not total < MAX_TOTAL:
+    if not total < _most(unit):
         flat = array.reshape(-1)
         number = int(flat.argmax())
         check_total(entity, total, unit, f", of which entry {number} is {_text(float(flat[number]), unit)}")
@@ -66,14 +66,18 @@ def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[
 
 
 def check_total(entity: str, total: float, unit: str, largest: str = "") -> None:
-    """Raise `InputError` unless a sum is below `MAX_TOTAL`; ``largest`` says more of it.
+    """Raise `InputError` unless a sum is below `MAX_TOTAL`, or `MAX_PS`; ``largest`` says more of it.
 
     A sum that is not a number is refused too.
     """
-    if not total < MAX_TOTAL:
+    if not total < _most(unit):
         remedy = SMALLER_TIMES if unit in _PER_S else SMALLER_SIZES
-        problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_text(MAX_TOTAL, unit)}"
+        problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_text(_most(unit), unit)}"
         raise InputError(entity, problem, remedy)
+
+
+def _most(unit: str) -> int:
+    return MAX_PS if unit == "ps" else MAX_TOTAL
 
 
 def _text(number: float, unit: str) -> str:

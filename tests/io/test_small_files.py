@@ -19,6 +19,7 @@ from pipeloom.errors import InputError
 from pipeloom.explain.traces.read import read_run
 from pipeloom.explain.traces.timers import explain_timers
 from pipeloom.integrations.megatron.yaml_files import read_yaml
+from pipeloom.io import samples
 from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.planner import check_setup
 from pipeloom.search import Evaluations
@@ -53,12 +54,15 @@ def test_aliases_of_yaml_are_counted_as_often_as_they_stand() -> None:
 
 
 @pytest.mark.parametrize("column", ["runs", "names"])
-def test_parquet_of_equal_values_is_refused_before_they_are_written_out(tmp_path: Path, column: str) -> None:
+def test_parquet_of_equal_values_is_refused_before_they_are_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
+    monkeypatch.setattr(samples, "MAX_VALUES", 100_000)
     if column == "runs":
-        values = pyarrow.ListArray.from_arrays([0, 40_000_000], pyarrow.array(np.ones(40_000_000, np.uint8)))
+        values = pyarrow.ListArray.from_arrays([0, 400_000], pyarrow.array(np.ones(400_000, np.uint8)))
         table = pyarrow.table({"id": ["a"], "image_tokens": values})
     else:
         long = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 9_000), pyarrow.array(["x" * 100_000]))

@@ -20,7 +20,11 @@ def test_an_instant_beyond_the_capacity_is_a_violation() -> None:
         rank=[0, 0, 0, 0],
         duration_ns=[0, 0, 0, 0],
         activation_bytes=[60, 60],
-        edges=[],
+        segment=[0, 1, 3, 2],
+        microbatch=[0, 1, 1, 0],
+        edge_source=[],
+        edge_target=[],
+        edge_delay_ns=[],
         static_bytes=[0],
         capacity_bytes=[100],
     )

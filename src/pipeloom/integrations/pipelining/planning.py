@@ -35,7 +35,7 @@ Row = tuple[int, str, int, float]
 """Measured: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
 
 _EVERY_SAMPLE_ALONE = 1 << 30
-_ANY_SIZE = 1 << 40
+_ANY_SIZE = MAX_COUNT
 _UNMEASURED_S = 1e-6
 MOST_KNOWN = 128
 """Orders that are kept for sizes that come again, here and on all ranks that were told."""
