@@ -27,7 +27,7 @@ def read_yaml(source: str, text: str) -> Any:
         raise InputError(source, f"{len(text)} characters are more than {_MAX_CHARACTERS}", "give one configuration")
 
     # Recipes name classes and functions as text, so nothing has to be built.
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def flatten_mapping(self, node: Any) -> None:
             super().flatten_mapping(node)
             _check_entries(source, len(node.value))
