@@ -113,12 +113,9 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
         return tuple(found)
     if timeline is not None and not found:
         found += _check_earliest(graph, timeline, start, depth)
-    # By the order of starts and ends on every rank, so that what is held for no time counts too.
-    begins = np.empty(graph.num_tasks, np.int64)
-    begins[order] = 1 + 2 * np.arange(graph.num_tasks)
-    clock = np.append(0, np.stack([start[order], (start + costs.duration)[order]], axis=1))
-    found += _check_memory(graph, costs, parts, begins, clock)
-    found += _check_host(graph, costs, parts, begins, clock)
+    end = start + costs.duration
+    found += _check_memory(graph, costs, parts, start, end)
+    found += _check_host(graph, costs, parts, start, end)
     return tuple(found)
 
 
@@ -270,7 +267,7 @@ def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: IntArray, de
 
 
 class _Spans(NamedTuple):
-    """Bytes that ranks hold from one moment to another."""
+    """Bytes that ranks hold from a time to another one."""
 
     rank: IntArray
     begin: IntArray
@@ -279,7 +276,7 @@ class _Spans(NamedTuple):
 
 
 def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
-    """Most bytes that every rank holds at once, and when first; what ends at a moment is free for what starts then."""
+    """Most bytes that every rank holds at once, and when first; what ends at a time is free for what starts then."""
     some = spans.begin < spans.end
     rank = np.tile(spans.rank[some], 2)
     time = np.concatenate([spans.begin[some], spans.end[some]])
@@ -298,13 +295,8 @@ def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
     return answer
 
 
-def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, clock: IntArray) -> list[Violation]:
-    """Sum what is held over half-open spans: what ends at a moment is free for what starts next.
-
-    ``start`` numbers the moments at which tasks start, from 1 on; each task ends at the next one. ``clock`` has the
-    time of every moment.
-    """
-    end = start + 1
+def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
+    """Sum what is held over half-open spans: what ends at a time is free for what starts then."""
     if graph.capacity_bytes is None:
         return []
     split, holds = np.flatnonzero(parts.weight >= 0), np.flatnonzero(graph.edge_bytes)
@@ -327,23 +319,21 @@ def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArra
             if running.size:
                 task = int(running[0])
                 during = f" during {graph.describe(task)}, pair {int(graph.pair[task])}"
-            problem = f"rank {rank} holds {worst} bytes at {_s(clock[when])}{during}; its capacity is {capacity}"
+            problem = f"rank {rank} holds {worst} bytes at {_s(when)}{during}; its capacity is {capacity}"
             found.append(Violation("memory", problem))
     return found
 
 
-def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, clock: IntArray) -> list[Violation]:
+def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
     """Sum what lies on the host, from the start of a pair's F to the end of its B or I."""
     if graph.host_capacity_bytes is None:
         return []
-    spans = _Spans(graph.rank[parts.first], start[parts.first], start[parts.last] + 1, costs.host)
+    spans = _Spans(graph.rank[parts.first], start[parts.first], end[parts.last], costs.host)
     found = []
     for rank, (worst, when) in enumerate(_most(spans, np.zeros(graph.num_ranks, np.int64))):
         capacity = int(graph.host_capacity_bytes[rank])
         if worst > capacity:
-            problem = (
-                f"rank {rank} holds {worst} bytes on the host at {_s(clock[when])}; its capacity there is {capacity}"
-            )
+            problem = f"rank {rank} holds {worst} bytes on the host at {_s(when)}; its capacity there is {capacity}"
             found.append(Violation("memory", problem))
     return found
 
