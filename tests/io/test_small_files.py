@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from pipeloom.io.megatron_log import read_megatron_log
 from pipeloom.planner import check_setup
 from pipeloom.search import Evaluations
 from pipeloom.spec import Layout, RankSpec
+from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.datasets import load_mixture
+from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.training.config import TrainConfig
 from tests.explain.traces.test_megatron_log import log
 from tests.planner.cases import random_setup
@@ -186,3 +189,19 @@ def test_counts_that_would_take_minutes_are_refused_at_once(
         assert run(["arrange", str(path), "--budget", "0.05", "--out", "o.json"]) == 2
         assert "num_microbatches" in capsys.readouterr().err
         assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("host_cores", 0),
+        ("nic_latency_s", 1e6),
+        ("nic_latency_s", math.inf),
+        ("nic_bytes_per_s", 0.0),
+        ("num_nodes", 0),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused_by_field(field: str, value: float) -> None:
+    cluster = msgspec.to_builtins(load_cluster("dip-h800-64"))
+    with pytest.raises(InputError, match=f"c.toml: {field}: "):
+        convert(cluster | {field: value}, ClusterSpec, "c.toml")

@@ -126,7 +126,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory_bytes: NumBytes = 0
     host_bytes_per_s: RateOrNone = 0.0
     """Of a node's memory, reads and writes together; 0: not known, and no limit to copies."""
-    host_cores: Number = 0
+    host_cores: Count | None = None
+    """Of a node; None: not known."""
 
     def __post_init__(self) -> None:
         """Refuse empty clusters."""
