@@ -18,6 +18,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from pipeloom.limits import MAX_COUNT
+
 _PLAIN = re.compile(r"[^ -~]+")
 _LONG_WORD = re.compile(r"\S{300,}")
 _LONGEST_LINE = 2000
@@ -102,9 +104,9 @@ def check_limit(entity: str, value: float) -> None:
 
 
 def check_count(entity: str, value: int) -> None:
-    """Raise `InputError` where a count is below 1."""
-    if value < 1:
-        raise InputError(entity, f"{value} is below 1")
+    """Raise `InputError` unless a count is from 1 to `MAX_COUNT`."""
+    if not 1 <= value <= MAX_COUNT:
+        raise InputError(entity, f"{value} is below 1" if value < 1 else f"{value} is above {MAX_COUNT}")
 
 
 def check_share(entity: str, value: float) -> None:

@@ -110,7 +110,7 @@ def test_devices_say_what_they_are_based_on():
     assert all(device.efficiency == assumed[0].efficiency for device in assumed if device.basis == "datasheet")
     assert {"h800", "h100", "h20", "h200", "gh200", "a100"} <= set(catalog.names("devices"))
     for name in catalog.names("clusters"):
-        assert catalog.load_cluster(name).host_cores > 0
+        assert (catalog.load_cluster(name).host_cores or 0) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

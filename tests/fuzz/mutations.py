@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import string
+import tomllib
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import msgspec
+import tomli_w
 
 Mutator = Callable[[Random, bytes], bytes]
 
 _NUMBERS = [
     *(0, -1, 1, 2, 7, 255, 10**6, 2**31, 2**53, 2**61, 2**62, 2**63 - 1, -(2**63)),
-    *(0.5, -0.0, 1e-12, 1e9, 1e18, 1e300, 1.7e308),
+    *(2**31 - 1, 2**31 + 1, 2**62 - 1, 2**63, 2**64, -(2**62), 10**12, 4097, 1025),
+    *(0.5, -0.0, 1e-12, 1e9, 1e18, 1e300, 1.7e308, 1e-300, 1e6, float("nan"), float("inf"), -float("inf")),
 ]
 _TEXTS = [
     *(
@@ -47,6 +50,8 @@ _TOKENS = [
         "1e999",
         "nan",
         "inf",
+        "-inf",
+        *map(str, (2**31, 2**31 + 1, 2**62, 2**63, 10**12, 10**18, 1e6, 1e12, -0.3)),
         "9" * 30,
         "9" * 5000,
         "true",
@@ -132,7 +137,11 @@ def change_value(random: Random, node: Any) -> Any:
             return node | {random.choice([*map(str, node), *_TEXTS]): _junk(random)}
         return node | {key: change_value(random, node[key])}
     if isinstance(node, list) and node and random.random() < 0.9:
-        i, action = random.randrange(len(node)), random.randrange(6)
+        i, action = random.randrange(len(node)), random.randrange(8)
+        if action == 2:
+            return node * random.choice([2, 3, 50])
+        if action == 3:
+            return node[: random.randrange(len(node) + 1)]
         if action == 0:
             return node[:i] + node[i + 1 :]
         if action == 1:
@@ -155,6 +164,17 @@ def change_json(random: Random, data: bytes) -> bytes:
         deep = "[" * 100_000 + "]" * 100_000
         return json.dumps(document).replace("{", '{"a": ' + deep + ",", 1).encode()
     return json.dumps(document).encode()
+
+
+def change_toml(random: Random, data: bytes) -> bytes:
+    """Change values of a TOML document."""
+    document = tomllib.loads(data.decode())
+    for _ in range(random.choice([1, 1, 1, 2, 3])):
+        document = change_value(random, document)
+    try:
+        return tomli_w.dumps(document).encode()
+    except (TypeError, AttributeError, ValueError):  # it has no null, and is always a table
+        return change_words(random, data)
 
 
 def change_lines(random: Random, data: bytes) -> bytes:

@@ -108,7 +108,7 @@ BAD = [
     ("tasks.duration_s", [3e9] * 4, "tasks.duration_s: sums to 1.2e+10 s"),
     ("tasks.rank.3", 2, "tasks.rank[3]: 2 is not below 2"),
     ("tasks.rank.3", 1.5, "tasks.rank[3]: 1.5 is not an integer"),
-    ("tasks.rank.3", 10**30, "tasks.rank[3]: an integer of more than 20 digits is not below 2**62"),
+    ("tasks.rank.3", 10**30, "tasks.rank[3]: an integer of more than 20 digits is above 2147483648"),
     ("tasks.rank.3", -1, "tasks.rank[3]: -1 is negative"),
     ("tasks.kind.0", "X", "tasks.kind[0]: 'X' is none of F, B, I, W"),
     ("tasks.kind.0", 1, "tasks.kind[0]: 1 is not a string"),

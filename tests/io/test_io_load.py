@@ -168,7 +168,7 @@ def test_wrong_layout_is_named(change: dict[str, Any], message: str, tmp_path: P
         ({"forward_s": -1}, "layers[1].forward_s: -1 is negative"),
         ({"backward_input_s": 1.0}, "layers[1].backward_s: or both backward_input_s and"),
         ({"activation_bytes": "1"}, "layers[1].activation_bytes: '1' is not an integer"),
-        ({"static_bytes": -3}, "layers[1].static_bytes: is negative"),
+        ({"static_bytes": -3}, "layers[1].static_bytes: -3 is negative"),
     ],
 )
 def test_wrong_layers_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -191,12 +191,12 @@ def test_parquet_is_read_without_threads(tmp_path: Path, monkeypatch: pytest.Mon
     parquet = pytest.importorskip("pyarrow.parquet")
     given: list[dict[str, Any]] = []
 
-    def read_table(*_: Any, **options: Any) -> None:
+    def iter_batches(*_: Any, **options: Any) -> None:
         given.append(options)
         raise ValueError("no table")
 
-    monkeypatch.setattr(parquet, "read_table", read_table)
-    (tmp_path / "s.parquet").write_bytes(b"PAR1")
+    parquet.write_table(pytest.importorskip("pyarrow").table({"id": ["a"]}), tmp_path / "s.parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
     with pytest.raises(InputError):
         pipeloom.load(tmp_path / "s.parquet")
     assert [options["use_threads"] for options in given] == [False]
@@ -220,8 +220,8 @@ def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
     [
         ('{"id": "a"}\n{"id": "a"}', "line 2: id: 'a' stands in line 1 too"),
         ('{"id": "a"}\n{"id": 3}', "line 2: id: 3 is not a string"),
-        ('{"id": "a", "text_tokens": -1}', "line 1: sample 'a'.text_tokens: -1 is negative"),
-        ('{"id": "a", "image_tokens": [0]}', "line 1: sample 'a'.image_tokens[0]: 0 is not positive"),
+        ('{"id": "a", "text_tokens": -1}', "line 1: text_tokens: -1 is negative"),
+        ('{"id": "a", "image_tokens": [0]}', "line 1: image_tokens[0]: 0 is below 1"),
         ('{"id": "a", "image_token": [1]}', "line 1: image_token: is not a known field; did you mean image_tokens?"),
         ('{"id": "a"', "line 1: is not valid JSON"),
         ("", "has no sample"),

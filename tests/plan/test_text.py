@@ -99,6 +99,8 @@ def test_the_format_is_as_documented() -> None:
         ("pipeloom.plan/2", "schedule", "line 1: is a 'schedule'"),
         ("ranks=2", "ranks=two", "line 1: 'two'"),
         ("ranks=2 ", "", "line 1: has no ranks="),
+        ("ranks=2", f"ranks={2**64}", "line 1: '18446744073709551616' is above 2147483648"),
+        ("vision.0 3.0 keep", f"vision.0 {'9' * 5000}.0 keep", "line 3: '99999999999999999999' is above 2147483648"),
         ("ranks=2", "ranks=3", "has 2 ranks, its header says 3"),
         ("rank 1", "rank 2", "line 11"),
         ("rank 0\n", "", "line 2"),

@@ -64,7 +64,7 @@ def test_bad_samples_are_named() -> None:
         Sample("a", 3, (0,))
     with pytest.raises(InputError, match="'a' occurs twice"):
         Batch((Sample("a"), Sample("a")))
-    with pytest.raises(InputError, match=r"batch.samples\[0\]: .*unknown field"):
+    with pytest.raises(InputError, match=r"batch.samples\[0\]: colour: is not a known field"):
         batch_from_dicts([{"id": "a", "colour": 1}])
 
 
@@ -76,6 +76,6 @@ def test_shapes_resolve_from_the_workload() -> None:
 
 
 def test_more_layers_than_any_model_has_are_refused_before_room_is_made_for_them() -> None:
-    block = LayerSpec("block", TensorShape(("tokens", 8)), 10**15)
-    with pytest.raises(InputError, match=r"module 'lm'.layers: 1000000000000000 layers are more than 100000"):
+    block = LayerSpec("block", TensorShape(("tokens", 8)), 10**9)
+    with pytest.raises(InputError, match=r"module 'lm'.layers: 1000000000 layers are more than 100000"):
         ModuleSpec("lm", "sequence", (block,))

@@ -31,6 +31,7 @@ from pipeloom.io import (
 )
 from pipeloom.io.files import keeps_company
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.printing import print_line
 from pipeloom.timeline import check
 
@@ -78,10 +79,10 @@ def arrange(
     ),
     page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page: what was chosen, and why."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
-    tp: int = typer.Option(1, min=1, help="For a model: tensor parallelism."),
-    pp: int = typer.Option(4, min=1, help="For a model: pipeline ranks."),
-    tokens: int = typer.Option(4096, min=1, help="For a model: tokens of a microbatch, one sequence."),
-    microbatches: int = typer.Option(16, min=1, metavar="N", help="For a model: microbatches."),
+    tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="For a model: tensor parallelism."),
+    pp: int = typer.Option(4, min=1, max=MAX_RANKS, help="For a model: pipeline ranks."),
+    tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch, one sequence."),
+    microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="For a model: microbatches."),
     megatron: bool = typer.Option(False, "--megatron", help="Print Megatron's pipeline layout string."),
     torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

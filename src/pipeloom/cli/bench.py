@@ -37,7 +37,7 @@ def bench(
     budget: list[float] = typer.Option(
         [1.0], metavar="SECONDS", help="CPU seconds on one thread; may be given several times."
     ),
-    seeds: int = typer.Option(5, metavar="N", help="Instances of each family: seeds 0 to N-1."),
+    seeds: int = typer.Option(5, min=1, max=10000, metavar="N", help="Instances of each family: seeds 0 to N-1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Run search methods over the instance library and print their gaps above the lower bounds."""

@@ -28,7 +28,7 @@ def calibrate(
     device: str = typer.Option(..., help="cpu or cuda."),
     out: Path = typer.Option(..., metavar="DEVICE.toml", help="The device table to write."),
     name: str = typer.Option("", help="Name of the device; default: what the system says."),
-    repeats: int = typer.Option(9, min=1, help="Timed runs of each shape; the median counts."),
+    repeats: int = typer.Option(9, min=1, max=10000, help="Timed runs of each shape; the median counts."),
     plot: Path | None = typer.Option(None, metavar="FILE.html", help="Write predicted against measured as a page."),
     links: bool = typer.Option(
         True, help="Time messages and collectives between two processes too (cuda: where there are two GPUs)."

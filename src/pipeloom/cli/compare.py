@@ -13,6 +13,7 @@ from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
@@ -54,19 +55,29 @@ def compare(
     now: str | None = typer.Option(
         None, metavar="RUN", help="What you run now: words as 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
     ),
-    tp: int | None = typer.Option(None, min=1, help="Tensor parallelism; default: as you run now, or 1."),
-    pp: int | None = typer.Option(None, min=1, help="Pipeline ranks; default: as you run now, or up to 4."),
-    dp: int | None = typer.Option(None, min=1, help="Replicas; default: as many as there are devices for."),
+    tp: int | None = typer.Option(
+        None, min=1, max=MAX_DEVICES, help="Tensor parallelism; default: as you run now, or 1."
+    ),
+    pp: int | None = typer.Option(
+        None, min=1, max=MAX_RANKS, help="Pipeline ranks; default: as you run now, or up to 4."
+    ),
+    dp: int | None = typer.Option(
+        None, min=1, max=MAX_DEVICES, help="Replicas; default: as many as there are devices for."
+    ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     microbatches: int | None = typer.Option(
         None, min=1, max=MOST_MICROBATCHES, metavar="N", help="Of one replica; default: 16."
     ),
     tokens: int | None = typer.Option(
-        None, min=1, metavar="N", help="Of a microbatch at most; default: 8192, or as a data set's paper has it."
+        None,
+        min=1,
+        max=MAX_COUNT,
+        metavar="N",
+        help="Of a microbatch at most; default: 8192, or as a data set's paper has it.",
     ),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for the systems that search."),
     processes: int = typer.Option(2, min=1, max=2, help="2: Pipeloom's layout is chosen beside what others do."),
-    seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with all timelines."),
     out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -17,6 +17,7 @@ from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
+from pipeloom.limits import MAX_DEVICES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
@@ -45,11 +46,11 @@ def emulate(
         help="A model's name, a Hugging Face config.json or folder, a .toml file, or 'list' for all names.",
     ),
     cluster: str = typer.Option("dip-h800-64", help="A cluster's name, in words (8xH100), or a .toml file."),
-    tp: int = typer.Option(1, min=1, help="Tensor parallelism."),
-    pp: int = typer.Option(1, min=1, help="Pipeline ranks."),
-    dp: int = typer.Option(1, min=1, help="Data-parallel replicas."),
-    cp: int = typer.Option(1, min=1, help="Context parallelism."),
-    ep: int = typer.Option(1, min=1, help="Expert parallelism."),
+    tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Tensor parallelism."),
+    pp: int = typer.Option(1, min=1, max=MAX_RANKS, help="Pipeline ranks."),
+    dp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Data-parallel replicas."),
+    cp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Context parallelism."),
+    ep: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Expert parallelism."),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
     data: str | None = typer.Option(
@@ -62,7 +63,7 @@ def emulate(
         None,
         help="keep, selective, recompute, offload, or of a share of layers, recompute:0.5; default: fastest that fits.",
     ),
-    seed: int = typer.Option(0, help="Seed of the samples drawn."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the samples drawn."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -14,6 +14,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, 
 from pipeloom.cli.solve import interruptible
 from pipeloom.errors import InputError
 from pipeloom.io import write_layers, write_text
+from pipeloom.limits import MAX_MICROBATCHES
 
 if TYPE_CHECKING:
     from pipeloom.explain.traces.timers import TimersExplained
@@ -50,7 +51,11 @@ def explain(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace of tasks, for Perfetto."),
     microbatches: int | None = typer.Option(
-        None, min=1, metavar="N", help="For a log: microbatches of an iteration, where it does not print its arguments."
+        None,
+        min=1,
+        max=MAX_MICROBATCHES,
+        metavar="N",
+        help="For a log: microbatches of an iteration, where it does not print its arguments.",
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of the search."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -12,6 +12,7 @@ import typer
 from pipeloom.cli.options import check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
 from pipeloom.heartbeat import doing
+from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
 from pipeloom.report import Track, make_track, seconds_text, share_text, size_text
 
@@ -40,7 +41,11 @@ def megatron(
     ),
     cluster: str = typer.Option("h100-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int | None = typer.Option(
-        None, min=1, metavar="N", help="Devices of the job; default: torchrun's in the file, or else the cluster's."
+        None,
+        min=1,
+        max=MAX_DEVICES,
+        metavar="N",
+        help="Devices of the job; default: torchrun's in the file, or else the cluster's.",
     ),
     budget: float = typer.Option(10.0, metavar="SECONDS", help="Seconds of search."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),

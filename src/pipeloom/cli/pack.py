@@ -13,6 +13,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_writ
 from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
 
 if TYPE_CHECKING:
@@ -51,15 +52,29 @@ class Packed:
 def pack(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
     tokens: int = typer.Option(
-        0, metavar="N", help="Tokens of a microbatch at most; needed without a --setup that says so."
+        0,
+        min=0,
+        max=MAX_COUNT,
+        metavar="N",
+        help="Tokens of a microbatch at most; needed without a --setup that says so.",
     ),
     policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
     out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
-    batch: int = typer.Option(0, min=0, metavar="N", help="Samples of one iteration; 0: all are one batch."),
-    microbatches: int = typer.Option(0, min=0, metavar="N", help="At least so many; 0: as few as tokens allow."),
-    replicas: int = typer.Option(1, min=1, metavar="N", help="Deal every batch to data-parallel replicas first."),
+    batch: int = typer.Option(
+        0, min=0, max=MAX_COUNT, metavar="N", help="Samples of one iteration; 0: all are one batch."
+    ),
+    microbatches: int = typer.Option(
+        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="At least so many; 0: as few as tokens allow."
+    ),
+    replicas: int = typer.Option(
+        1, min=1, max=MAX_DEVICES, metavar="N", help="Deal every batch to data-parallel replicas first."
+    ),
     attention_tokens: int = typer.Option(
-        0, min=0, metavar="N", help="Length at which attention costs as much as the rest; 0: it costs nothing."
+        0,
+        min=0,
+        max=MAX_COUNT,
+        metavar="N",
+        help="Length at which attention costs as much as the rest; 0: it costs nothing.",
     ),
     setup: Path | None = typer.Option(
         None, metavar="FILE", help="setup.json of a run: loads are its measured seconds."
@@ -67,7 +82,7 @@ def pack(
     oversized: str = typer.Option(
         "refuse", metavar="WORD", help="A sample above the budget: 'refuse', or 'split' it into pieces."
     ),
-    seed: int = typer.Option(0, min=0, metavar="N", help="Seed of all random choices."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Pack samples into microbatches and show what each weighs."""

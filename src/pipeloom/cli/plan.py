@@ -35,6 +35,7 @@ from pipeloom.io import (
     write_schedule,
     write_text,
 )
+from pipeloom.limits import MAX_COUNT, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track
 from pipeloom.spec import Batch, ModelSpec, RankSpec
@@ -62,12 +63,16 @@ def plan(
     model: Path | None = typer.Option(None, metavar="FILE", help="The model: modules and layers, TOML or JSON."),
     layout: Path | None = typer.Option(None, metavar="FILE", help="A pipeloom.layout/1."),
     profile: Path | None = typer.Option(None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."),
-    tokens: int = typer.Option(0, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."),
+    tokens: int = typer.Option(
+        0, min=0, max=MAX_COUNT, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."
+    ),
     cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of planning, up to the proved plan."),
     method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
-    seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    iteration: int = typer.Option(0, min=0, metavar="N", help="Number of the iteration, written into the plan."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
+    iteration: int = typer.Option(
+        0, min=0, max=MAX_COUNT, metavar="N", help="Number of the iteration, written into the plan."
+    ),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import typer
 
+from pipeloom.bounds import Number, Seconds
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
 from pipeloom.cli.stated import stated_track
 from pipeloom.errors import InputError
@@ -37,9 +38,9 @@ class RunSummary(msgspec.Struct, frozen=True):
     """What is shown of a run's summary.json; it holds more."""
 
     name: str
-    iterations: int
-    mean_planned_s: float
-    mean_measured_s: float
+    iterations: Number
+    mean_planned_s: Seconds
+    mean_measured_s: Seconds
 
 
 def report(

@@ -11,6 +11,7 @@ import typer
 
 from pipeloom.cli.output import JSON_HELP, print_json, print_note, print_written
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_COUNT, MAX_THREADS, MAX_WAIT_S
 from pipeloom.printing import print_line
 
 if TYPE_CHECKING:
@@ -33,21 +34,31 @@ def reproduce(
     paper: str = typer.Argument(..., metavar="PAPER", help="dip, pipetune, adaptis, or all."),
     part: list[str] = typer.Argument(None, metavar="[PART]...", help="Some of its tables and figures; default: all."),
     show: bool = typer.Option(False, "--list", help="Name the parts and leave."),
-    seeds: int | None = typer.Option(None, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
+    seeds: int | None = typer.Option(None, min=1, max=10000, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
     iterations: int | None = typer.Option(
-        None, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
+        None, min=1, max=MAX_COUNT, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
     ),
     search: float | None = typer.Option(
         None,
+        min=0.0,
+        max=MAX_WAIT_S,
         metavar="SECONDS",
         help="Processor seconds of our search for one batch (dip: of given microbatches); default: 1.",
     ),
     solver: float | None = typer.Option(
-        None, metavar="SECONDS", help="Seconds after which an exact solver is cut; default: 60."
+        None,
+        min=0.0,
+        max=MAX_WAIT_S,
+        metavar="SECONDS",
+        help="Seconds after which an exact solver is cut; default: 60.",
     ),
     full: bool = typer.Option(False, "--full", help="All defaults as large as in the paper; may take days."),
     processes: int | None = typer.Option(
-        None, metavar="N", help="Parts made at a time; those that read the clock run alone; default: as many as cores."
+        None,
+        min=1,
+        max=MAX_THREADS,
+        metavar="N",
+        help="Parts made at a time; those that read the clock run alone; default: as many as cores.",
     ),
     again: bool = typer.Option(False, "--again", help="Make also what is recorded of this source with these options."),
     out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where data, pages and pictures go."),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, read_params
+from pipeloom.cli.options import PARAMS_HELP, check_budget, check_method, check_seed, check_threads, read_params
 from pipeloom.cli.output import (
     JSON_HELP,
     check_targets,
@@ -61,6 +61,7 @@ def solve(
     """Search a schedule for an instance: short makespan, within every rank's memory."""
     check_budget(budget)
     check_seed(seed)
+    check_threads(threads)
     check_method("--method", method)
     check_targets(out)
     tuned = read_params(params)

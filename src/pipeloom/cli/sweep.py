@@ -13,6 +13,7 @@ from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
@@ -23,17 +24,19 @@ EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 def sweep(
     model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
-    gpus: int = typer.Option(0, min=0, help="Devices to use; 0: all of the cluster."),
+    gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Devices to use; 0: all of the cluster."),
     microbatches: int = typer.Option(
         128, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
     ),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
-    max_tp: int = typer.Option(8, min=1, help="Largest degree of tensor parallelism."),
-    top: int = typer.Option(10, min=1, metavar="N", help="Rows to show of those that run, and of those that cannot."),
+    max_tp: int = typer.Option(8, min=1, max=MAX_DEVICES, help="Largest degree of tensor parallelism."),
+    top: int = typer.Option(
+        10, min=1, max=MAX_COUNT, metavar="N", help="Rows to show of those that run, and of those that cannot."
+    ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    seed: int = typer.Option(0, help="Seed of the samples drawn."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the samples drawn."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""

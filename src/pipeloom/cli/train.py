@@ -17,6 +17,7 @@ from pipeloom.cli.output import print_json_text
 from pipeloom.errors import InputError
 from pipeloom.forks import can_fork, is_fork, run_in_fork
 from pipeloom.heartbeat import doing, paused
+from pipeloom.limits import MAX_COUNT
 from pipeloom.printing import print_error, print_line
 from pipeloom.training.warm import begin_warm
 
@@ -53,7 +54,7 @@ def train(
     config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml, see docs/train.md."),
     runs: Path = typer.Option(Path("runs"), help="Folder under which the run's own folder is made."),
     iterations: int = typer.Option(
-        0, min=0, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
+        0, min=0, max=MAX_COUNT, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
     ),
     choose_layout: bool = typer.Option(
         False, "--choose-layout", help="Plan the first batches under many layouts and take the fastest, for CONFIG's."
@@ -66,6 +67,7 @@ def train(
     restarts: int = typer.Option(
         0,
         min=0,
+        max=MAX_COUNT,
         help="Start all ranks again from the newest good checkpoint, at most so often, when one of them dies or fails.",
     ),
     json: bool = typer.Option(False, "--json", help="Print summary.json on standard output, and nothing else there."),

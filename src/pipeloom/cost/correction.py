@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Factor, Magnitude, Number, Seconds
 from pipeloom.errors import InputError
 from pipeloom.spec import HostLink, RankSpec
 
@@ -53,10 +54,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Per pipeline rank, how many times longer it computes than the modules' factors say; beyond its end 1.
     """
 
-    modules: dict[str, tuple[float, float]] = {}
-    link: Line | None = None
-    slowness: tuple[float, ...] = ()
-    hosts: tuple[int, ...] = ()
+    modules: dict[str, tuple[Factor, Factor]] = {}
+    link: tuple[Seconds, Magnitude] | None = None
+    slowness: tuple[Factor, ...] = ()
+    hosts: tuple[Number, ...] = ()
     links: tuple[HostLink, ...] = ()
 
     def corrected(self, rank: RankSpec) -> RankSpec:

@@ -17,7 +17,6 @@ from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, ladder, mix
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates, single_layer, stream_template
 from pipeloom.emulator.program import Part
-from pipeloom.emulator.rules import PS_PER_S
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.tape import NVLINK
@@ -42,6 +41,7 @@ from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, Res
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.totals import PS_PER_S
 
 CACHE_SIZE = 16384
 _KEEP = ChunkStrategy("keep")

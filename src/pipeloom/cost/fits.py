@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.limits import NUM_OWN_FEATURES
 from pipeloom.spec import Workload
 
 FloatArray = npt.NDArray[np.float64]
@@ -16,8 +17,6 @@ Coefficients = tuple[float, ...]
 """Of one, instances, tokens, token pairs; then, of every module that feeds it, instances and tokens given. Those that
 are missing are 0."""
 
-NUM_OWN = 4
-"""Features of the workload itself, which seconds are sums over."""
 _TOKENS, _PAIRS = 2, 3
 _WHOLE = 1e-9
 """Relative: bytes that are fitted so well are fitted exactly."""
@@ -48,7 +47,7 @@ def sum_over(coefficients: FloatArray, features: Coefficients) -> FloatArray:
 
 def fit_seconds(features: FloatArray, target: FloatArray) -> Coefficients:
     """Least squares on relative errors with coefficients of at least zero, over what the workload itself has."""
-    return _nonnegative_fit(features[:, :NUM_OWN], target)
+    return _nonnegative_fit(features[:, :NUM_OWN_FEATURES], target)
 
 
 def fit_bytes(features: FloatArray, target: FloatArray) -> Coefficients:
@@ -90,7 +89,7 @@ def fit_most(features: FloatArray, moments: Sequence[Sequence[float]]) -> tuple[
     # shorter.
     covers: list[Coefficients] = [(smallest,)]
     for columns in ([_TOKENS], [_TOKENS, _PAIRS]):
-        over = np.zeros(NUM_OWN)
+        over = np.zeros(NUM_OWN_FEATURES)
         over[columns] = _covering_fit(features[sizes > 0][:, columns], most[sizes > 0])
         covers.append(_coefficients(over))
     return _undominated(covers)
@@ -98,10 +97,10 @@ def fit_most(features: FloatArray, moments: Sequence[Sequence[float]]) -> tuple[
 
 def _likely_first(num: int) -> Sequence[int]:
     """Features in the order in which they are tried: where few workloads were measured, several sums are exact."""
-    if num < NUM_OWN:
+    if num < NUM_OWN_FEATURES:
         return range(num)
     # Tokens and a constant, pairs, instances; then tokens that are given, and how many sequences they are.
-    return (_TOKENS, 0, _PAIRS, 1, *range(NUM_OWN + 1, num, 2), *range(NUM_OWN, num, 2))
+    return (_TOKENS, 0, _PAIRS, 1, *range(NUM_OWN_FEATURES + 1, num, 2), *range(NUM_OWN_FEATURES, num, 2))
 
 
 def _exact_fits(features: FloatArray, targets: FloatArray) -> list[Coefficients | None]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Microbatches, NumBytes, Ranks, Seconds
 from pipeloom.errors import InputError, check_count
 
 BYTES_PER_PARAMETER = 2
@@ -18,31 +19,31 @@ class StrategyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """One memory strategy as files write it; which of the backward fields are given depends on the pair."""
 
     strategy: str
-    forward_s: float
-    activation_bytes: int
-    backward_s: float | None = None
-    backward_input_s: float | None = None
-    backward_weight_s: float | None = None
-    weight_gradient_bytes: int | None = None
+    forward_s: Seconds
+    activation_bytes: NumBytes
+    backward_s: Seconds | None = None
+    backward_input_s: Seconds | None = None
+    backward_weight_s: Seconds | None = None
+    weight_gradient_bytes: NumBytes | None = None
     layers: tuple[str, ...] | None = None
-    host_bytes: int = 0
+    host_bytes: NumBytes = 0
 
 
 class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One layer on one microbatch: seconds of its forward and backward, bytes it keeps and holds."""
 
     name: str
-    forward_s: float
-    activation_bytes: int
-    parameter_bytes: int
-    backward_s: float | None = None
+    forward_s: Seconds
+    activation_bytes: NumBytes
+    parameter_bytes: NumBytes
+    backward_s: Seconds | None = None
     """The whole backward, where its parts are not known: such a layer is never split."""
-    backward_input_s: float | None = None
-    backward_weight_s: float | None = None
-    static_bytes: int | None = None
+    backward_input_s: Seconds | None = None
+    backward_weight_s: Seconds | None = None
+    static_bytes: NumBytes | None = None
     """Weights, gradients and optimiser state; None: what Adam in mixed precision needs."""
     candidates: tuple[StrategyEntry, ...] | None = None
-    update_s: float = 0.0
+    update_s: Seconds = 0.0
     """What it adds to an iteration's end, after its rank's last task: gradients reduced, weights updated."""
 
     def __post_init__(self) -> None:
@@ -80,13 +81,13 @@ class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A chain of layers with their costs, and the pipeline that they shall run on."""
 
     name: str
-    num_ranks: int
-    num_microbatches: int
-    boundary_s: float
+    num_ranks: Ranks
+    num_microbatches: Microbatches
+    boundary_s: Seconds
     """Seconds that the boundary transfer between two ranks takes."""
-    boundary_bytes: int
+    boundary_bytes: NumBytes
     layers: tuple[LayerCost, ...]
-    memory_capacity_bytes: tuple[int, ...] | None = None
+    memory_capacity_bytes: tuple[NumBytes, ...] | None = None
     format: Literal["pipeloom.layers/1"] = "pipeloom.layers/1"
 
     def __post_init__(self) -> None:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from pipeloom.cost.fits import (
-    NUM_OWN,
-    Coefficients,
-    FloatArray,
-    aligned,
-    fit_bytes,
-    fit_most,
-    fit_seconds,
-    workload_features,
-)
+from pipeloom.bounds import ByteCoefficients, Magnitude, Seconds, SecondsCoefficients
+from pipeloom.cost.fits import Coefficients, FloatArray, aligned, fit_bytes, fit_most, fit_seconds, workload_features
 from pipeloom.errors import InputError, check_not_negative
+from pipeloom.limits import NUM_OWN_FEATURES
 from pipeloom.spec import LayerSpec, Workload
 
 
@@ -64,22 +58,22 @@ class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each number of `StrategyMeasurement` as a sum over a workload's features; of moments, those that may be most."""
 
-    input_gradient_s: Coefficients
-    weight_gradient_s: Coefficients
-    weight_gradient_bytes: Coefficients
-    selective_forward_s: Coefficients
-    selective_backward_s: Coefficients
-    selective_bytes: Coefficients
-    offload_s: Coefficients
-    load_s: Coefficients
-    given_bytes: Coefficients
-    unsaved_bytes: Coefficients
-    workspace_bytes: Coefficients
-    forward_workspace_bytes: Coefficients | None = None
-    backward_workspace_bytes: Coefficients | None = None
-    forward_moments: tuple[Coefficients, ...] = ()
-    backward_moments: tuple[Coefficients, ...] = ()
-    weight_moments: tuple[Coefficients, ...] = ()
+    input_gradient_s: SecondsCoefficients
+    weight_gradient_s: SecondsCoefficients
+    weight_gradient_bytes: ByteCoefficients
+    selective_forward_s: SecondsCoefficients
+    selective_backward_s: SecondsCoefficients
+    selective_bytes: ByteCoefficients
+    offload_s: SecondsCoefficients
+    load_s: SecondsCoefficients
+    given_bytes: ByteCoefficients
+    unsaved_bytes: ByteCoefficients
+    workspace_bytes: ByteCoefficients
+    forward_workspace_bytes: ByteCoefficients | None = None
+    backward_workspace_bytes: ByteCoefficients | None = None
+    forward_moments: tuple[ByteCoefficients, ...] = ()
+    backward_moments: tuple[ByteCoefficients, ...] = ()
+    weight_moments: tuple[ByteCoefficients, ...] = ()
 
     @property
     def forward_most(self) -> tuple[Coefficients, ...]:
@@ -133,11 +127,21 @@ class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Coefficients of bytes may be below zero, their sum is not.
     """
 
-    forward_s: Coefficients
-    backward_s: Coefficients
-    activation_bytes: Coefficients
+    forward_s: SecondsCoefficients
+    backward_s: SecondsCoefficients
+    activation_bytes: ByteCoefficients
     strategies: StrategyFit | None = None
     """None: not measured; then there are ``keep`` and ``recompute``, and whole backwards."""
+
+    def of_bytes(self) -> Iterator[tuple[str, Coefficients]]:
+        """Yield the coefficients of every size, with the path of their field."""
+        yield "activation_bytes", self.activation_bytes
+        for name in () if self.strategies is None else self.strategies.__struct_fields__:
+            value = getattr(self.strategies, name)
+            if name.endswith("_moments"):
+                yield from ((f"strategies.{name}[{i}]", each) for i, each in enumerate(value))
+            elif name.endswith("_bytes") and value is not None:
+                yield f"strategies.{name}", value
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,9 +150,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
     layers: dict[str, LayerFit]
     """Key: ``module/kind``."""
-    typical_s: dict[str, float] = {}
+    typical_s: dict[str, Seconds] = {}
     """Key as above: seconds of one such layer, forward and backward, on a typical batch; balances layouts."""
-    mean_error: float = 0.0
+    mean_error: Magnitude = 0.0
     """Mean relative error of forward plus backward on the measurements themselves."""
     format: Literal["pipeloom.profile/1"] = "pipeloom.profile/1"
 
@@ -187,7 +191,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
             _fit_strategies(features, rows),
         )
         layers[key] = fit
-        predicted = features[:, :NUM_OWN] @ (np.array(fit.forward_s) + np.array(fit.backward_s))
+        predicted = features[:, :NUM_OWN_FEATURES] @ (np.array(fit.forward_s) + np.array(fit.backward_s))
         measured = forward + backward
         errors.extend(np.abs(predicted - measured) / np.maximum(measured, 1e-12))
     return Profile(machine=machine, layers=layers, mean_error=float(np.mean(errors)))

@@ -47,6 +47,8 @@ def latencies(
 ) -> Array:
     """Picoseconds of every operator: the largest of its three metrics over what its device gives, or its launch.
 
+    They are whole numbers as floats, since integers could wrap before their sum is checked.
+
     Parameters
     ----------
     amounts : float array, shape (num_operators, 3)
@@ -62,7 +64,7 @@ def latencies(
     fixed : float array, shape (num_rules, 2)
         Seconds per step, and the least that an operator with anything to do takes.
     """
-    out = np.empty(len(rule), np.int64)
+    out = np.empty(len(rule))
     for i in range(len(rule)):
         r = rule[i]
         seconds = 0.0
@@ -74,7 +76,7 @@ def latencies(
                 seconds = max(seconds, at_peak / e)
         if seconds > 0.0:
             seconds = max(seconds, fixed[r, 1])
-        out[i] = np.int64(np.rint((seconds + fixed[r, 0] * steps[i]) * 1e12))
+        out[i] = np.rint((seconds + fixed[r, 0] * steps[i]) * 1e12)
     return out
 
 

@@ -72,6 +72,9 @@ class PipelineModel:
                     f"has {len(layers)} layers for {parts} chunks",
                     "lower pipeline parallelism or segments",
                 )
+            if len(layers) * parts > _MOST_CUTS:
+                problem = f"{len(layers)} layers times {parts} chunks are more than {_MOST_CUTS}"
+                raise InputError(f"module {module.name!r}", problem, "lower pipeline parallelism or segments")
             work = list(typical.get(module.name, ()))
             self.layers[module.name] = layers
             self.cuts[module.name] = split_evenly(_weights(layers, work), parts)
@@ -134,6 +137,10 @@ class PipelineModel:
 
     def _chunked(self, name: str) -> list[tuple[LayerTemplate, ...]]:
         return [self.chunk_layers(name, chunk) for chunk in self.chunks(name)]
+
+
+_MOST_CUTS = 500_000
+"""Layers times chunks of a module, so that cutting it takes seconds at most."""
 
 
 def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[int]:

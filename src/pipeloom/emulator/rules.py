@@ -19,9 +19,9 @@ from pipeloom.emulator.kernels import latencies
 from pipeloom.emulator.size import FloatArray
 from pipeloom.errors import InputError
 from pipeloom.spec.hardware import check_points
+from pipeloom.totals import PS_PER_S, summable
 
 IntArray = npt.NDArray[np.int64]
-PS_PER_S = 1_000_000_000_000
 METRICS = ("flops", "memory", "network")
 
 Curve = tuple[tuple[float, float], ...]
@@ -150,7 +150,7 @@ class RuleTable:
         ------
         InputError
             When an operator asks its device for what the device does not have, such as network bytes of a
-            compute device.
+            compute device; or when the operators take so long that their sum does not fit.
         """
         bad = np.argwhere((amounts > 0) & (self.rates[self.rule] <= 0))
         for i, m in bad.tolist():
@@ -162,7 +162,7 @@ class RuleTable:
                 "put the operator on a device that does, e.g. a collective on a link",
             )
         rates = np.maximum(self.rates, 1e-300)
-        out: IntArray = latencies(
+        out: FloatArray = latencies(
             amounts, self.rule, self.steps, rates, self.points, self.values, self.counts, self.fixed
         )
         for i, rule in self.overridden:
@@ -170,4 +170,4 @@ class RuleTable:
             if not 0 <= seconds < float("inf"):
                 raise InputError(f"rule for {self.kind[i]!r}", f"{seconds} is not a duration in seconds")
             out[i] = round(seconds * PS_PER_S)
-        return out
+        return summable("operators of a layer", out, "ps")

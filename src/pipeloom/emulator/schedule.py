@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.schedule_kernels import TaskArrays, run
+from pipeloom.totals import check_total, summable
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ def list_schedule(
     if not tasks:
         return [], []
     a = task_arrays(tasks) if arrays is None else arrays
-    duration = np.array([t.duration_ps for t in tasks], np.int64)
+    duration = summable("tasks", [t.duration_ps for t in tasks], "ps")
+    check_total("tasks and messages", float(duration.sum()) + a.delay_ps.sum(dtype=float), "ps")
     order, start = run(a, duration, num_ranks, in_flight)
     return order.tolist(), start.tolist()

@@ -16,6 +16,7 @@ from pipeloom.emulator.kernels import run_calls
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.subgraph import Call, Composite, Port, Subgraph
 from pipeloom.errors import InputError
+from pipeloom.totals import check_total
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +152,7 @@ class _Pool:
         self._graphs: list[Subgraph] = []  # held, so that no other graph gets the same id
         self._matrices: list[IntArray] = []
         self._shapes: list[tuple[int, int, int]] = []
+        check_total("calls", sum(call.graph.total_ps * call.repeat for call in calls), "ps")
         self._call_matrix = np.empty(len(calls), np.int64)
         output_start = np.zeros(len(calls) + 1, np.int64)
         devices: list[int] = []

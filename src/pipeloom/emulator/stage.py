@@ -21,6 +21,7 @@ from pipeloom.emulator.tape import NUM_DEVICES
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec import Strategy, Workload
+from pipeloom.totals import check_total
 
 LOCAL = tuple(range(NUM_DEVICES))
 
@@ -97,7 +98,10 @@ class Stage:
 
     def _matrix(self, layers: Sequence[EvaluatedLayer], part: Part) -> IntArray:
         out: IntArray | None = None
-        for i in self._ordered.get(part, ()):
+        ordered = self._ordered.get(part, ())
+        total = sum(layers[i].leaves[self.runs[i].strategy, part].total_ps * self.runs[i].count for i in ordered)
+        check_total("layers of a stage", total, "ps")
+        for i in ordered:
             run = self.runs[i]
             power = repeated(layers[i].leaves[run.strategy, part], run.count)
             out = power if out is None else compose(power, out)

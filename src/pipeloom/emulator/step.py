@@ -16,7 +16,7 @@ from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
 from pipeloom.emulator.result import EmulatedStep, RankTime, StageTask, length, union
-from pipeloom.emulator.rules import PS_PER_S, IntArray
+from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
 from pipeloom.emulator.static import update_ps
@@ -24,7 +24,9 @@ from pipeloom.emulator.step_tasks import StepTasks
 from pipeloom.emulator.subgraph import Call, Port
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
+from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import ChunkStrategy, chunk_strategy
+from pipeloom.totals import PS_PER_S, check_work, summable
 
 __all__ = ["EmulatedStep", "RankTime", "StageTask", "Step"]
 
@@ -58,6 +60,8 @@ class Step:
     ) -> None:
         if not microbatches:
             raise InputError("microbatches", "is empty", "give at least one")
+        chunks = sum(len(model.chunks(module.name)) for module in model.architecture.modules)
+        check_work("microbatches", len(microbatches) * chunks, "passes through chunks", MAX_PASSES)
         self.model, self.strategy = model, chunk_strategy(strategy)
         self.microbatches = list(microbatches)
         base = None if like is None else like._all
@@ -102,7 +106,7 @@ class Step:
     def _peaks(self, start: IntArray, end: IntArray) -> tuple[int, ...]:
         """Largest memory of each rank: static, held activations, and the workspace of the largest pass."""
         out = []
-        held = np.array([p.held_bytes for p in self._all.plans])
+        held = summable("activations", [p.held_bytes for p in self._all.plans])
         rank, take_all, give_all = self._all.rank, self._all.takes, self._all.gives
         for r in range(self.model.num_ranks):
             mine = rank == r

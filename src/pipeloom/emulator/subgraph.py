@@ -16,6 +16,7 @@ import numpy as np
 from pipeloom.emulator.kernels import MAX_COLUMNS, NEVER, compose, transfer
 from pipeloom.emulator.rules import IntArray
 from pipeloom.errors import InputError
+from pipeloom.totals import check_total, summable
 
 INPUT = -1
 
@@ -63,6 +64,11 @@ class Leaf:
     def num_operators(self) -> int:
         """Number of operators."""
         return len(self.device)
+
+    @functools.cached_property
+    def total_ps(self) -> int:
+        """Sum of all durations, which no entry of the matrix exceeds."""
+        return int(summable("operators of a subgraph", self.duration_ps, "ps").sum())
 
     @functools.cached_property
     def matrix(self) -> IntArray:
@@ -154,8 +160,16 @@ class Composite:
         return sum(call.graph.num_operators * call.repeat for call in self.calls)
 
     @functools.cached_property
+    def total_ps(self) -> int:
+        """Sum of all durations, repeats included."""
+        total = sum(call.graph.total_ps * call.repeat for call in self.calls)
+        check_total("calls of a subgraph", total, "ps")
+        return total
+
+    @functools.cached_property
     def matrix(self) -> IntArray:
         """Max-plus matrix, made from those of the calls."""
+        check_total("calls of a subgraph", self.total_ps, "ps")
         columns = self.num_devices + self.num_inputs
         identity = np.full((columns, columns), NEVER, np.int64)
         np.fill_diagonal(identity, 0)
@@ -185,6 +199,7 @@ Subgraph = Leaf | Composite
 
 def repeated(graph: Subgraph, times: int) -> IntArray:
     """Matrix of a subgraph run ``times`` in a row, by squaring; a leaf remembers it."""
+    check_total("a repeated subgraph", graph.total_ps * times, "ps")
     if times == 1:
         return graph.matrix
     if isinstance(graph, Leaf):

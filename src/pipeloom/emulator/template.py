@@ -24,6 +24,7 @@ from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
 from pipeloom.errors import InputError
 from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
+from pipeloom.totals import summable
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's work in utilisation."""
@@ -166,7 +167,7 @@ class LayerTemplate:
         for key, (begin, end) in self._slices.items():
             device, start, before, outputs, collective = self._shapes[key]
             leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
-        sizes = np.rint(self._sizes @ feature).astype(np.int64).tolist()
+        sizes = summable("tensors of a layer", np.rint(self._sizes @ feature)).tolist()
         triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self.passes)}
         return EvaluatedLayer(
             leaves,

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction, StrategyCost, between_s
 from pipeloom.explain.replay import answered_graph, task_numbers
 from pipeloom.packing import Packing, packing_from_counts
@@ -27,18 +28,18 @@ class KindTime(msgspec.Struct, frozen=True):
 
     kind: str
     """``module/kind``."""
-    forward_planned_s: float
-    forward_measured_s: float
-    backward_planned_s: float
-    backward_measured_s: float
+    forward_planned_s: Finite
+    forward_measured_s: Finite
+    backward_planned_s: Finite
+    backward_measured_s: Finite
 
 
 class IdleTime(msgspec.Struct, frozen=True):
     """Seconds of an iteration that a rank idles for one cause, mean over ranks; see `pipeloom.timeline.Bubbles`."""
 
     cause: str
-    planned_s: float
-    measured_s: float
+    planned_s: Finite
+    measured_s: Finite
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -49,31 +50,31 @@ class Difference(msgspec.Struct, frozen=True):
     ``planned_s + shared_cores_s`` is a plan that knows that ranks share cores.
     """
 
-    iterations: int
-    planned_s: float
-    measured_s: float
-    shared_cores_s: float
+    iterations: NumBytes
+    planned_s: Finite
+    measured_s: Finite
+    shared_cores_s: Finite
     """Ranks had no core to themselves: every second of computation takes as much longer, but for what the corrections
     with which the plan was made have learned of it."""
-    computation_s: float
+    computation_s: Finite
     """Computation took more processor time than predicted."""
-    messages_s: float
+    messages_s: Finite
     """Messages were under way for longer than predicted."""
-    rest_s: float
+    rest_s: Finite
     """Posting messages, dispatch, and whatever else a replay does not know."""
-    wait_planned_s: float
+    wait_planned_s: Finite
     """Idle time of a rank, planned."""
-    wait_measured_s: float
+    wait_measured_s: Finite
     """Time of a rank in waits for messages, measured."""
-    posting_s: float
+    posting_s: Finite
     """Time of a rank in actions that neither compute nor wait."""
-    message_planned_s: float
+    message_planned_s: Finite
     """Median of the messages, as planned."""
-    message_measured_s: float
+    message_measured_s: Finite
     """Median of the messages that their receivers were there for before they came."""
-    num_messages: int
+    num_messages: NumBytes
     kinds: tuple[KindTime, ...]
-    core_share: float = 1.0
+    core_share: Finite = 1.0
     """Part of a core that a rank had while it computed, mean over ranks; 1 on a device of its own."""
     idle: tuple[IdleTime, ...] = ()
     """Idle time by cause: what the order of tasks and the graph explain, in the plan and as it was measured."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeloom.bounds import Number, NumBytes
 from pipeloom.errors import InputError
 from pipeloom.io.document import check_format, convert, dump, read_document
 from pipeloom.io.files import PathLike, printable, write_text
@@ -20,12 +21,12 @@ class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ids of the samples of one microbatch, in order, and the sums of their sizes."""
 
     samples: tuple[str, ...]
-    num_samples: int
-    text_tokens: int = 0
-    num_images: int = 0
-    image_tokens: int = 0
+    num_samples: Number
+    text_tokens: NumBytes = 0
+    num_images: Number = 0
+    image_tokens: NumBytes = 0
     """Of the images, as the language model sees them."""
-    image_patches: int = 0
+    image_patches: NumBytes = 0
     """Of the images, as the encoder sees them."""
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PackedBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The microbatches of one iteration."""
 
-    iteration: int
+    iteration: Number
     microbatches: tuple[PackedMicrobatch, ...]
 
 

@@ -6,29 +6,18 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 
+from pipeloom.conversion import convert as convert
+from pipeloom.conversion import show as show
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, printable, read_text
 from pipeloom.taskgraph import MAX_S, MAX_TOTAL, NS_PER_S, IntArray
 
-T = TypeVar("T")
-
 _LINE = 110  # what is shorter stands on one line of a file
 
-_JSON_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
 _MAY_OVERFLOW = re.compile(r"[eE]\+?0*[1-9]\d{2}|\d{19}")
 
 
@@ -119,104 +108,6 @@ def check_format(document: dict[str, Any], expected: str, where: str) -> None:
         raise InputError(f"{where}: format", "is missing", f'begin the file with "format": "{expected}"')
     if found != expected:
         raise InputError(f"{where}: format", f"{show(found)} is not {expected!r}")
-
-
-def convert(document: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
-    """Validate a parsed document against a msgspec type; errors name file, path, value and expectation.
-
-    Where it is not ``strict``, numbers may be written as text.
-    """
-    try:
-        return msgspec.convert(document, kind, strict=strict)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        path = path.rstrip("`").lstrip(".")
-        if isinstance(error.__cause__, InputError):
-            cause = error.__cause__
-            entity = cause.entity
-            if path and not entity.startswith(path):
-                joint = "." if re.match(r"[a-z_]+(\[|\.|$)", entity) else ": "
-                entity = f"{path}{joint}{entity}"
-            raise InputError(f"{where}: {entity}", cause.problem, cause.remedy) from error
-        raise _explain(message, path, document, kind, where) from error
-
-
-def _explain(message: str, path: str, document: Any, kind: type, where: str) -> InputError:
-    """Turn msgspec's message into ours: the value at the path, and what it should have been."""
-    if found := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        field = found[1]
-        close = get_close_matches(field, _known_fields(kind), n=1)
-        entity = f"{path}.{field}".lstrip(".")
-        remedy = f"did you mean {close[0]}?" if close else "remove it"
-        return InputError(f"{where}: {printable(entity)}", "is not a known field", remedy)
-    if found := re.fullmatch(r"Object missing required field `(.*)`", message):
-        return InputError(f"{where}: {f'{path}.{found[1]}'.lstrip('.')}", "is missing")
-    value = show(_at(document, path))
-    entity = f"{where}: {path}" if path else where
-    if found := re.match(r"Expected `([^`]*)`(?:, got|$)", message):
-        expected = " or ".join(_JSON_NAMES.get(name, name) for name in found[1].split(" | "))
-        return InputError(entity, f"{value} is not {expected}")
-    if message.startswith("Invalid enum value"):
-        return InputError(entity, f"{value} is not one of {', '.join(_words_at(kind, path))}")
-    return InputError(entity, f"{value}: {message[:1].lower()}{message[1:]}")
-
-
-def _known_fields(kind: type) -> set[str]:
-    """All field names that a struct type has, at any depth; good enough for a hint."""
-    names: set[str] = set()
-    todo: list[Any] = [msgspec.inspect.type_info(kind)]
-    while todo:
-        info = todo.pop()
-        if isinstance(info, msgspec.inspect.StructType):
-            for field in info.fields:
-                if field.encode_name not in names:
-                    names.add(field.encode_name)
-                    todo.append(field.type)
-        todo.extend(getattr(info, "types", ()))
-        todo.extend(t for t in (getattr(info, "item_type", None),) if t is not None)
-        if isinstance(item := getattr(info, "item_types", None), tuple):
-            todo.extend(item)
-    return names
-
-
-def _words_at(kind: type, path: str) -> list[str]:
-    """The words that a type allows at a path."""
-    infos: list[Any] = [msgspec.inspect.type_info(kind)]
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
-        found: list[Any] = []
-        for info in (each for one in infos for each in (one, *getattr(one, "types", ()))):
-            if index:
-                found += [info.item_type] if hasattr(info, "item_type") else getattr(info, "item_types", ())
-            elif isinstance(info, msgspec.inspect.StructType):
-                found += [field.type for field in info.fields if field.encode_name == name]
-            else:
-                found += [info.value_type] if hasattr(info, "value_type") else ()
-        infos = found
-    every = (each for one in infos for each in (one, *getattr(one, "types", ())))
-    return [repr(word) for each in every for word in getattr(each, "values", ())]
-
-
-def _at(document: Any, path: str) -> Any:
-    node = document
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        try:
-            node = node[int(index)] if index else node[name]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return node
-
-
-def show(value: Any) -> str:
-    """A JSON value for a message, never longer than a few words."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}" if value else "an empty list"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
-        return "an integer of more than 20 digits"
-    # Parquet has values that JSON has not.
-    text = json.dumps(value, ensure_ascii=False, default=repr) if not isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}..."
 
 
 def _json_kind(value: Any) -> str:

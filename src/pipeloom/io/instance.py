@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Number, NumBytes, Seconds
 from pipeloom.cost.layers import StrategyEntry
 from pipeloom.errors import InputError
 from pipeloom.io.document import (
@@ -44,38 +45,38 @@ FORMAT = "pipeloom.instance/1"
 
 class _Tasks(msgspec.Struct, forbid_unknown_fields=True):
     kind: list[str]
-    rank: list[int]
-    duration_s: list[float]
-    pair: list[int]
-    segment: list[int]
-    microbatch: list[int]
+    rank: list[Number]
+    duration_s: list[Seconds]
+    pair: list[Number]
+    segment: list[NumBytes]
+    microbatch: list[NumBytes]
     module: list[str]
 
 
 class _Pairs(msgspec.Struct, forbid_unknown_fields=True):
-    activation_bytes: list[int]
-    weight_gradient_bytes: list[int] | None = None
+    activation_bytes: list[NumBytes]
+    weight_gradient_bytes: list[NumBytes] | None = None
     candidates: list[list[StrategyEntry]] | None = None
 
 
 class _Edges(msgspec.Struct, forbid_unknown_fields=True):
-    source: list[int]
-    target: list[int]
-    delay_s: list[float]
-    bytes: list[int] | None = None
+    source: list[Number]
+    target: list[Number]
+    delay_s: list[Seconds]
+    bytes: list[NumBytes] | None = None
 
 
 class _Instance(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal["pipeloom.instance/1"]
     name: str
-    num_ranks: int
-    memory_static_bytes: list[int]
+    num_ranks: Number
+    memory_static_bytes: list[NumBytes]
     tasks: _Tasks
     pairs: _Pairs
     edges: _Edges
-    memory_capacity_bytes: list[int] | None = None
-    host_capacity_bytes: list[int] | None = None
-    host_staging_bytes: list[int] | None = None
+    memory_capacity_bytes: list[NumBytes] | None = None
+    host_capacity_bytes: list[NumBytes] | None = None
+    host_staging_bytes: list[NumBytes] | None = None
 
 
 def read_instance(path: PathLike) -> TaskGraph:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeloom.bounds import Microseconds, Nanoseconds, Number, WideNumber
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, binary_kind, printable, read_bytes
 
@@ -101,7 +102,7 @@ class RankTrace:
 
 
 class _Args(msgspec.Struct):
-    correlation: int | None = None
+    correlation: WideNumber | None = None
     num_bytes: Any = msgspec.field(name="Bytes", default=None)
     device: Any = msgspec.field(name="Device Type", default=None)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default_factory=msgspec.Raw)
@@ -112,22 +113,22 @@ class _Event(msgspec.Struct):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    id: int | str | None = None
+    ts: Microseconds = 0.0
+    dur: Microseconds = 0.0
+    id: WideNumber | str | None = None
     args: _Args | None = None
 
 
 class _Distributed(msgspec.Struct):
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Number | None = None
+    world_size: Number | None = None
 
 
 class _File(msgspec.Struct):
     events: list[_Event] = msgspec.field(name="traceEvents")
     info: _Distributed | None = msgspec.field(name="distributedInfo", default=None)
     host: str = msgspec.field(name="host_name", default="")
-    base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+    base_ns: Nanoseconds = msgspec.field(name="baseTimeNanoseconds", default=0)
 
 
 def trace_files(paths: Sequence[PathLike]) -> tuple[Path, ...]:

@@ -10,12 +10,13 @@ from statistics import fmean
 
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, binary_kind, printable, read_bytes, read_text
+from pipeloom.limits import MAX_DEVICES, MAX_WAIT_S
 
 FORWARD_BACKWARD = "forward-backward"
 _NAMES = ("forward-compute", "backward-compute", FORWARD_BACKWARD)
 _ARGUMENT = re.compile(r"\b([a-z][a-z0-9_]*) \.{3,} (\S+)\s*$")
 _HEADING = re.compile(r"([a-z][a-z0-9/-]*):\s*$")
-_RANK = re.compile(r"\brank\s+(\d{1,9}): (\d+(?:\.\d+)?)\s*$")
+_RANK = re.compile(r"\brank\s+(\d+): (\d+(?:\.\d+)?)\s*$")
 _EXTREMES = re.compile(r"\(min, max\) time across ranks|\bmax time across ranks")
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
 _OTHERS = {
@@ -77,7 +78,7 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
         raise InputError(where, f"is {kind}", _GIVE)
     lines = read_text(path).splitlines()
     arguments = {found[1]: found[2] for line in lines if (found := _ARGUMENT.search(line))}
-    logged = list(_logged(lines))
+    logged = list(_logged(lines, where))
     if not logged:
         if any(_EXTREMES.search(line) for line in lines):
             raise InputError(where, "has only the least and most of all ranks, not each rank's time", _WHY)
@@ -105,14 +106,19 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
     )
 
 
-def _logged(lines: list[str]) -> Iterator[dict[str, dict[int, float]]]:
+def _logged(lines: list[str], where: str) -> Iterator[dict[str, dict[int, float]]]:
     """Every block of timers: by name, milliseconds of each rank."""
     block: dict[str, dict[int, float]] = {}
     name = ""
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if found := _RANK.search(line):
             if name in _NAMES:
-                block.setdefault(name, {})[int(found[1])] = float(found[2])
+                place, rank, milliseconds = f"{where}: line {number}", int(found[1][:20]), float(found[2])
+                if rank >= MAX_DEVICES:
+                    raise InputError(f"{place}: rank", f"{rank} is not below {MAX_DEVICES}")
+                if milliseconds > 1e3 * MAX_WAIT_S:
+                    raise InputError(f"{place}: {name}", f"{milliseconds:g} ms is above {1e3 * MAX_WAIT_S:g} ms")
+                block.setdefault(name, {})[rank] = milliseconds
         elif found := _HEADING.search(line):
             name = found[1]
         elif _ELAPSED.search(line):

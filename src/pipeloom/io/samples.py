@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.io.document import convert, parse_document
-from pipeloom.io.files import PathLike, printable, read_bytes, read_text, write_text
+from pipeloom.io.files import MAX_FILE_BYTES, PathLike, printable, read_bytes, read_text, write_text
 from pipeloom.io.webdataset import SUFFIXES, read_shard
 from pipeloom.outputs import check_input
 from pipeloom.spec import Sample
@@ -18,6 +18,12 @@ from pipeloom.spec import Sample
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET_SUFFIX = ".parquet"
 SAMPLE_SUFFIXES = (*LINES_SUFFIXES, PARQUET_SUFFIX, *SUFFIXES)
+MAX_VALUES = MAX_FILE_BYTES // 16
+"""Of a Parquet file, where runs of equal values take no room."""
+_ROWS = 10_000
+_BATCH_BYTES = MAX_FILE_BYTES // 8
+_MAX_NAMES = 64 * MAX_FILE_BYTES
+_DIVIDE = "divide it into several files"
 _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
 
 
@@ -40,7 +46,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
     """
     where = printable(str(path))
     check_input(path)
-    rows: Sequence[tuple[int | str, dict[str, Any]]]
+    rows: Iterable[tuple[int | str, dict[str, Any]]]
     if str(path).endswith(PARQUET_SUFFIX):
         rows, word = _parquet_rows(path, where), "row"
     elif str(path).endswith(SUFFIXES):
@@ -49,17 +55,18 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
         lines = read_text(path).split("\n")
         rows = [(i, parse_document(line, f"{where}: line {i}")) for i, line in enumerate(lines, 1) if line.strip()]
         word = "line"
-    samples = tuple(convert(_clean(row), Sample, f"{where}: {word} {i}") for i, row in rows)
-    if not samples:
-        raise InputError(where, "has no sample", "give one JSON object a line")
+    samples: list[Sample] = []
     first: dict[str, int | str] = {}
-    places: list[int | str] = [i for i, _ in rows]
-    for i, sample in zip(places, samples, strict=True):
+    for i, row in rows:
+        sample = convert(_clean(row), Sample, f"{where}: {word} {i}")
         if sample.id in first:
             problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"
             raise InputError(f"{where}: {word} {i}: id", problem, "ids must be unique")
         first[sample.id] = i
-    return samples
+        samples.append(sample)
+    if not samples:
+        raise InputError(where, "has no sample", "give one JSON object a line")
+    return tuple(samples)
 
 
 def _clean(row: dict[str, Any]) -> dict[str, Any]:
@@ -67,20 +74,52 @@ def _clean(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _parquet_rows(path: PathLike, where: str) -> list[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise InputError(where, "needs pyarrow to be read", "pip install 'pipeloom[data]'") from error
     data = read_bytes(path)
+    number = size = 0
     try:
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         # Its threads do not always end where an error ends this process.
-        table = pyarrow.parquet.read_table(io.BytesIO(data), use_threads=False)
-        rows: list[dict[str, Any]] = table.to_pylist()
+        for batch in file.iter_batches(_rows_at_a_time(file.metadata, where), use_threads=False):
+            size += batch.nbytes
+            if size > MAX_FILE_BYTES:
+                raise InputError(where, f"has more than {MAX_FILE_BYTES} bytes uncompressed", _DIVIDE)
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except InputError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
         raise InputError(where, "is not a readable Parquet file") from error
-    return list(enumerate(rows, 1))
+
+
+def _rows_at_a_time(metadata: Any, where: str) -> int:
+    """Rows that have at most `_BATCH_BYTES` together, whatever they are.
+
+    Raises
+    ------
+    InputError
+        The file has more values than are read: equal ones take next to nothing in it.
+    """
+    num_values, largest = 0, 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for j in range(group.num_columns):
+            column, schema = group.column(j), metadata.schema.column(j)
+            num_values += column.num_values
+            # No value is larger than its column is in the file, where equal values are written once.
+            size = column.total_uncompressed_size
+            largest = max(largest, size)
+            names = column.num_values * size if schema.physical_type == "BYTE_ARRAY" else 0
+            if schema.max_repetition_level and names > _MAX_NAMES:
+                raise InputError(where, f"column {column.path_in_schema!r} has too many names", _DIVIDE)
+    if num_values > MAX_VALUES:
+        raise InputError(where, f"has {num_values} values, more than {MAX_VALUES}", _DIVIDE)
+    return max(1, min(_ROWS, _BATCH_BYTES // largest))
 
 
 def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Budget, Number, NumBytes, Seconds, Seed
 from pipeloom.errors import InputError
 from pipeloom.io.document import check_format, convert, counts, dump, locate, read_document, seconds, time_ns, times_ns
 from pipeloom.io.files import PathLike, printable, write_text
@@ -21,22 +22,22 @@ class SearchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a schedule was found: by which method, from which seed, with how much work."""
 
     method: str = ""
-    seed: int | None = None
-    budget_s: float | None = None
-    elapsed_s: float | None = None
-    evaluations: int | None = None
+    seed: Seed | None = None
+    budget_s: Budget | None = None
+    elapsed_s: Seconds | None = None
+    evaluations: NumBytes | None = None
 
 
 class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal["pipeloom.schedule/1"]
     instance: str
-    order: list[list[int]]
-    candidate: list[int] | None = None
-    start_s: list[float] | None = None
-    makespan_s: float | None = None
-    lower_bound_s: float | None = None
+    order: list[list[Number]]
+    candidate: list[Number] | None = None
+    start_s: list[Seconds] | None = None
+    makespan_s: Seconds | None = None
+    lower_bound_s: Seconds | None = None
     lower_bound: str | None = None
-    peak_memory_bytes: list[int] | None = None
+    peak_memory_bytes: list[NumBytes] | None = None
     search: SearchRecord | None = None
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Count
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing import Packing
@@ -21,9 +22,9 @@ LayerLoad = Callable[[str, LayerSpec], float]
 class ModulePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one module is cut."""
 
-    segments: int = 1
+    segments: Count = 1
     """Passes over all ranks (DIP's K): the module is cut into this many chunks per rank."""
-    sub_microbatch: int | None = None
+    sub_microbatch: Count | None = None
     """Instances per sub-microbatch at most (DIP's B); None: the whole microbatch."""
     on_tensor_ranks: OnTensorRanks = "divided"
     """As of `ModuleLayout`."""

@@ -14,8 +14,10 @@ import numpy.typing as npt
 from pipeloom.cost import CostModel
 from pipeloom.cost.dealt import DealtCosts, laid_out
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_TASKS
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
 from pipeloom.spec.batch import audio_tokens
+from pipeloom.totals import check_work, summable
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -62,7 +64,7 @@ def budget_tokens(batch: Batch, model: ModelSpec) -> IntArray:
         counts = [sum(backbone.instance_lengths(sample)) for sample in batch.samples]
     else:
         counts = [sample.sequence_tokens for sample in batch.samples]
-    return np.array(counts, np.int64)
+    return summable("tokens of the samples", counts, "tokens")
 
 
 def token_loads(batch: Batch, model: ModelSpec, attention_tokens: int | None = None) -> Loads:
@@ -186,6 +188,7 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
 
 def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
     """Cut one sample into pieces of at most the budget; see `split_oversized`."""
+    check_work(f"sample {sample.id!r}", sample.text_tokens // token_budget, "pieces", MAX_TASKS, "raise the budget")
     # Images and recordings of a piece by number, and its text.
     pieces: list[tuple[tuple[list[int], list[int]], int]] = [(([], []), 0)]
     room = token_budget

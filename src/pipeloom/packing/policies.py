@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Count, Seed
 from pipeloom.errors import InputError, check_count
 from pipeloom.interruptible import interruptible
 from pipeloom.lazy import lazy_module
@@ -49,15 +50,15 @@ _UNEVEN = 1.1
 class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How samples become microbatches."""
 
-    token_budget: int
+    token_budget: Count
     """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
     policy: Policy = "planned"
     """Which samples go together; docs/packing.md tells the policies apart."""
-    num_microbatches: int | None = None
+    num_microbatches: Count | None = None
     """At least so many microbatches, where the policy can choose; None: as few as the budget allows."""
-    attention_tokens: int | None = None
+    attention_tokens: Count | None = None
     """Length at which a sequence's attention costs as much as the rest, for loads without a cost model."""
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         """Refuse empty budgets and policies that are none."""

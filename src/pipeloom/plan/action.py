@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Number, Signed
 from pipeloom.spec import TRAITS, word_strategies
 
 
@@ -145,14 +146,14 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     verb: Verb
     chunk: str = ""
-    microbatch: int = 0
-    sub_microbatch: int = 0
-    peer: int | None = None
+    microbatch: Number = 0
+    sub_microbatch: Number = 0
+    peer: Signed | None = None
     """Rank at the other end of a message."""
     target: str = ""
     """Consumer chunk of a message, given only where the producer has more than one consumer, and with ``:`` and the
     sub-microbatch where several of them are of one chunk."""
-    shape: tuple[int, ...] | None = None
+    shape: tuple[Number, ...] | None = None
     dtype: str = ""
     strategy: str = ""
     stream: str = ""
@@ -162,8 +163,8 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class ExecutionPlan(msgspec.Struct, frozen=True):
     """Actions of every rank for one iteration."""
 
-    num_ranks: int
-    iteration: int
+    num_ranks: Number
+    iteration: Number
     layout: str
     """Digest of the layout that the plan is for."""
     ranks: tuple[tuple[Action, ...], ...]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pipeloom.bounds import Nanoseconds, Number, NumBytes, Seconds, Value
 from pipeloom.packing import Packing
 from pipeloom.plan.action import ExecutionPlan
 from pipeloom.plan.dryrun import BACKENDS, BackendName
@@ -17,8 +18,8 @@ from pipeloom.timeline import gap
 class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packing as numbers: sample positions per microbatch, and sub-microbatch sizes per module."""
 
-    samples: tuple[tuple[int, ...], ...]
-    counts: tuple[tuple[tuple[int, ...], ...], ...]
+    samples: tuple[tuple[Number, ...], ...]
+    counts: tuple[tuple[tuple[Number, ...], ...], ...]
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,24 +27,24 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     plan: ExecutionPlan
     packing: PackingCounts
-    planned_ns: int
-    lower_bound_ns: int
+    planned_ns: Nanoseconds
+    lower_bound_ns: Nanoseconds
     lower_bound: str
     """Name of the bound that binds."""
-    bubble_share: float
+    bubble_share: Value
     """Idle share of all ranks' time between start and planned end."""
-    planned_module_ns: dict[str, tuple[int, int]]
+    planned_module_ns: dict[str, tuple[Nanoseconds, Nanoseconds]]
     """Per module, planned nanoseconds of all forward and of all backward tasks: what calibration compares."""
-    planned_start_ns: tuple[tuple[int, int], ...]
+    planned_start_ns: tuple[tuple[Nanoseconds, Nanoseconds], ...]
     """Planned start and end of every compute action: rank after rank, in each rank's order."""
-    search_s: float
-    evaluations: int
+    search_s: Seconds
+    evaluations: NumBytes
     method: str
-    ready_ns: int
+    ready_ns: Nanoseconds
     """Monotonic clock of the planner's host when the plan was ready."""
-    peak_bytes: tuple[int, ...] = ()
+    peak_bytes: tuple[NumBytes, ...] = ()
     """Most that each rank needs, workspace and messages included; empty where memory is not limited."""
-    dealt: tuple[int, ...] = ()
+    dealt: tuple[Number, ...] = ()
     """The replica of every sample of the global batch after this one; empty where that was not asked for, or failed."""
 
     @property

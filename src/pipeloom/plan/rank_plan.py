@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeloom.bounds import Number
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 from pipeloom.plan.messages import joined_posts
 from pipeloom.plan.routes import Unit
@@ -13,15 +14,15 @@ from pipeloom.spec import Layout
 class RankPlan(msgspec.Struct, frozen=True):
     """One rank's actions of a plan, and the little that it must know of the others'."""
 
-    num_ranks: int
-    iteration: int
+    num_ranks: Number
+    iteration: Number
     layout: str
     """Digest of the layout that the plan is for."""
-    rank: int
+    rank: Number
     actions: tuple[Action, ...]
-    longest: int
+    longest: Number
     """Most actions of any rank: all ranks send room for so many times when an iteration has run."""
-    joined: tuple[int, ...] | None = None
+    joined: tuple[Number, ...] | None = None
     """Steps whose send or receive is one operation with the next one's (`joined_posts`); None: none need be known."""
     placed: tuple[Unit, ...] = ()
     """All forwards of replicated modules on all ranks: only the plan says where each part of them is worked on."""

@@ -8,6 +8,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_COUNT
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
 FORMAT = "pipeloom.plan/2"
@@ -263,6 +264,9 @@ def _fields(words: list[str], allowed: tuple[str, ...], line: int) -> dict[str, 
 def _number(word: str, line: int) -> int:
     if not (word.isascii() and word.isdigit()):
         _refuse(line, f"{word!r} is not a whole number of at least 0", "")
+    # Thousands of digits take long to read, and Python refuses them.
+    if len(word) > 20 or int(word) > MAX_COUNT:
+        _refuse(line, f"{word[:20]!r} is above {MAX_COUNT}", "")
     return int(word)
 
 

@@ -6,8 +6,11 @@ from typing import TypeVar
 
 import msgspec
 
+from pipeloom.bounds import Magnitude, Seed, Threads, Wait
+from pipeloom.conversion import convert
 from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
 from pipeloom.errors import InputError, PlannerError, check_not_negative, check_positive
+from pipeloom.limits import MAX_FEATURES, NUM_OWN_FEATURES
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer, BackendName, packing_counts
 from pipeloom.planner.planning import PlannedBatch
@@ -27,8 +30,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: Profile
     packing: PackingSpec
     cluster: RankSpec = RankSpec()
-    budget_s: float = 1.0
-    seed: int = 0
+    budget_s: Wait = 1.0
+    seed: Seed = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
     """Memory strategies among which every pair's is chosen; the first is the base."""
@@ -38,12 +41,12 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over which messages go: plans are made and verified for it."""
     split_backward: bool = False
     """Whether backwards may be split into input and weight gradients, a microbatch at a time."""
-    held_copies: dict[str, float] = {}
+    held_copies: dict[str, Magnitude] = {}
     """Of module/kind: how many times a layer's weights a process holds; see `ProfileCosts`."""
 
     search: SearchParams = SearchParams()
     """What tunes the search of orders."""
-    threads: int = 1
+    threads: Threads = 1
     """Threads that search; 0: half of the cores."""
 
     def __post_init__(self) -> None:
@@ -95,6 +98,10 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
     laid = {module.name for module in setup.layout.modules}
     for name in modules.keys() - laid:
         raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
+    hosts, ranks = len(setup.cluster.hosts), setup.layout.num_ranks
+    if hosts not in (0, ranks):
+        problem = f"has {hosts} entries, the layout {ranks} ranks"
+        raise InputError("cluster.hosts", problem, "give one for each rank, or leave it out")
     num_laid = dict.fromkeys(laid, 0)
     for i, chunk in enumerate(setup.layout.chunks):
         num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
@@ -120,16 +127,14 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
             rule.check_layout(setup.layout)
         except InputError as error:
             raise InputError(f"{layout_file}: rule.{error.entity}", error.problem, error.remedy) from error
-    for name, fit in setup.profile.layers.items():
-        fields = {field: getattr(fit, field) for field in ("forward_s", "backward_s", "activation_bytes")}
-        if fit.strategies is not None:
-            more = msgspec.structs.asdict(fit.strategies)
-            fields |= {f"strategies.{field}": values for field, values in more.items()}
-        for field, values in fields.items():
-            for i, value in enumerate(values):
-                if not 0 <= value < 1e15:
-                    entity = f"{profile_file}: layers.{name}.{field}[{i}]"
-                    raise InputError(entity, f"{value:g} is not between 0 and 1e+15")
+    for key, fit in setup.profile.layers.items():
+        name = key.partition("/")[0]
+        most = NUM_OWN_FEATURES + 2 * len(setup.model.sources(name)) if name in modules else MAX_FEATURES
+        for field, coefficients in fit.of_bytes():
+            if len(coefficients) > most:
+                entity = f"{profile_file}: layers.{key}.{field}"
+                problem = f"has {len(coefficients)} entries, which is above the {most} features of {name!r}"
+                raise InputError(entity, problem, "give one for each, and two more for each module that feeds it")
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,5 +196,16 @@ def decode(kind: type[Message], data: bytes) -> Message:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(_explained(kind, data) or error).split())
         raise PlannerError(f"{kind.__name__} message of {len(data)} bytes is not valid: {reason}") from error
+
+
+def _explained(kind: type[Message], data: bytes) -> InputError | None:
+    """What is wrong with a message that can be read, with path, value and bound."""
+    try:
+        convert(msgspec.msgpack.decode(data), kind, kind.__name__)
+    except InputError as error:
+        return error
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return None

@@ -20,7 +20,7 @@ from torch.nn import functional
 from pipeloom.emulator import modules
 from pipeloom.emulator.build import local_devices
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, compare, fit_device, mean_error
-from pipeloom.emulator.rules import PS_PER_S, Device
+from pipeloom.emulator.rules import Device
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import DEVICE_NAMES, Context
 from pipeloom.emulator.template import LayerTemplate
@@ -28,6 +28,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import linkbench
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.totals import PS_PER_S
 
 DeviceKind = Literal["cpu", "cuda"]
 Progress = Callable[[str], None]

@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from pipeloom.bounds import Finite, Number
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint import load_checkpoint, state_tensors, write_state
@@ -38,15 +39,15 @@ _WHOLE = re.compile(r"step-(\d+)")
 class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a trainer knows beside weights, optimiser state and random numbers."""
 
-    iteration: int
+    iteration: Number
     """The next one to run."""
     batch: str
     """Fingerprint of the batch before it, to see that the data is the same when training goes on."""
     layout: str
-    num_measured: int = 0
+    num_measured: Number = 0
     """Iterations that the calibration has learned from."""
     correction: Correction = Correction()
-    evaluations: tuple[tuple[int, float], ...] = ()
+    evaluations: tuple[tuple[Number, Finite], ...] = ()
     """Of every evaluation before, after how many iterations it was made, and the loss."""
     origin: str = ""
     """Where the model came from before it was trained, see `pipeloom.runtime.pretrained.Pretrained`."""

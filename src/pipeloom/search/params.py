@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Ratio, Share, Wait
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, check_ratio, check_share
 from pipeloom.search.rule import OrderRule
 
@@ -23,11 +24,11 @@ from pipeloom.search.rule import OrderRule
 class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Orders by rules, which every search begins with."""
 
-    share: float = 0.25
+    share: Share = 0.25
     """Part of the budget that large graphs may spend on them; the promising ones come early."""
-    late_parts: tuple[float, ...] = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
+    late_parts: tuple[Share, ...] = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
     """Parts of all work that backwards which nothing waits for may leave for the end."""
-    unequal: float = 1.3
+    unequal: Ratio = 1.3
     """Passes of one group whose work differs by more than this get priorities of their own."""
 
     def __post_init__(self) -> None:
@@ -41,23 +42,23 @@ class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local search and annealing on the order of groups."""
 
-    heat: float = 0.1
+    heat: Magnitude = 0.1
     """Start of an annealing, in mean durations of a task; so much for `few_changes` per job or fewer."""
-    few_changes: float = 25.0
+    few_changes: Factor = 25.0
     """Beyond, the heat rises with the root of the changes per job. They are counted at the speed of the static orders,
     which is two to five times slower."""
-    most_heat: float = 1.0
+    most_heat: Magnitude = 1.0
     """Where that rise ends."""
-    far: float = 1.05
+    far: Ratio = 1.05
     """Above so many times the bound, microbatches must change places, at which this search is better than
     justification."""
-    far_share: float = 0.1
+    far_share: Share = 0.1
     """Part of the time that then goes to it."""
-    switch_every: int = 64
+    switch_every: Number = 64
     """One change in so many is of the policy; 0: none."""
-    whole_microbatches: int = 13
+    whole_microbatches: Number = 13
     """Of sixteen changes to the order, so many move whole microbatches."""
-    steps_per_round: int = 400_000
+    steps_per_round: Count = 400_000
     """Tasks that a kernel may schedule before it returns to look at the clock: about 10 ms."""
 
     def __post_init__(self) -> None:
@@ -80,28 +81,28 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tabu search on the order of tasks, for small graphs and where memory is limited."""
 
-    most_tasks: int = 200
+    most_tasks: Number = 200
     """Tasks up to which a graph is small."""
-    small_orders_share: float = 0.1
+    small_orders_share: Share = 0.1
     """Part of the time of small graphs for the local search of orders before."""
-    one_way_orders_share: float = 0.7
+    one_way_orders_share: Share = 0.7
     """The same where memory is limited and time cannot be reversed."""
-    tenure: int = 10
+    tenure: Count = 10
     """What a move changed stays for so many moves, and up to twice so many."""
-    patience: float = 45.0
+    patience: Factor = 45.0
     """Times the root of the number of tasks in the window: moves without anything better after which starts are
     shifted, or another window is opened."""
-    window: float = 75.0
+    window: Factor = 75.0
     """Times the root of the number of ranks: tasks of a window, of graphs that are not small. No more move at once."""
-    sweeps: int = 20
+    sweeps: Count = 20
     """Patience is that only once windows have been everywhere so often; it begins with so small a part of it."""
-    reach: int = 32
+    reach: Count = 32
     """Tasks that a move may pass, at most."""
-    shifts: int = 4
+    shifts: Count = 4
     """Up to so many shifts, one after the other, where all tasks are in one window."""
-    lookahead: int = 4
+    lookahead: Count = 4
     """As in `JustificationParams`, after a shift."""
-    heat: float = 0.2
+    heat: Magnitude = 0.2
     """What was found since the last shift, or in a window, is the next one's start if it is longer by no more than so
     many mean durations of a task, times an exponential variate; falling to nothing."""
 
@@ -120,15 +121,15 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local search that schedules back and forth in time, where memory is limited."""
 
-    share: float = 0.5
+    share: Share = 0.5
     """Part of the time that is left for it and the tabu search after it."""
-    heat: float = 0.1
+    heat: Magnitude = 0.1
     """Start of the annealing, in mean durations of a task."""
-    passes: int = 8
+    passes: Count = 8
     """Passes over one changed schedule, at most."""
-    loose: float = 1 / 32
+    loose: Magnitude = 1 / 32
     """A pass that comes out longer than the current schedule by more than this part ends them."""
-    lookahead: int = 4
+    lookahead: Count = 4
     """Up to so many ready tasks may be refused memory before a rank waits; drawn anew for every change."""
 
     def __post_init__(self) -> None:
@@ -143,13 +144,13 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Search of large graphs on a sample, where memory is limited."""
 
-    most_tasks: int = 40_000
+    most_tasks: Number = 40_000
     """Tasks up to which a graph is searched as a whole."""
-    tasks: int = 16_000
+    tasks: Count = 16_000
     """Of the sample, about."""
-    most_filling: float = 1.02
+    most_filling: Ratio = 1.02
     """The bounds of all copies of the sample, one after the other, may be so many times that of the whole."""
-    share: float = 0.6
+    share: Share = 0.6
     """Part of the time that is left when it begins; the rest is for the whole."""
 
     def __post_init__(self) -> None:
@@ -163,18 +164,18 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Orders and memory strategies by turns, where pairs have candidates."""
 
-    lean_rounds: int = 6
+    lean_rounds: Count = 6
     """Turns from the leanest candidates."""
-    uniform_rounds: int = 3
+    uniform_rounds: Count = 3
     """Turns from the best uniform setting."""
-    chosen_rounds: int = 2
+    chosen_rounds: Count = 2
     """Turns from strategies chosen for a lean order."""
-    probe_share: float = 0.05
+    probe_share: Share = 0.05
     """Part of the budget for the static orders of one uniform setting."""
-    far: float = 1.05
+    far: Ratio = 1.05
     """Makespan over bound beyond which an order for the leanest candidates is tried beside that for a uniform
     setting."""
-    split_share: float = 0.25
+    split_share: Share = 0.25
     """Part of the budget in which another number of split microbatches is begun."""
 
     def __post_init__(self) -> None:
@@ -190,36 +191,36 @@ class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The choice of memory strategies for an order, by a Lagrangian method."""
 
-    rounds: int = 120
+    rounds: Count = 120
     """Where one order gets strategies; twice so many once capacities are tightened."""
-    large_rounds: int = 60
+    large_rounds: Count = 60
     """The same for large graphs."""
-    rollout_rounds: int = 16
+    rollout_rounds: Count = 16
     """Where thousands of orders get them, and where time is short."""
-    large_tasks: int = 900
+    large_tasks: Number = 900
     """Tasks of a rank beyond which a graph is large. Without this limit a choice takes half a second and more for a
     rank of 1500 tasks, and no search could stop it."""
-    most_share: float = 0.1
+    most_share: Share = 0.1
     """Part of the budget's time that one choice may take if a less thorough one would do."""
-    cost: float = 150.0
+    cost: Factor = 150.0
     """What a choice of `rounds` takes, in choices of `rollout_rounds` (graphs of 6000 to 11 500 tasks: 100 to 300).
     What costs most are the exchanges, for little: makespans differ by a part in a thousand."""
-    large_cost: float = 2.5
+    large_cost: Factor = 2.5
     """The same for `large_rounds` (2.2 to 2.6)."""
-    quick_cost: float = 80.0
+    quick_cost: Factor = 80.0
     """What a choice of `rollout_rounds` takes, in static orders of the same graph, until one has been timed (graphs of
     9400 to 13 400 tasks: 40 to 160)."""
-    thorough_rounds: int = 64
+    thorough_rounds: Count = 64
     """Rounds from which on capacities are tightened, and the choice ends with exchanges."""
-    repair_every: int = 8
+    repair_every: Count = 8
     """Rounds between two repairs of the Lagrangian's choice."""
-    first_step: float = 1.0
+    first_step: Factor = 1.0
     """First step of the multipliers, in the length that would close the gap if the bound were linear."""
-    later_step: float = 0.3
+    later_step: Factor = 0.3
     """The same once capacities are tightened."""
-    most_sums: int = 4000
+    most_sums: Count = 4000
     """Different sums of candidates at one place; where there are more, its capacity is not tightened."""
-    most_sum_steps: int = 300_000
+    most_sum_steps: Number = 300_000
     """Steps of merging sums, over all places of a rank: about a millisecond."""
 
     def __post_init__(self) -> None:
@@ -236,18 +237,18 @@ class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The choice of ranks for the parts of replicated modules."""
 
-    first_share: float = 0.35
+    first_share: Share = 0.35
     """Part of the budget after which orders under the assignment at hand have been searched."""
-    even_share: float = 0.6
+    even_share: Share = 0.6
     """After which orders under an assignment that is even under the strategies found have been searched, too; the rest
     is for the annealing of assignment and order."""
-    most_swaps: int = 400
+    most_swaps: Number = 400
     """Changes that make an assignment even."""
-    heat: float = 0.03
+    heat: Magnitude = 0.03
     """Start of the annealing, in mean durations of a task; it falls to nothing."""
-    rounds: int = 4
+    rounds: Count = 4
     """Turns of annealing and of the choice of strategies, where there are any."""
-    least_evaluations: int = 20
+    least_evaluations: Number = 20
     """Budgets of fewer schedules go to one assignment."""
 
     def __post_init__(self) -> None:
@@ -267,9 +268,9 @@ class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How long to look for any order or choice of candidates that fits, where the plain ones do not."""
 
-    job_states: int = 20_000
+    job_states: Number = 20_000
     """Sets of finished tasks that are tried for a job."""
-    candidate_states: int = 20_000
+    candidate_states: Number = 20_000
     """Sets of finished tasks, with candidates, that are tried for a job."""
 
     def __post_init__(self) -> None:
@@ -281,25 +282,25 @@ class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The choice among packings of one batch, where it is planned together with the order."""
 
-    static_orders: int = 4
+    static_orders: Count = 4
     """Orders by which a packing is judged."""
-    closing: float = 0.5
+    closing: Share = 0.5
     """Part of the way from there to its bound that a search is expected to go; where it ends is compared."""
-    slower: float = 1.01
+    slower: Ratio = 1.01
     """A packing that much slower than the best is a miss."""
-    misses: int = 2
+    misses: Count = 2
     """So many, one after the other, end the row of more microbatches, or of fewer."""
-    judging_share: float = 0.5
+    judging_share: Share = 0.5
     """Part of the budget in which another packing is begun to be judged."""
-    searching: float = 3.0
+    searching: Ratio = 3.0
     """A search gets at least so many times what judging its packing took; for that, fewer are judged and searched."""
-    near: float = 1.06
+    near: Ratio = 1.06
     """Packings within so many times the best's seconds are searched, too,"""
-    finalists: int = 3
+    finalists: Count = 3
     """but no more of them than this, for"""
-    finalists_share: float = 0.5
+    finalists_share: Share = 0.5
     """so large a part of what is left; the rest is for the best of them."""
-    dealing_share: float = 0.25
+    dealing_share: Share = 0.25
     """Part of the budget in which the batch after the next is dealt to replicas."""
 
     def __post_init__(self) -> None:
@@ -315,9 +316,9 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class ExactParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact solvers, which start from an answer of the default method."""
 
-    start_share: float = 0.1
+    start_share: Share = 0.1
     """Part of the budget that goes to that answer."""
-    seconds: float = 10.0
+    seconds: Wait = 10.0
     """Time for an exact solver where the budget has no deadline."""
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Magnitude, Number, Value
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec import Layout
 
@@ -19,19 +20,19 @@ _MOST = 1e9
 class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rule says of one chunk of the layout. A unit is the work of the mean microbatch on the mean rank."""
 
-    layers: tuple[int, int]
+    layers: tuple[Number, Number]
     """First and last of the chunk, as in the layout."""
-    rank: int
-    forward: float
+    rank: Number
+    forward: Value
     """Key of its forwards, in units; of all ready tasks a rank takes the one of least key."""
-    backward: float
+    backward: Value
     """Key of its backwards, or of their input gradients."""
-    weight: float = 0.0
+    weight: Value = 0.0
     """Key of its weight gradients, where backwards are split."""
-    forward_wait: float = 0.0
+    forward_wait: Magnitude = 0.0
     """How long a rank waits for a forward that is sure to come, in units, rather than take a task of larger key."""
-    backward_wait: float = 0.0
-    limit: int | None = None
+    backward_wait: Magnitude = 0.0
+    limit: Count | None = None
     """Most microbatches between forward and backward; None: as many as memory has room for."""
     strategies: tuple[str, ...] = ()
     """How each of its layers holds its activations; empty: nothing is said."""
@@ -59,7 +60,7 @@ class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     chunks: tuple[ChunkRule, ...]
     """Of every chunk of the layout, in its order."""
-    period: int = 1
+    period: Count = 1
     """So many microbatches have equal keys, and take turns."""
     format: Literal["pipeloom.rule/1"] = "pipeloom.rule/1"
 

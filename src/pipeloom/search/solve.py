@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError, NothingFoundError
+from pipeloom.limits import MAX_THREADS
 from pipeloom.search.alternate import alternate
 from pipeloom.search.context import Context, begin
 from pipeloom.search.example import small_pipeline
@@ -74,8 +75,9 @@ def solve(
     """
     if method not in METHODS:
         raise InputError("method", f"{method!r} is none of {', '.join(METHODS)}")
-    if threads < 0:
-        raise InputError("threads", f"{threads} is negative", "use 0 for half of the cores")
+    if not 0 <= threads <= MAX_THREADS:
+        problem = "is negative" if threads < 0 else f"is above {MAX_THREADS}"
+        raise InputError("threads", f"{threads} {problem}", "use 0 for half of the cores")
     threads = threads or max(1, (os.cpu_count() or 2) // 2)
 
     meter = Meter(budget.start().before(graph.num_tasks))

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Number, NumBytes, Ratio
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
@@ -44,9 +45,9 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
 class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"):
     """Self-attention; ``kv_heads`` below ``heads`` is grouped-query attention."""
 
-    heads: int
-    kv_heads: int
-    head_width: int
+    heads: Count
+    kv_heads: Count
+    head_width: Count
     causal: bool = True
     qkv_bias: bool = False
     key_bias: bool = True
@@ -59,7 +60,7 @@ class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Whether all heads' are normed together, by two vectors of their joint width."""
     output_gate: bool = False
     """Whether a linear layer as wide as the queries gates the result of attention, number by number."""
-    window: int | None = None
+    window: Count | None = None
     """Causal: the keys that a query sees, itself included. Otherwise sequences are cut into blocks of so many."""
 
     def __post_init__(self) -> None:
@@ -73,10 +74,10 @@ class CrossAttentionMixer(
 ):
     """Attention to ``condition_tokens`` tokens of another module per instance."""
 
-    heads: int
-    head_width: int
-    condition_tokens: int
-    condition_width: int
+    heads: Count
+    head_width: Count
+    condition_tokens: Count
+    condition_width: Count
     bias: bool = False
 
 
@@ -85,12 +86,12 @@ class LatentAttentionMixer(
 ):
     """Multi-head latent attention; no ``query_rank``: queries straight from the hidden width."""
 
-    heads: int
-    kv_rank: int
-    nope_width: int
-    rope_width: int
-    value_width: int
-    query_rank: int | None = None
+    heads: Count
+    kv_rank: Count
+    nope_width: Count
+    rope_width: Count
+    value_width: Count
+    query_rank: Count | None = None
     bias: bool = False
     """Of the projections from the hidden width down, and of the output."""
 
@@ -98,7 +99,7 @@ class LatentAttentionMixer(
 class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mlp"):
     """Dense feed-forward, gated (SwiGLU) or not."""
 
-    inner: int
+    inner: Count
     gated: bool = True
     bias: bool = False
 
@@ -106,13 +107,13 @@ class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="experts"):
     """Mixture of experts of width ``inner`` each, gated or not, ``shared_inner`` for all tokens."""
 
-    inner: int
-    experts: int
-    chosen: int
-    shared_inner: int = 0
-    imbalance: float = 1.0
+    inner: Count
+    experts: Count
+    chosen: Count
+    shared_inner: Number = 0
+    imbalance: Ratio = 1.0
     gated: bool = True
-    latent: int | None = None
+    latent: Count | None = None
     """Width that tokens are brought down to before the experts and up from behind them; None: they are not."""
     shared_gate: bool = False
     """Whether a number for each token, from a linear layer, scales what the shared expert gives."""
@@ -123,12 +124,12 @@ class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mamba2"):
     """Mamba-2 state-space mixer."""
 
-    heads: int
-    head_width: int
-    state: int
-    groups: int = 1
-    kernel: int = 4
-    chunk: int = 256
+    heads: Count
+    head_width: Count
+    state: Count
+    groups: Count = 1
+    kernel: Count = 4
+    chunk: Count = 256
     bias: bool = False
     """Of both projections."""
     kernel_bias: bool = True
@@ -146,19 +147,19 @@ class NormStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 class JoinStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="join"):
     """Join ``factor`` rows into one of so many times the width."""
 
-    factor: int
+    factor: Count
 
 
 class AverageStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="average"):
     """Replace ``factor`` rows by their mean."""
 
-    factor: int
+    factor: Count
 
 
 class LinearStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="linear"):
     """Linear layer."""
 
-    out_width: int
+    out_width: Count
     bias: bool = True
 
 
@@ -169,7 +170,7 @@ class ActivationStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="vectors"):
     """``count`` learned vectors of the width there, such as the end of a line of patches; only their weights count."""
 
-    count: int = 1
+    count: Count = 1
 
 
 Step = NormStep | JoinStep | AverageStep | LinearStep | ActivationStep | VectorsStep
@@ -183,9 +184,9 @@ class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     linear layer of each block's own.
     """
 
-    hidden: int
+    hidden: Count
     mixers: tuple[Mixer, ...]
-    count: int = 1
+    count: Count = 1
     norm: Norm = "rms"
     post_norm: bool = False
     scaled: bool = False
@@ -210,9 +211,9 @@ class TokenEmbeddingLayer(
 ):
     """Token table, with ``positions`` learned position vectors."""
 
-    vocabulary: int
-    hidden: int
-    positions: int = 0
+    vocabulary: Count
+    hidden: Count
+    positions: Number = 0
 
 
 class PatchEmbeddingLayer(
@@ -223,9 +224,9 @@ class PatchEmbeddingLayer(
     ``positions``: learned vectors, of positions and of a class.
     """
 
-    patch_numbers: int
-    hidden: int
-    positions: int = 0
+    patch_numbers: Count
+    hidden: Count
+    positions: Number = 0
     bias: bool = True
     norm: Norm | None = None
     """Of what it gives."""
@@ -236,8 +237,8 @@ class AudioEmbeddingLayer(
 ):
     """Two convolutions over a spectrum of ``bins``, three steps wide; the second halves the number of steps."""
 
-    bins: int
-    hidden: int
+    bins: Count
+    hidden: Count
 
 
 class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"):
@@ -246,24 +247,24 @@ class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ``inner``: width between its two linear layers; left out, that of the joined patches, as in Qwen2-VL.
     """
 
-    hidden: int
-    factor: int
-    out_width: int
-    inner: int | None = None
+    hidden: Count
+    factor: Count
+    out_width: Count
+    inner: Count | None = None
     norm: Norm = "layer"
 
 
 class ProjectorLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="projector"):
     """Two-layer MLP adapter."""
 
-    in_width: int
-    out_width: int
+    in_width: Count
+    out_width: Count
 
 
 class AdapterLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="adapter"):
     """Steps one after another, each on what the one before gives; weights are whole on every device."""
 
-    hidden: int
+    hidden: Count
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
@@ -277,8 +278,8 @@ class LanguageHeadLayer(
 ):
     """Final norm, vocabulary product and loss."""
 
-    hidden: int
-    vocabulary: int
+    hidden: Count
+    vocabulary: Count
     tied: bool = False
     norm: Norm = "rms"
     predictions: int = 0
@@ -304,8 +305,8 @@ class DenoisingHeadLayer(
 ):
     """Final norm, linear layer and squared error of a diffusion model."""
 
-    hidden: int
-    out_width: int
+    hidden: Count
+    out_width: Count
 
 
 Layer = (
@@ -399,7 +400,7 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     source: str
     modules: tuple[ModuleArchitecture, ...]
-    published_parameters: int | None = None
+    published_parameters: NumBytes | None = None
 
     def __post_init__(self) -> None:
         """Refuse doubled names, modules that read what comes later, and streams that do not run forward."""

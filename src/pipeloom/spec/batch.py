@@ -7,38 +7,42 @@ from typing import Any
 
 import msgspec
 
-from pipeloom.errors import InputError
+from pipeloom.bounds import Count, Duration, Number
+from pipeloom.conversion import convert
+from pipeloom.errors import InputError, check_count
+from pipeloom.limits import MAX_COUNT
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of one training sample; field names and defaults are those of the sample-metadata format."""
 
     id: str
-    text_tokens: int = 0
-    image_tokens: tuple[int, ...] = ()
+    text_tokens: Number = 0
+    image_tokens: tuple[Count, ...] = ()
     """Tokens that the language model sees, one entry per image."""
-    image_patches: tuple[int, ...] | None = None
+    image_patches: tuple[Count, ...] | None = None
     """Patches that the vision encoder sees, one entry per image; absent means ``image_tokens``."""
-    video_seconds: tuple[float, ...] = ()
-    video_height: tuple[int, ...] = ()
-    video_width: tuple[int, ...] = ()
-    audio_seconds: tuple[float, ...] = ()
-    lengths: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    video_seconds: tuple[Duration, ...] = ()
+    video_height: tuple[Count, ...] = ()
+    video_width: tuple[Count, ...] = ()
+    audio_seconds: tuple[Duration, ...] = ()
+    lengths: dict[str, tuple[Count, ...]] | msgspec.UnsetType = msgspec.UNSET
     """By a module's name, lengths of the sequences that go through it, where what it reads does not tell them: one for
     each document, image, video or recording of the sample that it reads."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no batch can have."""
-        if self.text_tokens < 0:
-            raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} is negative")
+        if not 0 <= self.text_tokens <= MAX_COUNT:
+            problem = "is negative" if self.text_tokens < 0 else f"is above {MAX_COUNT}"
+            raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} {problem}")
         for name in ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds"):
             for i, value in enumerate(getattr(self, name) or ()):
-                if not 0 < value < float("inf"):
-                    raise InputError(f"sample {self.id!r}.{name}[{i}]", f"{value} is not positive and finite")
+                if not 0 < value <= MAX_COUNT:
+                    problem = f"is above {MAX_COUNT}" if value > MAX_COUNT else "is not positive and finite"
+                    raise InputError(f"sample {self.id!r}.{name}[{i}]", f"{value} {problem}")
         for name, lengths in ({} if self.lengths is msgspec.UNSET else self.lengths).items():
             for i, length in enumerate(lengths):
-                if length < 1:
-                    raise InputError(f"sample {self.id!r}.lengths[{name!r}][{i}]", f"{length} is below 1")
+                check_count(f"sample {self.id!r}.lengths[{name!r}][{i}]", length)
         if self.image_patches is not None and len(self.image_patches) != len(self.image_tokens):
             raise InputError(
                 f"sample {self.id!r}.image_patches",
@@ -61,7 +65,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The samples of one iteration of one pipeline replica, in the order in which the loader gave them."""
 
     samples: tuple[Sample, ...]
-    iteration: int = 0
+    iteration: Number = 0
 
     def __post_init__(self) -> None:
         """Refuse empty batches and doubled ids, which would lose or repeat a sample."""
@@ -210,12 +214,5 @@ def batch_from_dicts(rows: list[dict[str, Any]], iteration: int = 0) -> Batch:
     InputError
         When a row has an unknown field, a wrong type or an impossible size; the row is named.
     """
-    samples = []
-    for i, row in enumerate(rows):
-        try:
-            samples.append(msgspec.convert(row, Sample))
-        except InputError:
-            raise
-        except msgspec.ValidationError as error:
-            raise InputError(f"batch.samples[{i}]", str(error)) from error
+    samples = [convert(row, Sample, f"batch.samples[{i}]") for i, row in enumerate(rows)]
     return Batch(samples=tuple(samples), iteration=iteration)

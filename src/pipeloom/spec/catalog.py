@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pipeloom.bounds import Number
+from pipeloom.conversion import convert
 from pipeloom.errors import InputError
 from pipeloom.outputs import check_input
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
@@ -46,19 +48,6 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InputError(name, f"is not TOML: {error}") from error
     return content
-
-
-def convert(content: Any, target: type[T], name: str) -> T:
-    """Check content against a spec; an `InputError` has the file's name and the field's path."""
-    try:
-        return msgspec.convert(content, target)
-    except InputError as error:
-        raise InputError(f"{name}: {error.entity}", error.problem, error.remedy) from error
-    except msgspec.ValidationError as error:
-        cause = error.__cause__
-        if isinstance(cause, InputError):
-            raise InputError(f"{name}: {cause.entity}", cause.problem, cause.remedy) from error
-        raise InputError(name, str(error)) from error
 
 
 def load_device(name: str) -> DeviceSpec:
@@ -134,7 +123,7 @@ class CombinedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: Reads
     after: tuple[str, ...] = ()
     frozen: bool = False
-    drop_last: int = 0
+    drop_last: Number = 0
     """Layers to leave out at the end (a head that the combination does not use)."""
     append: tuple[Layer, ...] = ()
     """Layers to put at the end (an adapter)."""

@@ -6,12 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Microbatches, Number
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.strategies import ChunkStrategy, chunk_strategy
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-Stage = int | dict[str, int]
+Stage = Number | dict[str, Number]
 """Blocks of a stage: of the last module, or of each module named."""
 
 _COUNTS = (
@@ -32,30 +33,30 @@ _COUNTS = (
 class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What somebody trains with now. Files and words have these names (docs/compare.md)."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int | None = None
+    tp: Count = 1
+    pp: Count = 1
+    dp: Count | None = None
     """None: as many replicas as the cluster has devices for."""
-    cp: int = 1
-    ep: int = 1
+    cp: Count = 1
+    ep: Count = 1
     zero: Literal[0, 1, 3] = 1
     schedule: RunSchedule | None = None
     """None: interleaved 1F1B where there are several chunks a rank, 1F1B where not."""
-    chunks: int | None = None
+    chunks: Count | None = None
     """Stages of each rank; None: as many as ``layout`` has, or one."""
-    group: int | None = None
+    group: Count | None = None
     """Microbatches that each stage of a rank takes in turn, interleaved; None: as many as there are ranks."""
     layout: tuple[Stage, ...] = ()
     """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module, encoders
     are whole in the first stage then. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
     recompute: str | None = None
     """``none``, ``selective``, ``full``, or of a share of each chunk's layers ``full:0.5``; None: as little as fits."""
-    microbatch_samples: int | None = None
-    microbatch_tokens: int | None = None
+    microbatch_samples: Count | None = None
+    microbatch_tokens: Count | None = None
     """Of a microbatch at most: samples in order, packed end to end."""
-    pad_to: int | None = None
+    pad_to: Count | None = None
     """Tokens that every sample is padded to; None: not padded."""
-    microbatches: int | None = None
+    microbatches: Microbatches | None = None
     """Of one replica in one iteration."""
     only: RunSchedule | None = None
     """The one of 1F1B and interleaved 1F1B that the trainer's other settings allow; None: either."""

@@ -15,9 +15,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from pipeloom.bounds import Count, Magnitude, Number, Share
+from pipeloom.conversion import convert
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_IN_MICROBATCH, MAX_VALUE
 from pipeloom.spec.batch import Sample, audio_tokens
-from pipeloom.spec.catalog import convert, read
+from pipeloom.spec.catalog import read
+from pipeloom.totals import check_work
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,10 +31,10 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the bounds allow. ``mean`` equal to ``median`` is a constant.
     """
 
-    median: float
-    mean: float
-    minimum: float = 0.0
-    maximum: float = 1e9
+    median: Magnitude
+    mean: Magnitude
+    minimum: Magnitude = 0.0
+    maximum: Magnitude = 1e9
     whole: bool = True
 
     def __post_init__(self) -> None:
@@ -89,16 +93,18 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Always true: numbers drawn are fitted to statistics, not read from the data."""
     text_tokens: Spread
     images: Spread | None = None
-    images_share: float = 1.0
-    image_tokens: int = 169
-    image_patches: int = 2704
+    images_share: Share = 1.0
+    image_tokens: Count = 169
+    image_patches: Count = 2704
     video_seconds: Spread | None = None
-    frames: tuple[tuple[int, int, float], ...] = ()
+    frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse shares that are none, and videos without a size."""
         if not 0 <= self.images_share <= 1:
             raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
+        if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
+            raise InputError(f"dataset {self.name!r}.frames", "have shares that are nothing together", "raise one")
         if self.video_seconds is not None and not self.frames:
             raise InputError(f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos")
 
@@ -109,6 +115,8 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.images is not None:
             has = generator.random(count) < self.images_share
             images = np.where(has, self.images.draw(generator, count), 0)
+            most = int(images.max(initial=0))
+            check_work(f"dataset {self.name!r}.images", most, "images of a sample", MAX_IN_MICROBATCH, "lower maximum")
         seconds = None if self.video_seconds is None else self.video_seconds.draw(generator, count)
         shares = np.array([share for *_, share in self.frames])
         size = generator.choice(len(shares), count, p=shares / shares.sum()) if len(shares) else None
@@ -120,7 +128,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 height, width, _ = self.frames[int(size[i])]
                 video = {"video_seconds": (float(seconds[i]),), "video_height": (height,), "video_width": (width,)}
             out.append(
-                msgspec.convert(
+                convert(
                     {
                         "id": f"{prefix}{self.name}.{i}",
                         "text_tokens": int(text[i]),
@@ -129,6 +137,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         **video,
                     },
                     Sample,
+                    f"dataset {self.name!r}: sample {i}",
                 )
             )
         return out
@@ -140,12 +149,17 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     source: str
     fitted: Literal[True]
-    weights: dict[str, float]
-    context_tokens: int = 8192
-    max_images: int = 48
-    image_tokens: int | None = None
+    weights: dict[str, Magnitude]
+    context_tokens: Count = 8192
+    max_images: Number = 48
+    image_tokens: Count | None = None
     """Tokens and patches of each image where the mixture's preparation differs from its data sets'."""
-    image_patches: int | None = None
+    image_patches: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse weights that are nothing together."""
+        if not 0 < sum(self.weights.values()) <= MAX_VALUE:
+            raise InputError(f"mixture {self.name!r}.weights", "are nothing together", "give one above 0")
 
 
 def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:

@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Factor, Latency, Magnitude, Number, NumBytes, Rate, RateOrNone, Seconds
 from pipeloom.errors import InputError, check_not_negative, check_positive
 
 Link = Literal["nvlink", "nic", "pcie"]
 DevicePart = Literal["compute", "nvlink", "nic", "pcie"]
-Points = float | tuple[tuple[float, float], ...]
+Points = Factor | tuple[tuple[Seconds, Factor], ...]
 """An efficiency, or one that depends on how long an operator would take at the peak: points (seconds, efficiency).
 
 So that one table says what devices of any speed reach: what keeps a kernel or a message from the peak takes about as
@@ -69,22 +70,22 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     basis: Literal["datasheet", "measured"]
     source: str
-    flops_per_s: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-    nvlink_bytes_per_s: float = 0.0
-    nvlink_latency_s: float = 0.0
-    pcie_bytes_per_s: float = 0.0
-    pcie_latency_s: float = 0.0
-    sustained_flops_per_s: float = 0.0
+    flops_per_s: Rate
+    memory_bytes: NumBytes
+    memory_bytes_per_s: Rate
+    nvlink_bytes_per_s: RateOrNone = 0.0
+    nvlink_latency_s: Latency = 0.0
+    pcie_bytes_per_s: RateOrNone = 0.0
+    pcie_latency_s: Latency = 0.0
+    sustained_flops_per_s: RateOrNone = 0.0
     """What long matrix products reach within the device's power; 0: the peak."""
-    launch_s: float = 0.0
+    launch_s: Latency = 0.0
     """Least time from one operator to the next: what issuing a kernel takes."""
-    jitter: float = 0.0
+    jitter: Magnitude = 0.0
     """Relative standard deviation of the time of a pass from one run to the next."""
     error: str = "not known"
     """How far the table is off, and on what that was found."""
-    reserved_bytes: int = 0
+    reserved_bytes: NumBytes = 0
     """Memory that no tensor can have: the driver's context, communication buffers, fragmentation."""
     efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
 
@@ -118,14 +119,15 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     source: str
     device: DeviceSpec
-    devices_per_node: int
-    num_nodes: int
-    nic_bytes_per_s: float
-    nic_latency_s: float = 5e-6
-    host_memory_bytes: int = 0
-    host_bytes_per_s: float = 0.0
+    devices_per_node: Count
+    num_nodes: Count
+    nic_bytes_per_s: Rate
+    nic_latency_s: Latency = 5e-6
+    host_memory_bytes: NumBytes = 0
+    host_bytes_per_s: RateOrNone = 0.0
     """Of a node's memory, reads and writes together; 0: not known, and no limit to copies."""
-    host_cores: int = 0
+    host_cores: Count | None = None
+    """Of a node; None: not known."""
 
     def __post_init__(self) -> None:
         """Refuse empty clusters."""
@@ -153,10 +155,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The link between two hosts, or inside one: what it does between two of their ranks."""
 
-    hosts: tuple[int, int]
+    hosts: tuple[Number, Number]
     """Numbers of the hosts, the smaller first; the same twice: inside this one."""
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: Rate
+    latency_s: Seconds
 
     def __post_init__(self) -> None:
         """Refuse links that cannot exist."""
@@ -180,15 +182,15 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str = "local"
-    memory_capacity_bytes: int | None = None
+    memory_capacity_bytes: NumBytes | None = None
     """Memory of each rank; None: no limit."""
-    host_capacity_bytes: int | None = None
+    host_capacity_bytes: NumBytes | None = None
     """Of its host's memory, what each rank may fill with offloaded activations; None: no limit."""
-    link_bytes_per_s: float = 1e9
+    link_bytes_per_s: Rate = 1e9
     """Point-to-point bandwidth between two pipeline ranks."""
-    link_latency_s: float = 1e-4
+    link_latency_s: Seconds = 1e-4
     """Time of an empty message between two pipeline ranks."""
-    hosts: tuple[int, ...] = ()
+    hosts: tuple[Number, ...] = ()
     """Number of the host on which each pipeline rank is; beyond its end 0, so that empty says: all on one."""
     links: tuple[HostLink, ...] = ()
     """Links that are known by the hosts of their ends. A run over several hosts measures them at its start."""

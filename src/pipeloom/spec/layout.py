@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Number, Ranks
 from pipeloom.errors import InputError, check_count
-from pipeloom.spec.model import ModuleSpec, StreamEnd, check_streams, stream_sources
+from pipeloom.limits import MAX_RANKS
+from pipeloom.spec.model import ModuleSpec, StreamEnd, check_after, check_streams, stream_sources
 from pipeloom.spec.parallelism import Parallelism
 
 _STREAM_FIELDS = ("emits", "takes")
 OnTensorRanks = Literal["divided", "dealt"]
-MOST_RANKS = 4096
-"""Of a pipeline. A file may name any number, and room is made for every rank."""
+MOST_RANKS = MAX_RANKS
+"""Of a pipeline: room is made for every rank."""
 
 
 def check_dealt(where: str, *, is_last: bool, streams: bool) -> None:
@@ -37,7 +39,7 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     after: tuple[str, ...] = ()
     frozen: bool = False
-    sub_microbatch: int | None = None
+    sub_microbatch: Count | None = None
     """Instances per sub-microbatch at most; None: the whole microbatch."""
     on_ranks: Literal["pipelined", "replicated"] = "pipelined"
     emits: tuple[StreamEnd, ...] = ()
@@ -62,8 +64,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Consecutive layers of one module on one rank; ``layers`` is first and last, inclusive."""
 
     module: str
-    layers: tuple[int, int]
-    rank: int
+    layers: tuple[Number, Number]
+    rank: Number
 
     @property
     def num_layers(self) -> int:
@@ -74,7 +76,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model over the pipeline ranks, decided once before training. Chunks are in model order."""
 
-    num_ranks: int
+    num_ranks: Ranks
     modules: tuple[ModuleLayout, ...]
     chunks: tuple[Chunk, ...]
     parallelism: Parallelism = Parallelism()
@@ -90,6 +92,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for i, module in enumerate(self.modules):
             if module.name in known:
                 raise InputError(f"modules[{i}].name", f"{module.name!r} occurs twice")
+            check_after(f"modules[{i}].after", module.after)
             for source in module.after:
                 if source not in known:
                     raise InputError(f"modules[{i}].after", f"{source!r} is not an earlier module")

@@ -11,10 +11,11 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from pipeloom.bounds import Count, Number, NumBytes
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec.batch import Sample, Workload, audio_frames, video_tokens
 
-Dimension = int | str
+Dimension = Count | str
 """One extent of a tensor: a number, or what the (sub-)microbatch at hand gives: ``"instances"``, ``"tokens"``, or a
 part of them such as ``"tokens/4"``: of each instance by itself, rounded up."""
 
@@ -97,8 +98,8 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     """Layers of one kind cost the same; a profile is measured once per kind."""
     output: TensorShape
-    count: int = 1
-    num_parameters: int = 0
+    count: Count = 1
+    num_parameters: NumBytes = 0
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
@@ -112,7 +113,7 @@ class StreamEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stream: str
     """Unique within the model; takers are called with this keyword."""
-    layer: int
+    layer: Number
 
 
 class EmittedStream(StreamEnd, frozen=True, forbid_unknown_fields=True):
@@ -292,6 +293,7 @@ def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
     for module in modules:
         if module.name in seen:
             raise InputError(f"module {module.name!r}", "occurs twice", "module names must be unique")
+        check_after(f"module {module.name!r}.after", module.after)
         for source in module.after:
             if source not in seen:
                 raise InputError(
@@ -302,6 +304,13 @@ def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
         seen.add(module.name)
     if not modules:
         raise InputError(entity, "is empty", "give at least one module")
+
+
+def check_after(entity: str, after: Sequence[str]) -> None:
+    """Refuse a module that is fed by another one twice."""
+    for source in after:
+        if after.count(source) > 1:
+            raise InputError(entity, f"names {source!r} twice", "name each module once")
 
 
 def find_module(modules: Sequence[M], name: str) -> M:

@@ -6,14 +6,15 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count
 from pipeloom.errors import InputError, check_count
 
 
 class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Degrees of parallelism beside the pipeline, whose ranks the layout counts itself."""
 
-    tensor: int = 1
-    data: int = 1
+    tensor: Count = 1
+    data: Count = 1
 
     def __post_init__(self) -> None:
         """Refuse degrees below one."""
@@ -28,9 +29,9 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     ``zero``: 0 nothing is sharded over data parallelism, 1 the optimiser's state, 3 gradients and weights too.
     """
 
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
+    pipeline: Count = 1
+    context: Count = 1
+    expert: Count = 1
     sequence_parallel: bool = True
     zero: Literal[0, 1, 3] = 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
+from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.assignment import Assignable, with_delays
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks
@@ -19,7 +20,8 @@ from pipeloom.taskgraph.graph import (
     make_graph,
     topological_order,
 )
-from pipeloom.taskgraph.totals import MAX_S, MAX_TOTAL, NS_PER_S, check_candidates, to_ns
+from pipeloom.taskgraph.totals import check_candidates
+from pipeloom.totals import NS_PER_S, to_ns
 
 if TYPE_CHECKING:
     from pipeloom.taskgraph.build import build_assignable, build_graph

@@ -10,13 +10,14 @@ import numpy as np
 
 from pipeloom.cost import CostModel, StrategyCost, link_table, rank_static_bytes, slowness_of
 from pipeloom.cost.dealt import laid_out
+from pipeloom.limits import MAX_TASKS
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
-from pipeloom.taskgraph.totals import summable, to_ns
+from pipeloom.totals import check_work, summable, to_ns
 
 BackwardForm = Literal["whole", "split", "either"]
 """How backwards are made: in one task, in two, or either, as the schedule chooses."""
@@ -208,6 +209,11 @@ class _Builder:
 
     def build(self) -> _Builder:
         """Add everything."""
+        modules = self.layout.modules
+        chunks = [len(self.layout.chunks_of(m.name)) if m.on_ranks == "pipelined" else 1 for m in modules]
+        every = ((n, parts) for one in self.packing.microbatches for n, parts in zip(chunks, one.parts, strict=True))
+        tasks = 2 * sum(n * len(parts) for n, parts in every)
+        check_work("packing", tasks, "tasks", MAX_TASKS, "give smaller batches, or a layout of fewer chunks")
         self.emitted = {end.stream: (m.name, end.layer) for m in self.layout.modules for end in m.emits}
         self.weigh_ranks()
         for microbatch in range(len(self.packing.microbatches)):

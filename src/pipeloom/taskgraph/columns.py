@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from pipeloom.errors import InputError
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.totals import check_candidates, summable
+from pipeloom.taskgraph.totals import check_candidates
+from pipeloom.totals import summable
 
 IntArray = npt.NDArray[np.int64]
 KIND_NAMES = ("F", "B", "I", "W")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeloom.bounds import Budget, Count, Number, Ranks, Seed, Threads, Wait
 from pipeloom.cost import check_strategies
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, visible_line
 from pipeloom.io import read_spec
@@ -32,7 +33,7 @@ _MOST_COUNTED = 2**31 - 1
 class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model is laid over the ranks."""
 
-    ranks: int
+    ranks: Ranks
     kind: Literal["separate", "encoder_first", "chosen", "arranged", "file"] = "separate"
     """``separate``: every module over all ranks. ``encoder_first``: encoders whole on rank 0.
     ``chosen``: the fastest of those that are tried on the first batches, sizes and segments included. ``arranged``:
@@ -75,9 +76,9 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallelism beside the pipeline."""
 
-    dp: int = 1
+    dp: Ranks = 1
     """Replicas of the pipeline; they divide the samples of each batch among them."""
-    tp: int = 1
+    tp: Ranks = 1
     """Ranks over which the layers of each pipeline rank are divided, as the model's ``parallelize`` says."""
     shard: Literal["fsdp"] | None = None
     """``fsdp``: replicas hold parameters, gradients and optimiser state in shards; leave out: each holds all."""
@@ -114,8 +115,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long plans are searched and waited for."""
 
-    budget_s: float = 0.1
-    deadline_s: float = DEADLINE_S
+    budget_s: Wait = 0.1
+    deadline_s: Budget = DEADLINE_S
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
     """How pairs may hold their activations; the planner chooses for each. The first is the base."""
@@ -123,7 +124,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether backwards may be split into input and weight gradients."""
     params: str = ""
     """File with parameters of the search, `pipeloom.search.SearchParams`, relative to the file; empty: the defaults."""
-    threads: int = 1
+    threads: Threads = 1
     """Threads that search, beside those of the ranks; 0: half of the cores."""
 
     @property
@@ -148,9 +149,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``host``: messages by way of the host's memory, so that ranks may share a GPU."""
     autocast: Literal["bf16"] | None = None
     """Run layers and loss under autocast; the model must state the dtypes of shapes that come out of it."""
-    compare_contents: int = 0
+    compare_contents: Number = 0
     """Of so many batches from the start on, ranks compare what is in the samples too, not their ids and sizes alone."""
-    workers: int = 2
+    workers: Threads = 2
     """Threads of every rank that load samples of a data set ahead; 0: none."""
 
     def __post_init__(self) -> None:
@@ -162,11 +163,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often training is saved, and where."""
 
-    every: int = 100
+    every: Count = 100
     """Iterations from one checkpoint to the next; the end of the run is always saved."""
     path: str = ""
     """Folder, relative to the file; empty: ``checkpoints`` in the run's folder."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest are kept."""
     asynchronous: bool = True
     """Write while training goes on, from copies in host memory; false: training waits."""
@@ -184,11 +185,11 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     task: str = ""
     """Python file with ``build_model``, ``batches``, ``describe`` and, if wanted, others; a file needs it, or
     ``model.transformers``."""
-    iterations: int
+    iterations: Count
     layout: LayoutConfig
     packing: PackingSpec
     parallel: ParallelConfig = ParallelConfig()
-    seed: int = 0
+    seed: Seed = 0
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     model: dict[str, Any] = {}
     """Keyword arguments of ``build_model``."""
@@ -207,7 +208,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig | None = None
     """Leave out: nothing is saved."""
-    timeout_s: float = 120.0
+    timeout_s: Wait = 120.0
     """After which a rank that waits for another gives up, and training stops."""
     tuning: TuningSpec | None = None
     """PipeTune's techniques, chosen one by one; leave out: the best of all."""
@@ -227,6 +228,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_count("iterations", self.iterations)
         check_positive("timeout_s", self.timeout_s)
         self._check_bounds()
+        self._check_hosts()
         unseen = visible_line(self.name) != self.name
         if not self.name or unseen or any(c in self.name for c in "/\\") or self.name in (".", ".."):
             raise InputError("name", f"{self.name!r} is no folder name", "use letters, digits, '-' and '_'")
@@ -240,6 +242,17 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                     "use 'encoder_first', or let tuning.order be 'search'",
                 )
             self.tuning.check_choices(self.planner.strategies, self.planner.split_backward)
+
+    def _check_hosts(self) -> None:
+        """Refuse hosts of other ranks, and links between hosts that no rank is on."""
+        hosts, ranks = self.cluster.hosts, self.layout.ranks
+        if hosts and len(hosts) != ranks and not self.layout.elastic:
+            problem = f"has {len(hosts)} entries, layout.ranks is {ranks}"
+            raise InputError("cluster.hosts", problem, "give one for each pipeline rank, or leave it out")
+        for i, link in enumerate(self.cluster.links):
+            if hosts and not set(link.hosts) <= set(hosts):
+                problem = f"{list(link.hosts)}, and the ranks are on hosts {sorted(set(hosts))}"
+                raise InputError(f"cluster.links[{i}].hosts", problem, "leave the link out")
 
     def _check_bounds(self) -> None:
         """Refuse values that would fail late, where nobody knows any more whose they are."""

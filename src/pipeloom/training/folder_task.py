@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeloom.bounds import Count
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, ProcessedDataset, WebDataset
 from pipeloom.io.document import convert
@@ -36,7 +37,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[data]`` without a task file. Paths are relative to the file."""
 
-    batch: int
+    batch: Count
     """Samples of every batch."""
     webdataset: str | list[str] | None = None
     """Shards: names, patterns, ranges in braces."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Factor, Magnitude, Number, Rate, Share
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive
 
 
@@ -14,9 +15,9 @@ class OptimizerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     match: tuple[str, ...]
     """Patterns of names, ``module.layer.parameter``, as for files: ``vision.*``, ``*.bias``."""
-    learning_rate: float | None = None
+    learning_rate: Factor | None = None
     """None: the optimiser's."""
-    weight_decay: float | None = None
+    weight_decay: Magnitude | None = None
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -30,9 +31,9 @@ class RestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "AdamW"
     match: tuple[str, ...] = ()
     """Patterns of names of matrices that go here too: embeddings, heads."""
-    learning_rate: float | None = None
+    learning_rate: Factor | None = None
     """None: that of the matrices."""
-    weight_decay: float | None = None
+    weight_decay: Magnitude | None = None
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -43,13 +44,13 @@ class RestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An optimiser of ``torch.optim`` by name."""
 
-    learning_rate: float = 1e-3
-    weight_decay: float | None = None
+    learning_rate: Factor = 1e-3
+    weight_decay: Magnitude | None = None
     """None: the optimiser's own default."""
-    betas: tuple[float, float] | None = None
-    warmup_iterations: int = 0
+    betas: tuple[Share, Share] | None = None
+    warmup_iterations: Number = 0
     """Of a scheduler that has a warm-up: iterations in which the rate rises to itself."""
-    clip_norm: float | None = None
+    clip_norm: Factor | None = None
     name: str = "AdamW"
     """A class of ``torch.optim``."""
     options: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "cosine"
     """``cosine``, ``linear`` to ``final_share``, or ``constant``, after the warm-up; or a class of
     ``torch.optim.lr_scheduler``."""
-    final_share: float = 0.0
+    final_share: Magnitude = 0.0
     """Of the rate, at the end of the run."""
     options: dict[str, Any] = {}
     """Keyword arguments of torch's class."""
@@ -111,9 +112,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the loss on evaluation batches is measured, and with which weights."""
 
-    every: int
+    every: Count
     """Iterations from one to the next; the end of the run is always evaluated."""
-    batches: int | None = None
+    batches: Count | None = None
     """How many are taken at most; None: all."""
     weights: Literal["trained", "ema"] = "trained"
     data: dict[str, Any] = {}
@@ -129,7 +130,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EmaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An exponential moving average of the trained weights."""
 
-    decay: float = 0.999
+    decay: Share = 0.999
     """Share of the average that an iteration leaves."""
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tensorboard: bool = False
     """Event files in ``tensorboard`` in the run's folder."""
-    peak_flops: float | None = None
+    peak_flops: Rate | None = None
     """Of one process's device, operations a second: with it there is an MFU on devices that are not known."""
 
     def __post_init__(self) -> None:

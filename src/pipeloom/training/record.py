@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pipeloom.bounds import Finite, Magnitude, Number, NumBytes, Seconds, Seed, SignedSeconds
 from pipeloom.errors import InputError
 from pipeloom.explain.difference import Difference
 from pipeloom.io import write_text
@@ -28,48 +29,48 @@ class Summary(msgspec.Struct, frozen=True):
     """
 
     name: str
-    iterations: int
-    resumed_at: tuple[int, ...]
+    iterations: NumBytes
+    resumed_at: tuple[NumBytes, ...]
     """Iterations with which the run went on from a checkpoint."""
-    loss_first: float
+    loss_first: Finite
     """Loss of the first iteration."""
-    loss_last: float
+    loss_last: Finite
     """Loss of the last iteration."""
-    plans_fresh: int
+    plans_fresh: NumBytes
     """Iterations that ran the plan made for their own batch."""
-    plans_fallback: int
+    plans_fallback: NumBytes
     """Iterations that ran the static fallback plan."""
-    fallback_iterations: dict[int, str]
+    fallback_iterations: dict[NumBytes, str]
     """Which ones, and why."""
-    mean_gap: float
+    mean_gap: Finite
     """Planned time over the lower bound, minus one."""
-    mean_planned_s: float
-    mean_measured_s: float
-    mean_planned_bubble_share: float
-    mean_measured_bubble_share: float
-    mean_lead_s: float
+    mean_planned_s: Finite
+    mean_measured_s: Finite
+    mean_planned_bubble_share: Finite
+    mean_measured_bubble_share: Finite
+    mean_lead_s: Finite
     """How long before its use a fresh plan was ready."""
-    mean_search_s: float
-    elapsed_s: float
+    mean_search_s: Finite
+    elapsed_s: Finite
     """Wall time of all iterations."""
-    num_ranks: int
-    num_cores: int
-    num_parameters: int
-    seed: int
+    num_ranks: NumBytes
+    num_cores: NumBytes
+    num_parameters: NumBytes
+    seed: Seed
     layout: str
     """Digest of the layout."""
-    evaluation: dict[str, float] = {}
+    evaluation: dict[str, Finite] = {}
     """All that the task's ``evaluate`` returned."""
-    comparison: dict[str, float] = {}
+    comparison: dict[str, Finite] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
-    comparison_batches: int = 0
+    comparison_batches: NumBytes = 0
     advice: str = ""
     """What to do, where a baseline is planned to be faster; empty where none is."""
-    evaluations: tuple[tuple[int, float], ...] = ()
+    evaluations: tuple[tuple[NumBytes, Finite], ...] = ()
     """Of every evaluation while training ran, after how many iterations, and the loss."""
     difference: Difference | None = None
     """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
-    samples_skipped: int = 0
+    samples_skipped: NumBytes = 0
     """Damaged samples that were left out of batches."""
     format: str = "pipeloom.summary/1"
 
@@ -77,37 +78,37 @@ class Summary(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of ``history.jsonl``: an iteration in numbers."""
 
-    iteration: int
-    loss: float
-    gradient_norm: float
-    num_microbatches: int
-    planned_s: float
+    iteration: Number
+    loss: Finite
+    gradient_norm: Finite
+    num_microbatches: Number
+    planned_s: Seconds
     """Simulated from costs."""
-    measured_s: float
+    measured_s: Seconds
     """Real computation on this machine."""
-    gap: float
-    planned_bubble_share: float
-    measured_bubble_share: float
-    search_s: float
-    lead_s: float
+    gap: Finite
+    planned_bubble_share: Finite
+    measured_bubble_share: Finite
+    search_s: Seconds
+    lead_s: SignedSeconds
     """How long before its use the plan was ready; negative: how long it was waited for, or made."""
     fresh: bool
     reason: str
-    start: int
+    start: Number
     """How often the run had been started again when this iteration ran."""
-    learning_rate: float | None = None
+    learning_rate: Finite | None = None
     """Of the first group of parameters on rank 0."""
-    num_tokens: int = 0
+    num_tokens: NumBytes = 0
     """In the sequences of the whole batch."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """Wall time: waiting for the plan and the optimiser's step included."""
-    tokens_per_s: float | None = None
+    tokens_per_s: Finite | None = None
     """Over the wall time."""
-    mfu: float | None = None
+    mfu: Finite | None = None
     """Operations of the model over what the devices could do in that time; absent where these are not known."""
-    num_skipped: int = 0
+    num_skipped: Number = 0
     """Damaged samples that were left out of the batch."""
-    slowness: tuple[float, ...] = ()
+    slowness: tuple[Magnitude, ...] = ()
     """Per pipeline rank, how many times longer than most the plan took it to compute; empty: all alike."""
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
+from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
 from pipeloom.io import rule_path, write_layout, write_rule, write_text
@@ -33,21 +34,21 @@ _LEAST_GAIN = 0.05
 _PREVIEWED = 3
 """The newest batches on which layouts are planned."""
 
-Slowness = tuple[float, ...]
+Slowness = tuple[Finite, ...]
 
 
 class LayoutChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of ``layouts.jsonl``: the run goes on under another layout."""
 
-    iteration: int
+    iteration: NumBytes
     """The first under it."""
     first: str
     """Digest of the layout with which the run began."""
     slowness: tuple[Slowness, ...]
     """Of the ranks of each replica: how many times longer than most they took."""
-    before_s: float
+    before_s: Finite
     """A planned iteration under the layout before."""
-    planned_s: float
+    planned_s: Finite
     """The same under this one."""
     layout: Layout
     rules: tuple[OrderRule, ...] = ()

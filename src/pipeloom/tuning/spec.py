@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Count, Factor
 from pipeloom.errors import InputError
 from pipeloom.packing import Policy, check_always_packs
 
@@ -32,9 +33,9 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     precompute: Precompute = "all"
     """Encoder work of later microbatches in idle time of the first rank: none, of frozen encoders, or of trained ones
     too, whose backwards then wait for idle time as well."""
-    unit_tokens: int | None = None
+    unit_tokens: Count | None = None
     """Tokens of the smallest microbatch of ``multiples`` (the context length); None: the longest sample."""
-    effort: float = 1.0
+    effort: Factor = 1.0
     """Share of the usual number of simulations; more takes longer."""
 
     def __post_init__(self) -> None:

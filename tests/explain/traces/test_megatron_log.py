@@ -100,7 +100,11 @@ def test_least_and_most_of_all_ranks_are_no_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("traces.tar.gz", gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 250, mtime=0), "is a tar archive; give traces"),
+        (
+            "traces.tar.gz",
+            gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 250, mtime=0),
+            "is a tar archive; give traces",
+        ),
         ("traces.zip", b"PK\x03\x04\xff\xff", "is a zip archive"),
         ("steps.parquet", b"PAR1\xff\xff", "is a Parquet file"),
         ("report.sqlite", b"SQLite format 3\0", "is an SQLite database"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import time
 import warnings
@@ -266,6 +267,9 @@ def refused() -> list[str]:
     tell(lambda: schedule.step(arg_mbs=[(x,)] if here == 0 else None))
     tell(lambda: schedule.step(arg_mbs=[(x,)] * 2 if here == 0 else None, target_mbs=[y] if here else None))
     tell(lambda: schedule.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
+    tell(lambda: schedule.step(arg_mbs=[(x,)]) if here == 0 else schedule.eval(target_mbs=[y]))
+    unsized = PlannedSchedule(schedule.stages, Planning(budget_s=0.0), loss, sizes=lambda *_: math.nan)  # type: ignore[arg-type, return-value]
+    tell(lambda: unsized.step(arg_mbs=[(x,)] if here == 0 else None, target_mbs=[y] if here else None))
     with torch.no_grad():
         tell(lambda: schedule.step())
     alone = dist.new_group([here], use_local_synchronization=True)

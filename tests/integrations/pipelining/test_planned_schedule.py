@@ -52,13 +52,15 @@ def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
         "target: is not given on the rank of the last stage; give target or target_mbs there",
         "rank 1: target_mbs: has 1 microbatches, the step 2; give one for each",
         "nothing",
+        "rank 1: runs forwards alone, the rank of the first stage a training step; call step or eval on all ranks",
+        "sizes, microbatch 0: 'nan' is not a finite number; give tokens, or what costs grow with",
         "step(): needs gradients, and they are switched off; call eval()",
         "target: is not given on the rank of the last stage; give target or target_mbs there",
     ]
     # What only the rank of the last stage can know, the others hear, too.
     assert first == [f"rank 1: {each}" if i == 8 else each for i, each in enumerate(told)]
     # What only the rank of the first stage can know, the others hear from it.
-    heard = [f"rank 0, of the first stage: {each}" if 5 <= i <= 7 else each for i, each in enumerate(told)]
+    heard = [f"rank 0, of the first stage: {each}" if i in (5, 6, 7, 12) else each for i, each in enumerate(told)]
     assert second == heard
 
 

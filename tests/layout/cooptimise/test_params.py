@@ -57,8 +57,8 @@ def test_all_defaults_survive_a_file(tmp_path: Path) -> None:
         ("phases = []", "params.toml: phases: are none"),
         ('tuned = ["order"]', "params.toml: tuned: 'order' is unknown"),
         ("[annealing]\nhot = 0.1\ncold = 0.2", "params.toml: annealing.cold: 0.2 is not between 0 and hot, 0.1"),
-        ("[starts]\nbudget_share = 2", "params.toml: starts.budget_share: 2.0 is no part of a whole; give"),
-        ("[refining]\nheat = 0.0", "params.toml: refining.heat: 0 is not above 0"),
+        ("[starts]\nbudget_share = 2", "params.toml: starts.budget_share: 2 is above 1"),
+        ("[refining]\nheat = 0.0", "params.toml: refining.heat: 0 is not positive"),
         ("[move_weights]\nhop = 1", "params.toml: move_weights.hop: is no move"),
     ],
 )

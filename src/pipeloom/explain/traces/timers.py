@@ -9,8 +9,10 @@ from pipeloom.explain.traces.explained import WhatIf, what_if
 from pipeloom.explain.traces.replay import chain_graph
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.io.megatron_log import MegatronTimers
+from pipeloom.limits import MAX_TASKS
 from pipeloom.search import StoppingRule, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.taskgraph import BACKWARD, FORWARD, NS_PER_S
+from pipeloom.totals import check_work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,7 @@ def explain_timers(timers: MegatronTimers, name: str, *, budget: StoppingRule, s
     """
     ranks, chunks = len(timers.forward_s), timers.chunks_per_rank
     parts = timers.num_microbatches * chunks
+    check_work(f"{timers.source}: microbatches", 2 * ranks * parts, "tasks", MAX_TASKS, "give --microbatches")
     run = TracedRun(
         sources=(timers.source,) * ranks,
         stage_rank=tuple(range(ranks)) * chunks,

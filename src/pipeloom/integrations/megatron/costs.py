@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 
 from pipeloom.emulator.build import Placement, joining_layer, layer_template
-from pipeloom.emulator.rules import PS_PER_S
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
@@ -19,6 +18,7 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.spec import Strategy
 from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.totals import PS_PER_S
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
 

@@ -18,6 +18,7 @@ from pipeloom.integrations.megatron.effects import known_fields, known_names
 from pipeloom.integrations.megatron.foreign import check_form, check_program
 from pipeloom.integrations.megatron.launches import argument_words, assumed, launches, merged
 from pipeloom.integrations.megatron.shell.paths import list_words
+from pipeloom.integrations.megatron.yaml_files import read_yaml
 from pipeloom.io.files import read_text
 
 _COUNTED = ("nproc-per-node", "nnodes")
@@ -156,16 +157,7 @@ def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = (
 
 
 def _from_yaml(source: str, text: str) -> Arguments:
-    try:
-        import yaml
-    except ImportError as error:
-        raise InputError(source, "needs PyYAML to be read", 'pip install "pipeloom[megatron]"') from error
-    try:
-        # Recipes name classes and functions as text, so nothing has to be built.
-        document = yaml.safe_load(text)
-    # ValueError: dates that are none, numbers of thousands of digits.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(source, f"is not YAML: {error}", "save it again, or give an argument list") from error
+    document = read_yaml(source, text)
     if not isinstance(document, dict):
         raise InputError(source, "is no table of settings", "give a recipe, or an argument list")
     check_program(source, document)

@@ -25,6 +25,7 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
+from pipeloom.limits import MAX_IN_MICROBATCH, MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
@@ -140,6 +141,13 @@ def read_megatron(
             f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
+    for name, count, most in (
+        ("micro-batch-size", micro, MAX_IN_MICROBATCH),
+        ("global-batch-size", batch // (micro * degrees.data), MAX_MICROBATCHES),
+    ):
+        if count > most:
+            what = "sequences of a microbatch" if name == "micro-batch-size" else "microbatches of a replica"
+            raise arguments.refuse(name, f"{count} {what} are more than {most}", "give fewer")
     length = arguments.size("seq-length")
     for name, number in (
         ("context-parallel-size", 2 * degrees.context),

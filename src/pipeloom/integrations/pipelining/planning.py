@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
 from pipeloom.cost.fits import aligned, fit_seconds, workload_features
-from pipeloom.errors import PipeloomError, check_not_negative
+from pipeloom.errors import InputError, PipeloomError, check_count
 from pipeloom.integrations.pipelining.running import MODULE, stage_kind
+from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
 from pipeloom.plan import Answer, BackendName, ExecutionPlan
 from pipeloom.planner import Planner
@@ -34,10 +35,41 @@ Row = tuple[int, str, int, float]
 """Measured: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
 
 _EVERY_SAMPLE_ALONE = 1 << 30
-_ANY_SIZE = 1 << 40
+_ANY_SIZE = MAX_COUNT
 _UNMEASURED_S = 1e-6
 MOST_KNOWN = 128
 """Orders that are kept for sizes that come again, here and on all ranks that were told."""
+
+
+Backward = Literal["whole", "split", "either"]
+
+
+def check_whole(entity: str, value: object, remedy: str = "") -> None:
+    """Raise `InputError` unless a value is a whole number from 1 to `MAX_COUNT`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(entity, f"{str(value)[:60]!r} is not a whole number", remedy)
+    check_count(entity, value)
+
+
+def checked_sizes(sizes: Iterable[Any]) -> Sizes:
+    """Sizes of a step's microbatches as whole numbers.
+
+    Raises
+    ------
+    InputError
+        One is no number, or not from 1 to `MAX_COUNT`.
+    """
+    found = []
+    for number, size in enumerate(sizes):
+        where, remedy = f"sizes, microbatch {number}", "give tokens, or what costs grow with"
+        try:
+            whole = int(size)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(where, f"{str(size)[:60]!r} is not a finite number", remedy) from error
+        if not 1 <= whole <= MAX_COUNT:
+            raise InputError(where, f"{whole} is {'below 1' if whole < 1 else f'above {MAX_COUNT}'}", remedy)
+        found.append(whole)
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +80,7 @@ class Planning:
     """Seconds that the planner, a process of its own, searches for a step's plan; 0: no search, a fixed heuristic."""
     deadline_s: float = DEADLINE_S
     """How long a step waits for a plan that was asked for before; then the heuristic's runs."""
-    backward: Literal["whole", "split", "either"] = "whole"
+    backward: Backward = "whole"
     """Whether backwards are split into input and weight gradients: never, always, or where that is faster. The search
     takes ``"split"`` for ``"either"``."""
     order: Callable[[TaskGraph], Schedule] | None = None
@@ -60,8 +92,15 @@ class Planning:
 
     def __post_init__(self) -> None:
         """Refuse times that are none."""
-        check_not_negative("planner.budget_s", self.budget_s)
-        check_not_negative("planner.deadline_s", self.deadline_s)
+        for name, seconds in (("budget_s", self.budget_s), ("deadline_s", self.deadline_s)):
+            if not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_WAIT_S:
+                raise InputError(f"planner.{name}", f"{seconds!r} is not between 0 and {MAX_WAIT_S:g} seconds")
+        if self.backward not in get_args(Backward):
+            raise InputError("planner.backward", f"{self.backward!r} is none of {', '.join(get_args(Backward))}")
+        if self.order is not None and not callable(self.order):
+            raise InputError(
+                "planner.order", f"{self.order!r} is no function", "give one from a task graph to a schedule"
+            )
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -27,6 +27,8 @@ from pipeloom.integrations.pipelining.planning import (
     Row,
     Sizes,
     StepPlanner,
+    check_whole,
+    checked_sizes,
     planned_shapes,
 )
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
@@ -105,6 +107,8 @@ class PlannedSchedule:
     def __post_init__(self) -> None:
         """Gather what stages the other ranks have."""
         self.stages = _checked(self.stages)
+        if self.n_microbatches is not None:
+            check_whole("n_microbatches", self.n_microbatches)
         first = self.stages[0]
         self._by_number = {stage.stage_index: stage for stage in self.stages}
         self._group, self._rank = first.group, first.group_rank
@@ -247,7 +251,7 @@ class PlannedSchedule:
         try:
             if trains and not torch.is_grad_enabled():
                 raise InputError("step()", "needs gradients, and they are switched off", "call eval()")
-            report = StepReport(*inputs.check(trains and self._has_last))
+            report = StepReport(*inputs.check(trains and self._has_last), trains)
         except InputError as error:
             failure, report = error, StepReport(failure=str(error))
         reports = self._telling.gather(report)
@@ -284,6 +288,10 @@ class PlannedSchedule:
         assert planner is not None
         given = inputs.split(self._splitting)
         for place, report in enumerate(reports):
+            if report.trains != trains:
+                here, there = ("a training step", "forwards alone")[:: 1 if trains else -1]
+                problem = f"runs {there}, the rank of the first stage {here}"
+                raise InputError(f"rank {self._telling.global_rank(place)}", problem, "call step or eval on all ranks")
             if report.count not in (0, len(given)):
                 raise InputError(
                     f"rank {self._telling.global_rank(place)}: {report.name}",
@@ -314,7 +322,7 @@ class PlannedSchedule:
         """Sizes of the step's microbatches, and those of the next where they are known."""
         if self._coming is None or not trains:
             size_of = self.sizes if callable(self.sizes) else default_size
-            found = tuple(int(size_of(*args, **kwargs)) for args, kwargs in given)
+            found = checked_sizes(size_of(*args, **kwargs) for args, kwargs in given)
         else:
             following = self._following if self._following is not None else _next(self._coming)
             if following is None:
@@ -325,11 +333,6 @@ class PlannedSchedule:
                     "sizes",
                     f"step {self._num_steps} has {len(found)}, and {len(given)} microbatches",
                     "give one for each",
-                )
-        for number, size in enumerate(found):
-            if size < 1:
-                raise InputError(
-                    f"sizes, microbatch {number}", f"{size} is below 1", "give tokens, or what costs grow with"
                 )
         return found
 
@@ -425,7 +428,7 @@ def _words(meta: Flat) -> float:
 
 def _next(coming: Iterator[Sequence[int]]) -> Sizes | None:
     sizes = next(coming, None)
-    return None if sizes is None else tuple(map(int, sizes))
+    return None if sizes is None else checked_sizes(sizes)
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:

@@ -41,6 +41,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """What was given by microbatch; empty: nothing."""
     count: int = 0
     """How many of it."""
+    trains: bool = True
+    """Whether this rank runs a training step; false: forwards alone."""
     failure: str = ""
     """Why this rank cannot take part."""
 
@@ -92,7 +94,7 @@ class Telling:
         if self.is_alone:
             return [report]
         failure = report.failure.encode()[:_MOST_TOLD].decode(errors="ignore")
-        data = msgspec.msgpack.encode(StepReport(report.name, report.count, failure))
+        data = msgspec.msgpack.encode(StepReport(report.name, report.count, report.trains, failure))
         frame = torch.zeros(_REPORT, dtype=torch.uint8)
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         frame = frame.to(self.device)

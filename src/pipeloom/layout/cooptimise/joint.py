@@ -20,6 +20,7 @@ from pipeloom.layout.cooptimise.rules import PriorityRule, from_draft, order_rul
 from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks
 from pipeloom.layout.cooptimise.starts import allowed_starts, loads_to_cut_by
 from pipeloom.layout.cooptimise.walk import Span, Walk, WalkReport, steps_at_once
+from pipeloom.limits import MAX_THREADS
 from pipeloom.search import Evaluations, OrderRule, Progress
 from pipeloom.search.stopping import StoppingRule, Until, Watch
 from pipeloom.taskgraph import TaskGraph
@@ -115,8 +116,8 @@ def every_walk(
     InfeasibleError
         When no start fits into memory.
     """
-    if threads < 1:
-        raise InputError("threads", f"{threads} is below 1")
+    if not 1 <= threads <= MAX_THREADS:
+        raise InputError("threads", f"{threads} is not between 1 and {MAX_THREADS}")
     params = params or CooptimiseParams()
     whole = budget.start()
     watch = Until(whole, 0, 1 - params.again.share).start() if params.again.walks else whole

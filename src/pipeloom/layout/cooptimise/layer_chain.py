@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
 from pipeloom.spec.layout import MOST_RANKS
 from pipeloom.taskgraph import (
@@ -29,12 +30,12 @@ from pipeloom.taskgraph import (
     to_ns,
 )
 from pipeloom.taskgraph.build import number_runs
+from pipeloom.totals import check_work
 
 MODULE = "lm"
 """The one module of a layer table in layouts, instances and plans."""
 NO_LIMIT = 2**60
 """Bytes of a rank without a limit."""
-_MOST_PASSES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,10 +172,7 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     """
     if table.num_ranks > MOST_RANKS:
         raise InputError("num_ranks", f"{table.num_ranks} is above {MOST_RANKS}")
-    if table.num_microbatches * len(table.layers) > _MOST_PASSES:
-        raise InputError(
-            "num_microbatches", f"{table.num_microbatches} times {len(table.layers)} layers is above {_MOST_PASSES}"
-        )
+    check_work("num_microbatches", table.num_microbatches * len(table.layers), "passes through layers", MAX_PASSES)
     rows = [_strategies(layer, split, f"layers[{i}]") for i, layer in enumerate(table.layers)]
     for i, row in enumerate(rows):
         for option in row:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Share
 from pipeloom.errors import InputError, check_count, check_limit, check_not_negative, check_share
 from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
 
@@ -16,19 +17,19 @@ from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
 class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where walks begin."""
 
-    budget_share: float = 0.3
+    budget_share: Share = 0.3
     """Part of the budget that may go into trying starts."""
-    walked: int = 4
+    walked: Count = 4
     """So many of the best starts are walked from, in turns."""
-    spreads: tuple[int, ...] = (2, 3)
+    spreads: tuple[Count, ...] = (2, 3)
     """Keys are also tried at so many times a lone microbatch's times: later chunks then run older microbatches, so that
     unlike chunks keep each other supplied."""
-    many_ranks: int = 16
+    many_ranks: Count = 16
     """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
-    fine_chunks: int = 3
+    fine_chunks: Count = 3
     """Chunks a rank, at least, of starts that are annealed where memory is ample: they are mostly not the best to begin
     with, but they end best."""
-    ample_memory: float = 1.75
+    ample_memory: Magnitude = 1.75
     """Memory is ample at so many times what 1F1B holds."""
 
     def __post_init__(self) -> None:
@@ -45,13 +46,13 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Timetables of many ranks (`pipeloom.layout.cooptimise.timetables`); all combinations are tried."""
 
-    ends: tuple[float, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
+    ends: tuple[Magnitude, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
     """How much late begins and early ends count against loads: it depends on the chain which idles least."""
-    buffers: tuple[float, ...] = (0.0, 0.15, 0.25, 0.5)
+    buffers: tuple[Magnitude, ...] = (0.0, 0.15, 0.25, 0.5)
     """Periods by which microbatches are further ahead at every boundary transfer: stock against whatever is late."""
-    waits: tuple[float, ...] = (0.0, 0.25)
+    waits: tuple[Magnitude, ...] = (0.0, 0.25)
     """How long a rank may wait for the task that is next by timetable, in periods."""
-    ahead: float = 1.25
+    ahead: Magnitude = 1.25
     """Times the planned microbatches in flight there may be at most, so that early ones do not fill the memory."""
 
     def __post_init__(self) -> None:
@@ -65,17 +66,17 @@ class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Annealing of all that may be tuned."""
 
-    hot: float = 0.005
+    hot: Factor = 0.005
     """First temperature, relative to the makespan of the start."""
-    cold: float = 0.0003
+    cold: Factor = 0.0003
     """Last temperature."""
-    most_steps: int = 1000
+    most_steps: Count = 1000
     """Proposals between two looks at the clock, fewer where they take long."""
-    tasks: int = 200_000
+    tasks: Count = 200_000
     """So many tasks are run between two looks at the clock."""
-    fewest_steps: int = 100
+    fewest_steps: Count = 100
     """Fewer than these between two looks leave no time to cool down, nor to refine: such walks begin cold."""
-    slow_evaluations: int = 40_000
+    slow_evaluations: Count = 40_000
     """Evaluations that each of such walks gets at least: where the budget has fewer, there are fewer walks."""
 
     def __post_init__(self) -> None:
@@ -92,17 +93,17 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     A partition that is better by loads is mostly worse under the order so far, so annealing rejects it.
     """
 
-    partitions: int = 20
+    partitions: Count = 20
     """Partitions that are tried under the order so far."""
-    reach: float = 0.7
+    reach: Share = 0.7
     """How far from the best makespan towards the bound they may aim."""
-    steps: int = 1500
+    steps: Count = 1500
     """Changes of the order of the best of them."""
-    stages: int = 4
+    stages: Count = 4
     """In so many parts, after each of which it may be given up."""
-    heat: float = 0.004
+    heat: Factor = 0.004
     """First temperature of the ordering, relative to the best makespan; the last is a tenth."""
-    hope: float = 0.004
+    hope: Magnitude = 0.004
     """How far behind the best it may be for each part that is left."""
 
     def __post_init__(self) -> None:
@@ -118,15 +119,15 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Balancing by loads alone, no order being run (`pipeloom.layout.cooptimise.kernels.balance`)."""
 
-    tries: int = 40
+    tries: Count = 40
     """Tries of a move that relieves the fullest rank."""
-    exchanges: int = 100
+    exchanges: Count = 100
     """Tries of a move by which single layers change places."""
-    steps: int = 300
+    steps: Count = 300
     """Changes by which a partition is found."""
-    hot: float = 0.005
+    hot: Factor = 0.005
     """First temperature of these, of the largest load."""
-    cold: float = 0.0005
+    cold: Factor = 0.0005
     """Last temperature."""
 
     def __post_init__(self) -> None:
@@ -140,13 +141,13 @@ class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The lower bound's integer program (`pipeloom.layout.cooptimise.placement_bound`)."""
 
-    most_ranks: int = 16
+    most_ranks: Count = 16
     """With more ranks it is left out."""
-    most_layers: int = 1024
+    most_layers: Count = 1024
     """With more layers it is left out."""
-    nodes: int = 100
+    nodes: Count = 100
     """Nodes, not seconds, end long searches, so that the answer does not depend on the machine."""
-    seconds: float = 10.0
+    seconds: Budget = 10.0
     """A limit for machines on which nodes take too long; what is proven by then is valid too."""
 
     def __post_init__(self) -> None:
@@ -161,7 +162,7 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     kind: Literal["anneal", "refine"]
     """``anneal`` changes all that may be tuned; ``refine`` takes better partitions and orders each anew."""
-    until: float
+    until: Share
     """Part of the walk's budget after which it ends; the last one goes on to the end."""
 
     def __post_init__(self) -> None:
@@ -172,11 +173,11 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A second round, in which only the best walks go on: many short ones are tried, and few get the rest."""
 
-    walks: int = 0
+    walks: Number = 0
     """How many go on; 0: there is one round."""
-    share: float = 0.45
+    share: Share = 0.45
     """Of the budget, for the second round."""
-    hot: float = 0.004
+    hot: Factor = 0.004
     """Its first temperature, relative to the makespan that a walk goes on from."""
 
     def __post_init__(self) -> None:
@@ -190,9 +191,9 @@ class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How partition, placement and schedule are searched."""
 
-    chunks_per_rank: int = 4
+    chunks_per_rank: Count = 4
     """Most chunks, per rank."""
-    walks: int = 4
+    walks: Count = 4
     """Walks, each from a start of its own; at least one a thread."""
     phases: tuple[WalkPhase, ...] = (WalkPhase(kind="anneal", until=0.5), WalkPhase(kind="refine", until=1.0))
     """What a walk does one after the other. Refining is left out where a thousand evaluations take too long, or where
@@ -207,7 +208,7 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     balance: BalanceParams = BalanceParams()
     again: AgainParams = AgainParams()
     bound: BoundParams = BoundParams()
-    move_weights: dict[str, float] = {}
+    move_weights: dict[str, Magnitude] = {}
     """How often moves are tried, by name, where it shall be otherwise than in the table of moves."""
 
     def __post_init__(self) -> None:

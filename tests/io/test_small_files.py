@@ -1,0 +1,207 @@
+"""What a small file holds stays small: it is bounded when it is expanded, not only when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import pipeloom
+from pipeloom.cli.app import run
+from pipeloom.conversion import convert
+from pipeloom.cost import Profile
+from pipeloom.errors import InputError
+from pipeloom.explain.traces.read import read_run
+from pipeloom.explain.traces.timers import explain_timers
+from pipeloom.integrations.megatron.yaml_files import read_yaml
+from pipeloom.io import samples
+from pipeloom.io.megatron_log import read_megatron_log
+from pipeloom.planner import check_setup
+from pipeloom.search import Evaluations
+from pipeloom.spec import Layout, RankSpec
+from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.datasets import load_mixture
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.training.config import TrainConfig
+from tests.explain.traces.test_megatron_log import log
+from tests.planner.cases import random_setup
+
+
+def _doubling(levels: int, form: str) -> str:
+    lines = ["a0: &a0 [x, x, x, x]" if form == "list" else "a0: &a0 {x: 1}"]
+    for i in range(levels):
+        twice = f"*a{i}, *a{i}, *a{i}, *a{i}"
+        lines.append(f"a{i + 1}: &a{i + 1} [{twice}]" if form == "list" else f"a{i + 1}: &a{i + 1}\n  <<: [{twice}]")
+    return "\n".join(lines)
+
+
+def test_aliases_of_yaml_are_counted_as_often_as_they_stand() -> None:
+    assert read_yaml("f", "a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: *a}") == {
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": {"x": 1, "y": [1, 2]},
+    }
+    with pytest.raises(InputError, match="aliases stand for more than 100000 entries"):
+        read_yaml("f", _doubling(40, "list"))
+    for text in ("a: &a [*a]", "a: &a {b: *a}"):
+        with pytest.raises(InputError, match="alias inside of what it stands for"):
+            read_yaml("f", text)
+    with pytest.raises(InputError, match="characters are more than"):
+        read_yaml("f", "a: " + "x" * 5_000_000)
+
+
+@pytest.mark.parametrize("column", ["runs", "names"])
+def test_parquet_of_equal_values_is_refused_before_they_are_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    monkeypatch.setattr(samples, "MAX_VALUES", 100_000)
+    if column == "runs":
+        values = pyarrow.ListArray.from_arrays([0, 400_000], pyarrow.array(np.ones(400_000, np.uint8)))
+        table = pyarrow.table({"id": ["a"], "image_tokens": values})
+    else:
+        long = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 9_000), pyarrow.array(["x" * 100_000]))
+        table = pyarrow.table({"text_tokens": range(9_000), "id": long})
+    parquet.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 300_000
+    with pytest.raises(InputError, match=r"values, more than|stands in row 1 too"):
+        pipeloom.load(path)
+
+
+def test_parquet_rows_come_in_order_whatever_their_batches(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": str(i), "text_tokens": i, "image_tokens": [i + 1] * (i % 3)} for i in range(25_000)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7_000)
+    found: Any = pipeloom.load(tmp_path / "a.parquet")
+    assert [(s.id, s.text_tokens, s.image_tokens) for s in found] == [
+        (row["id"], row["text_tokens"], tuple(row["image_tokens"])) for row in rows
+    ]
+
+
+def test_timers_beyond_any_run_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    for old, new, said in (
+        (
+            "forward-compute:\n",
+            "forward-compute:\n     rank  0: " + "9" * 400 + "\n",
+            "forward-compute: inf ms is above",
+        ),
+        ("forward-compute:\n", "forward-compute:\n     rank  999999999: 1.00\n", "rank: 999999999 is not below"),
+    ):
+        assert old in log()
+        path.write_text(log().replace(old, new))
+        with pytest.raises(InputError, match=said):
+            read_megatron_log(path)
+    path.write_text(log())
+    timers = read_megatron_log(path, num_microbatches=10**9)
+    with pytest.raises(InputError, match="tasks are more than"):
+        explain_timers(timers, "a", budget=Evaluations(1))
+
+
+@pytest.mark.parametrize("number", ["1e306", "1.8e18", "-1e306", "1e400"])
+@pytest.mark.parametrize("field", ["ts", "dur"])
+def test_times_of_traces_beyond_the_clock_are_refused(tmp_path: Path, field: str, number: str) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "a", "ts": 0, "dur": 1}
+    text = json.dumps({"traceEvents": [event | {field: "NUMBER"}]}).replace('"NUMBER"', number)
+    (tmp_path / "rank0.json").write_text(text)
+    with pytest.raises(InputError, match=r"rank0\.json"):
+        read_run([tmp_path / "rank0.json"])
+
+
+def test_coefficients_of_more_features_than_a_workload_has_are_refused() -> None:
+    fit = {"forward_s": [0.0] * 4, "backward_s": [0.0] * 4, "activation_bytes": [0.0] * 4}
+    for field, values in (("forward_s", [0.0] * 5), ("backward_s", []), ("activation_bytes", [0.0] * 257)):
+        with pytest.raises(InputError, match=rf"layers\.lm/block\.{field}: has {len(values)} entries"):
+            convert({"machine": "a", "layers": {"lm/block": fit | {field: values}}}, Profile, "p.json")
+
+
+def test_coefficients_of_modules_that_feed_none_are_refused() -> None:
+    setup = random_setup(1)
+    for key, fit in setup.profile.layers.items():
+        feeding = len(setup.model.sources(key.partition("/")[0]))
+        wrong = msgspec.structs.replace(fit, activation_bytes=(0.0,) * (5 + 2 * feeding))
+        profile = msgspec.structs.replace(setup.profile, layers={**setup.profile.layers, key: wrong})
+        with pytest.raises(InputError, match=f"layers.{key}.activation_bytes: has {5 + 2 * feeding} entries"):
+            check_setup(msgspec.structs.replace(setup, profile=profile), "layout", "profile")
+
+
+def test_a_module_that_is_fed_by_another_twice_is_refused() -> None:
+    modules = [{"name": "vision"}, {"name": "lm", "after": ["vision", "vision"]}]
+    chunks = [{"module": name, "layers": [0, 0], "rank": 0} for name in ("vision", "lm")]
+    with pytest.raises(InputError, match=r"modules\[1\]\.after: names 'vision' twice"):
+        convert({"num_ranks": 1, "modules": modules, "chunks": chunks}, Layout, "l.json")
+
+
+def test_hosts_of_other_ranks_and_links_of_other_hosts_are_refused() -> None:
+    base: dict[str, Any] = {
+        "name": "a",
+        "task": "task.py",
+        "iterations": 1,
+        "layout": {"ranks": 2},
+        "packing": {"token_budget": 10},
+    }
+    link = {"hosts": [0, 2], "bytes_per_s": 1.0, "latency_s": 0.0}
+    convert(base | {"cluster": {"hosts": [0, 1]}}, TrainConfig, "t")
+    with pytest.raises(InputError, match=r"cluster.hosts: has 3 entries, layout.ranks is 2"):
+        convert(base | {"cluster": {"hosts": [0, 1, 1]}}, TrainConfig, "t")
+    with pytest.raises(InputError, match=r"cluster.links\[0\].hosts: \[0, 2\], and the ranks are on hosts \[0, 1\]"):
+        convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, TrainConfig, "t")
+    setup = random_setup(1)
+    hosts = (0,) * (setup.layout.num_ranks + 1)
+    with pytest.raises(InputError, match=r"cluster\.hosts: has"):
+        check_setup(msgspec.structs.replace(setup, cluster=RankSpec(hosts=hosts)), "layout", "profile")
+
+
+def test_shares_of_data_sets_are_shares(tmp_path: Path) -> None:
+    head = 'name = "d"\nsource = "s"\nfitted = true\ntext_tokens = {median = 2, mean = 2}\n'
+    videos = "video_seconds = {median = 2, mean = 2}\n"
+    path = tmp_path / "d.toml"
+    for more, said in (
+        (videos + "frames = [[64, 64, -0.3]]", r"frames\[0\]\[2\]: -0.3 is negative"),
+        (videos + "frames = [[64, 64, inf]]", r"frames\[0\]\[2\]: inf is not finite"),
+        (videos + "frames = [[64, 64, 0.0]]", "shares that are nothing together"),
+        ("images_share = nan", "images_share: nan is not finite"),
+        ("image_tokens = -1", "image_tokens: -1 is below 1"),
+    ):
+        path.write_text(head + more)
+        with pytest.raises(InputError, match=said):
+            load_mixture(str(path))
+
+
+def test_counts_that_would_take_minutes_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = {"name": "l", "forward_s": 1.0, "backward_s": 1.0, "activation_bytes": 1, "parameter_bytes": 1}
+    table = {"format": "pipeloom.layers/1", "name": "a", "num_ranks": 2, "boundary_s": 0.0, "boundary_bytes": 0}
+    path = tmp_path / "layers.json"
+    monkeypatch.chdir(tmp_path)
+    for count in (4_000_000, 100_000):
+        path.write_text(json.dumps(table | {"num_microbatches": count, "layers": [layer] * 6}))
+        begin = time.process_time()
+        assert run(["arrange", str(path), "--budget", "0.05", "--out", "o.json"]) == 2
+        assert "num_microbatches" in capsys.readouterr().err
+        assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("host_cores", 0),
+        ("nic_latency_s", 1e6),
+        ("nic_latency_s", math.inf),
+        ("nic_bytes_per_s", 0.0),
+        ("num_nodes", 0),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused_by_field(field: str, value: float) -> None:
+    cluster = msgspec.to_builtins(load_cluster("dip-h800-64"))
+    with pytest.raises(InputError, match=f"c.toml: {field}: "):
+        convert(cluster | {field: value}, ClusterSpec, "c.toml")
