@@ -13,7 +13,7 @@ from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
 from pipeloom.timeline import check as check_schedule
-from pipeloom.timeline import lower_bound, memory_curve, simulate
+from pipeloom.timeline import lower_bound, peaks_with_instants, simulate
 
 HELP = """\
 Say whether a schedule is feasible for an instance, and where not.
@@ -79,7 +79,6 @@ def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[st
 def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
     """Stated figures that a feasible schedule does not have, up to a nanosecond a task."""
     timeline = simulate(graph, stated.schedule)
-    chosen = graph.with_candidates(stated.schedule.candidate)
     found = []
     makespan = timeline.makespan_ns
     # A nanosecond a task, as others may round elsewhere; and what seconds in double precision cannot tell apart.
@@ -94,9 +93,9 @@ def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
     if peaks is not None and len(peaks) != graph.num_ranks:
         found.append(f"peak_memory_bytes has {len(peaks)} entries, the instance {graph.num_ranks} ranks")
     elif peaks is not None:
-        for rank in range(graph.num_ranks):
-            # A task that lasts no time may be counted or not.
-            least, most = int(memory_curve(chosen, timeline, rank)[1].max()), int(timeline.peak_bytes[rank])
-            if not min(least, most) <= peaks[rank] <= max(least, most):
-                found.append(f"peak_memory_bytes[{rank}] is {peaks[rank]}, the order gives {most}")
+        # A task that lasts no time may be counted or not.
+        with_instants = peaks_with_instants(graph, stated.schedule)
+        for rank, (least, most) in enumerate(zip(timeline.peak_bytes.tolist(), with_instants.tolist(), strict=True)):
+            if not least <= peaks[rank] <= most:
+                found.append(f"peak_memory_bytes[{rank}] is {peaks[rank]}, the order gives {least}")
     return found

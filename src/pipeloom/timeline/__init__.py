@@ -6,7 +6,15 @@ from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline, gap, random_schedule
-from pipeloom.timeline.simulate import host_peaks, memory_changes, memory_curve, running_order, simulate, within_limits
+from pipeloom.timeline.simulate import (
+    host_peaks,
+    memory_changes,
+    memory_curve,
+    peaks_with_instants,
+    running_order,
+    simulate,
+    within_limits,
+)
 
 __all__ = [
     "Bubbles",
@@ -25,6 +33,7 @@ __all__ = [
     "lower_bound",
     "memory_changes",
     "memory_curve",
+    "peaks_with_instants",
     "random_schedule",
     "require_feasible",
     "resolve_candidates",

@@ -30,7 +30,7 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     Returns
     -------
     Timeline
-        ``peak_bytes`` counts a zero-length task's memory too. Capacity is not judged here; `check` does.
+        What is held for no time does not count in ``peak_bytes``. Capacity is not judged here; `check` does.
 
     Raises
     ------
@@ -59,9 +59,23 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     if done < graph.num_tasks:
         raise PlanError("order deadlocks: " + _circle(graph, flat, rows, waiting))
     at_start, at_end = memory_changes(chosen)
-    peak = np.empty(graph.num_ranks, np.int64)
-    kernels.peaks(flat, rows, at_start, at_end, graph.static_bytes, peak)
-    return Timeline(start, end, peak)
+    if ((chosen.duration_ns == 0) & ((at_start | at_end) != 0)).any():
+        # Only times say which changes are of one moment.
+        timeline = Timeline(start, end)
+        peaks = [int(memory_curve(chosen, timeline, rank)[1].max()) for rank in range(graph.num_ranks)]
+        return Timeline(start, end, np.array(peaks, np.int64))
+    return Timeline(start, end, _peaks(chosen, flat, rows))
+
+
+def peaks_with_instants(graph: TaskGraph, schedule: Schedule) -> IntArray:
+    """Most bytes of every rank if what is held for no time counts too, shape (num_ranks,)."""
+    return _peaks(graph.with_candidates(schedule.candidate), *flatten_order(graph, schedule))
+
+
+def _peaks(chosen: TaskGraph, flat: IntArray, rows: IntArray) -> IntArray:
+    peak = np.empty(chosen.num_ranks, np.int64)
+    kernels.peaks(flat, rows, *memory_changes(chosen), chosen.static_bytes, peak)
+    return peak
 
 
 def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntArray]:
