@@ -156,10 +156,11 @@ class Sized:
         # The same for all images of a processor.
         self.options = options
         outlines = [self.outline(self.size_of(each)) for each in _flat(given)]
-        shape = joined_shape([outline.shape for outline in outlines])
+        axes = self.axes
+        shape = joined_shape([outline.shape for outline in outlines], axes[self.content])
         found: dict[str, Any] = {self.content: torch.zeros((), dtype=outlines[0].dtype).expand(shape)}
         for name in outlines[0].given:
-            found[name] = torch.cat([outline.given[name] for outline in outlines])
+            found[name] = torch.cat([outline.given[name] for outline in outlines], axes[name])
         return BatchFeature(found)
 
     preprocess = __call__
@@ -198,14 +199,28 @@ class Sized:
         return known
 
     @cached_property
+    def axes(self) -> dict[str, int]:
+        """By entry, the dimension along which the real part joins the images, or recordings, of one sample.
+
+        Some processors have a dimension of samples before it.
+        """
+        every = []
+        for count in (1, 2):
+            contents, given = self.run(*[self.blank(self.smallest)] * count, **self.hasty)
+            every.append({self.content: contents, **given})
+        one, two = every
+        apart = {name: [a != b for a, b in zip(one[name].shape, two[name].shape, strict=True)] for name in one}
+        return {name: sides.index(True) if True in sides else 0 for name, sides in apart.items()}
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of contents, as the real part gives them."""
         return self.run(self.blank(self.smallest))[0].dtype
 
-    def run(self, item: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the real part on one image or recording."""
+    def run(self, *items: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the real part on the images or recordings of one sample."""
         options = {**self.options, **more, "return_tensors": "pt"}
-        found = {name: _tensor(value) for name, value in self.real([item], **options).items()}
+        found = {name: _tensor(value) for name, value in self.real(list(items), **options).items()}
         return found.pop(self.content), found
 
 
@@ -297,9 +312,10 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value)
 
 
-def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of tensors joined along dimension 0, padded at the end of the others."""
-    return (sum(shape[0] for shape in shapes), *(max(sides) for sides in zip(*(s[1:] for s in shapes), strict=True)))
+def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int = 0) -> tuple[int, ...]:
+    """Return the shape of tensors joined along a dimension, padded at the end of the others."""
+    sides = list(zip(*shapes, strict=True))
+    return tuple(sum(side) if place == axis else max(side) for place, side in enumerate(sides))
 
 
 # ------------------------------------------------------------------ images
