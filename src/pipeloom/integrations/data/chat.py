@@ -103,7 +103,7 @@ def with_contents(messages: Sequence[Message], contents: Mapping[str, Sequence[A
         kind = part["type"]
         return {**part, kind: next(left[kind])} if kind in left else part
 
-    return [{**m, "content": [filled(part) for part in m["content"]]} if "content" in m else m for m in messages]
+    return [{**m, "content": [*map(filled, parts(m))]} if isinstance(m.get("content"), list) else m for m in messages]
 
 
 def parts(message: Message) -> list[dict[str, Any]]:

@@ -315,6 +315,9 @@ class ProcessedDataset(Dataset):
         found = {}
         for reads, each in blanks.items():
             sized = self._sized[reads]
+            if len(each) > 1 and not sized.joins:
+                problem = f"are {len(each)}, and the processor treats several in one sample otherwise than each alone"
+                raise CorruptSampleError(f"{example.name}: {reads}", problem, "give every sample one")
             promised = tuple(sized.outline(sized.size_of(blank)) for blank in each)
             found[reads] = _Media(blobs[reads], promised, sized.axes[sized.content])
             contents = sample[sized.content]

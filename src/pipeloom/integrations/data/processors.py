@@ -144,6 +144,7 @@ class Sized:
     def __init__(self, real: Any) -> None:
         self.real = real
         self.options: dict[str, Any] = {}
+        self.is_nested = False
         self._known: OrderedDict[Any, Outline] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -154,7 +155,7 @@ class Sized:
         from transformers.feature_extraction_utils import BatchFeature
 
         # The same for all images of a processor.
-        self.options = options
+        self.options, self.is_nested = options, isinstance(given, (list, tuple)) and isinstance(given[0], (list, tuple))
         outlines = [self.outline(self.size_of(each)) for each in _flat(given)]
         axes = self.axes
         shape = joined_shape([outline.shape for outline in outlines], axes[self.content])
@@ -204,13 +205,22 @@ class Sized:
 
         Some processors have a dimension of samples before it.
         """
-        every = []
-        for count in (1, 2):
-            contents, given = self.run(*[self.blank(self.smallest)] * count, **self.hasty)
-            every.append({self.content: contents, **given})
-        one, two = every
+        one, two = self._one_and_two
         apart = {name: [a != b for a, b in zip(one[name].shape, two[name].shape, strict=True)] for name in one}
         return {name: sides.index(True) if True in sides else 0 for name, sides in apart.items()}
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the real part gives for several images of one sample what it gives for each of them."""
+        one, two = self._one_and_two
+        joined = {name: torch.cat([each, each], self.axes[name]) for name, each in one.items()}
+        return all(torch.equal(each, two[name]) for name, each in joined.items())
+
+    @cached_property
+    def _one_and_two(self) -> list[dict[str, Tensor]]:
+        samples = [[self.blank(self.smallest)] * count for count in (1, 2)]
+        every = [self.run(*([items] if self.is_nested else items), **self.hasty) for items in samples]
+        return [{self.content: contents, **given} for contents, given in every]
 
     @cached_property
     def dtype(self) -> torch.dtype:
