@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
+from pipeloom.integrations.transformers.weights import check_own_code
 from pipeloom.runtime.dataset import CorruptSampleError
 
 _MEND = "mend it"
@@ -65,12 +66,13 @@ def load_processor(folder: str | Path) -> Any:
         name = None if is_torchvision_available() else _class_name(Path(where))
         kind = getattr(transformers, name, None) if name else None
         if kind is None or "video_processor" not in kind.get_attributes():
-            return transformers.AutoProcessor.from_pretrained(where)
+            return transformers.AutoProcessor.from_pretrained(where, trust_remote_code=False)
         return _without_videos(kind, where)
     except Exception as error:
         # The library's message blames whatever it missed in the end.
         for file in sorted(Path(where).glob("*.json")):
             _read_json(file)
+        check_own_code(where, error)
         message = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"processor = {where!r}", f"cannot be loaded ({message})", "save a processor there") from error
 
@@ -111,7 +113,11 @@ def _without_videos(kind: Any, folder: str) -> Any:
         "tokenizer": transformers.AutoTokenizer,
         "feature_extractor": transformers.AutoFeatureExtractor,
     }
-    parts = {name: makers[name].from_pretrained(folder) for name in kind.get_attributes() if name in makers}
+    parts = {
+        name: makers[name].from_pretrained(folder, trust_remote_code=False)
+        for name in kind.get_attributes()
+        if name in makers
+    }
     own, _ = kind.get_processor_dict(folder)
     unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _any_class})
     taken = {name: value for name, value in own.items() if name not in ("processor_class", *kind.get_attributes())}
