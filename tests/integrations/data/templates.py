@@ -25,7 +25,8 @@ IMAGES_FIRST = (
 )
 # Brackets around what a user says; no generation prompt, and the system's words by their place.
 BRACKETS = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ '<<SYS>>\n' + m['content'][0]['text'] + '\n<</SYS>>\n\n' }}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ '<<SYS>>\n' + m['content'][0]['text'] + '\n<</SYS>>\n\n' }}"
     "{% elif m['role'] == 'user' %}{{ '[INST] ' }}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}{% endfor %}{{ ' [/INST]' }}"
@@ -61,7 +62,8 @@ EITHER = (
 ALTERNATING = (
     "{{ bos_token }}{% set first = '' %}{% set rest = messages %}{% if messages[0]['role'] == 'system' %}"
     "{% if messages[0]['content'] is string %}{% set first = messages[0]['content'] + '\n\n' %}"
-    "{% else %}{% set first = messages[0]['content'][0]['text'] + '\n\n' %}{% endif %}{% set rest = messages[1:] %}{% endif %}"
+    "{% else %}{% set first = messages[0]['content'][0]['text'] + '\n\n' %}{% endif %}"
+    "{% set rest = messages[1:] %}{% endif %}"
     "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ first if loop.first else '' }}"

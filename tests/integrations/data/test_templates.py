@@ -1,4 +1,4 @@
-"""Tokens and targets of conversations are those of the processor's own chat template, for every structure of templates."""
+"""Tokens and targets of conversations are those of the processor's own chat template, whatever its structure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.data.processed import ProcessedDataset
 from pipeloom.integrations.data.processors import decode_wave
 from pipeloom.integrations.data.sources import Shards
+from pipeloom.runtime.dataset import CorruptSampleError
 
 from . import made, templates
 
@@ -35,7 +37,7 @@ def processor(name: str) -> Any:
 def sample_of(
     tmp_path: Path, processor: Any, messages: Any, media: dict[str, bytes] | None = None, **options: Any
 ) -> Any:
-    """What a sample with these messages becomes, and the data set."""
+    """Return the data set of a sample with these messages, and what it becomes."""
     shard = made.write_shard(tmp_path / "0.tar", [{**(media or {}), "json": json.dumps(messages).encode()}])
     data = ProcessedDataset(Shards(shard), processor, **options)
     return data, data._outline(0).sample
@@ -141,3 +143,101 @@ def wave_of(data: bytes) -> Any:
     from pipeloom.integrations.data.blobs import Blob
 
     return decode_wave(Blob("x.wav", data=data))
+
+
+def decoded(processor: Any, sample: Any) -> str:
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return str(tokenizer.decode(sample["input_ids"][sample["labels"] != -100]))
+
+
+def test_tools_and_their_answers_reach_the_template(tmp_path: Path) -> None:
+    processor = templates.processor("text")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    _, sample = sample_of(tmp_path, processor, {"messages": messages, "tools": tools})
+    ids, said = expected(processor, messages, tools=tools)
+    assert torch.equal(sample["input_ids"], ids)
+    assert torch.equal(sample["labels"] != -100, said)
+    assert "two<stop>" in decoded(processor, sample)
+    assert '"add"' in decoded(processor, sample)
+
+
+def test_a_role_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+    processor = templates.processor("llava_next")
+    processor.chat_template = templates.BRACKETS.replace("{{ raise_exception('only user, system and assistant') }}", "")
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "tool", "content": "2"}]
+    messages.append({"role": "assistant", "content": "two"})
+    with pytest.raises(CorruptSampleError, match="000: messages: the chat template does not write what 'tool' says"):
+        sample_of(tmp_path, processor, messages)
+
+
+def test_parts_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    # It reads the first part alone.
+    messages = [{"role": "user", "content": "what?"}]
+    messages.append({"role": "assistant", "content": [{"type": "text", "text": each} for each in ("a", "cat")]})
+    with pytest.raises(CorruptSampleError, match="does not write what 'assistant' says"):
+        sample_of(tmp_path, templates.processor("llava_next"), messages)
+
+
+def test_what_the_template_raises_is_said(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": "x"} for role in ("user", "user", "assistant")]
+    with pytest.raises(CorruptSampleError, match="TemplateError: roles must alternate"):
+        sample_of(tmp_path, templates.processor("gemma3"), messages)
+
+
+def test_images_have_no_place_in_a_template_of_text(tmp_path: Path) -> None:
+    processor = templates.processor("llava")
+    processor.chat_template = templates.TEXT
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    with pytest.raises(CorruptSampleError, match="has no place for an image"):
+        sample_of(tmp_path, processor, messages, {"png": made.png(0)})
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_refused(tmp_path: Path) -> None:
+    template = templates.TEXT.replace("(m['content'] or '')", "('(think)' if loop.last else '') + m['content']")
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
+    with pytest.raises(InputError, match="writes the beginning of a conversation otherwise than the whole"):
+        sample_of(tmp_path, templates.tokenizer(template), messages)
+    _, sample = sample_of(tmp_path, templates.tokenizer(template), messages, train_on="all")
+    assert torch.equal(sample["labels"], sample["input_ids"])
+
+
+@pytest.mark.parametrize("messages", [[("user", "what?")], [("user", "what?"), ("user", "why?")]])
+def test_a_sample_without_a_target_is_refused(tmp_path: Path, name: str, processor: Any, messages: Any) -> None:
+    if name == "gemma3" and len(messages) > 1:
+        pytest.skip("its roles must alternate")
+    with pytest.raises(CorruptSampleError, match="000: has no target; give it something to learn"):
+        sample_of(tmp_path, processor, [{"role": role, "content": content} for role, content in messages])
+
+
+def test_no_token_is_cut_off(tmp_path: Path) -> None:
+    processor = templates.processor("qwen2_vl")
+    processor.tokenizer.init_kwargs |= {"truncation": True, "max_length": 8}
+    processor.tokenizer.model_max_length = 8
+    messages = [{"role": "user", "content": "what? " * 9}, {"role": "assistant", "content": "a cat"}]
+    _, sample = sample_of(tmp_path, processor, messages)
+    assert decoded(processor, sample) == "a cat<stop>\n"
+
+
+def test_a_token_that_joins_with_the_generation_prompt_is_a_target(tmp_path: Path) -> None:
+    # The line break of the prompt and that of the answer are one token.
+    processor = templates.processor("text")
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "\na cat"}]
+    _, sample = sample_of(tmp_path, processor, messages)
+    assert decoded(processor, sample) == "\n\na cat<stop>\n"
+
+
+def test_a_processor_that_looks_at_contents_is_found_before_training(tmp_path: Path) -> None:
+    processor = templates.processor("qwen2_vl")
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    data, _ = sample_of(tmp_path, processor, messages, {"png": made.png(0, 90, 90)})
+    assert data.preview(0).endswith(">>>a cat<stop>\\n<<<")
+    processor.image_processor.size["longest_edge"] = 28 * 28
+    with pytest.raises(InputError, match=r"000: input_ids: differs from what .*apply_chat_template gives"):
+        data.preview(0)

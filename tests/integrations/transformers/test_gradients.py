@@ -28,6 +28,15 @@ def test_of_some_families(name: str) -> None:
     assert len(found.rows) == sum(1 for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+def test_of_pixels_in_single_precision(name: str) -> None:
+    model, batch = tiny.make(name)
+    # As processors give them.
+    batch = [{k: v.float() if k == "pixel_values" else v for k, v in sample.items()} for sample in batch]
+    found = pl.check_gradients(model, batch, ranks=2, plans=1)
+    assert found.worst < TOLERANCE, str(found)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", tiny.CASES)

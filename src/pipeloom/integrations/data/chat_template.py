@@ -53,7 +53,7 @@ class ChatTemplate:
         roles = sorted({message["role"] for message in messages})
         forms = [set(chosen) for n in range(len(roles) + 1) for chosen in itertools.combinations(roles, n)]
         marked, markers = _marked(messages)
-        problem, failure = "", None
+        problem, fewest, failure = "", len(markers) + 1, None
         # Parts for all roles, then text for all, then mixtures.
         for text_roles in sorted(forms, key=lambda each: 0 < len(each) < len(roles)):
             candidate = _as_text(marked, text_roles)
@@ -70,7 +70,8 @@ class ChatTemplate:
                 as_read = _as_text(messages, text_roles)
                 assert as_read is not None
                 return as_read
-            problem = f"does not write what {lost[0]!r} says"
+            if len(lost) < fewest:
+                problem, fewest = f"does not write what {lost[0]!r} says", len(lost)
         if problem or failure is None:
             remedy = "use a processor whose template writes all of it, or leave the message out"
             raise CorruptSampleError(f"{where}: messages", f"the chat template {problem}", remedy)

@@ -297,17 +297,17 @@ def _try(
     """Compare layers under every memory strategy with the library's forward; say what differs, or nothing."""
     for strategy in STRATEGIES:
         small.zero_grad(set_to_none=True)
-        problem = _try_strategy(small, samples, wanted, assemble(small, family), strategy)
+        problem = _try_strategy(small, samples, wanted, partial(assemble, small, family), strategy)
         if problem:
             return problem if strategy == "keep" else f"under the memory strategy {strategy!r}: {problem}"
     return ""
 
 
 def _try_strategy(
-    small: Any, samples: Sequence[Any], wanted: tuple[float, Gradients], model: Any, strategy: Strategy
+    small: Any, samples: Sequence[Any], wanted: tuple[float, Gradients], make: Callable[[], Any], strategy: Strategy
 ) -> str:
     try:
-        loss = _train(model, samples, strategy)
+        loss = _train(make(), samples, strategy)
     except InputError as error:
         return str(error)
     except Exception as error:

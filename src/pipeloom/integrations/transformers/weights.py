@@ -60,7 +60,9 @@ def load_config(path: str | Path) -> Any:
 
 def check_own_code(path: str | Path, error: Exception) -> None:
     """Raise `InputError` when the library could not load a folder because it did not run the folder's own code."""
-    if "trust_remote_code" in str(error):
+    files = Path(path).glob("*config.json")
+    asks = "Unrecognized" in str(error) and any(b'"auto_map"' in file.read_bytes() for file in files)
+    if asks or "trust_remote_code" in str(error):
         problem = "asks to run Python code of its own (auto_map), which is never run"
         raise InputError(str(path), problem, "give a folder whose classes the transformers library has") from error
 
