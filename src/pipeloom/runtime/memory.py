@@ -71,7 +71,7 @@ class SelectiveRecompute:
         return self._again
 
 
-class _CopiesBeforeChanges(TorchDispatchMode):
+class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies a kept result before an operation changes it in place: the recomputation makes the change again.
 
     Parameters
@@ -81,7 +81,7 @@ class _CopiesBeforeChanges(TorchDispatchMode):
     """
 
     def __init__(self, kept: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

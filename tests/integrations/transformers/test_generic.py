@@ -139,6 +139,7 @@ def llama4() -> Any:
     return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**tiny.TEXT | experts))
 
 
+@pytest.mark.full
 def test_layers_that_change_a_product_in_place_train_under_every_strategy() -> None:
     found = pl.check_gradients(llama4(), tiny.text_batch(), ranks=2, plans=3)
     assert found.worst < TOLERANCE, str(found)

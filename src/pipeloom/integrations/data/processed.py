@@ -361,7 +361,7 @@ class ProcessedDataset(Dataset):
         if not before + text and not contents:
             raise CorruptSampleError(example.name, "has no words", "give it some")
         self._check_places(before + text, contents, example.name)
-        for reads, each in reversed(contents.items()):
+        for reads, each in reversed([*contents.items()]):
             place = getattr(self.processor, f"{_SPOKEN[reads]}_token", None) or ""
             if place not in before + text:
                 before = place * len(each) + before
