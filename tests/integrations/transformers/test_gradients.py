@@ -11,6 +11,7 @@ import transformers
 import pipeloom as pl
 from pipeloom.integrations.transformers import check, layers, packed
 from pipeloom.packing import pack
+from pipeloom.runtime import Executor
 
 from . import tiny
 
@@ -34,7 +35,7 @@ def test_of_pixels_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [{k: v.float() if k == "pixel_values" else v for k, v in sample.items()} for sample in batch]
     taken = set()
 
-    class Noting(check.Executor):
+    class Noting(Executor):
         def run(self, plan: Any, packing: Any, samples: Any) -> Any:
             taken.update(sample["pixel_values"].dtype for sample in samples if "pixel_values" in sample)
             return super().run(plan, packing, samples)
