@@ -50,6 +50,37 @@ def test_selective_recomputation_repeats_no_products(strategy: str, products: in
     torch.testing.assert_close(x.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
+class InPlace(nn.Module):
+    """Changes results of products, or views of them, in place."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.view = nn.Linear(6, 6), nn.Linear(6, 6), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        changed = out.view(-1, 3)[1:] if self.view else out
+        changed.add_(1.0).mul_(2.0)
+        return self.second(out).tanh_() * x
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("strategy", ["keep", "selective", "recompute", "offload"])
+def test_layers_may_change_a_product_in_place(strategy: str, view: bool) -> None:
+    torch.manual_seed(0)
+    layers = [InPlace(view).double(), InPlace(view).double()]
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    weights = [p for each in layers for p in each.parameters()]
+    wanted = torch.autograd.grad(nn.Sequential(*layers)(x).sum(), [x, *weights])
+    activation = ChunkActivation(CPU, {})
+    output = forward(activation, layers, strategy, x)
+    activation.offload()
+    activation.load()
+    activation.backward(torch.ones_like(output))
+    for leaf, gradient in zip([x, *weights], wanted, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("strategy", "saved"), [("keep", 3), ("recompute", 0)])
 def test_recomputation_saves_nothing_in_the_forward(strategy: str, saved: int) -> None:
     count = []

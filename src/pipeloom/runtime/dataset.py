@@ -57,6 +57,19 @@ class Dataset(ABC):
             The sample, with its instances at their own places. More than was asked for does no harm.
         """
 
+    def preview(self, i: int) -> str:
+        """Return sample ``i`` as text with its targets marked, for the user to look at; empty by default.
+
+        Called before training, in one process. A dataset that can compare the sample with its source does so here.
+
+        Raises
+        ------
+        InputError
+            The sample is not what its source says.
+        """
+        del i
+        return ""
+
     def bind(self, model: Model) -> Dataset:
         """Return the dataset for a model, where what it gives depends on that; itself by default."""
         del model

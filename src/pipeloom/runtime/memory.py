@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
@@ -51,7 +53,7 @@ class SelectiveRecompute:
 
     def __init__(self) -> None:
         contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        self._forward: AbstractContextManager[Any] = contexts[0]
+        self._forward: Any = contexts[0]
         self._again: AbstractContextManager[Any] = contexts[1]
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -61,11 +63,43 @@ class SelectiveRecompute:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(lambda _: None, _never))
         stack.enter_context(self._forward)
+        stack.enter_context(_CopiesBeforeChanges(self._forward.storage))
         return stack
 
     def again(self) -> AbstractContextManager[Any]:
         """Around the recomputation."""
         return self._again
+
+
+class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a kept result before an operation changes it in place: the recomputation makes the change again.
+
+    Parameters
+    ----------
+    kept : object
+        Results as torch's selective checkpointing keeps them, in containers.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        # Operations of higher order have no schema.
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+            written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
+            leaves = tree_leaves([value for name, value in given.items() if name in written])
+            changed = {storage_address(value) for value in leaves if isinstance(value, Tensor)}
+            for entry in tree_leaves(self._kept):
+                result = getattr(entry, "val", None)
+                if isinstance(result, Tensor) and storage_address(result) in changed:
+                    entry.val = result.clone()
+                    entry.version = entry.val._version
+        return func(*args, **kwargs)
 
 
 def _never(_: Any) -> Tensor:

@@ -32,6 +32,7 @@ from pipeloom.search import METHODS, SearchParams
 from pipeloom.spec.layout import check_dealt
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
+from pipeloom.training.first_sample import show_first_sample
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
@@ -126,6 +127,7 @@ class TrainingRun(Job):
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
                 self._check_dealt(model)
                 self._check_loop(model)
+            show_first_sample(self)
             setup = self._measured_setup(model)
         write_setup(self, setup)
         return setup

@@ -106,7 +106,7 @@ def test_both_forms_of_conversations_are_read() -> None:
     found = conversation(given, "x", {"image": 1})
     assert found == [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nwhat?"}]},
-        {"role": "assistant", "content": "a cat"},
+        {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]},
     ]
     # Nowhere placed, images stand first.
     plain = conversation([{"role": "user", "content": "what?"}], "x", {"image": 2})
@@ -421,7 +421,9 @@ def test_a_tile_is_decoded_with_its_image(tmp_path: Path, folder: Path) -> None:
 
 def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes], **options: Any) -> str:
     """Why an example can be left out; an image stands beside it, so that the data have a field for images."""
-    shard = made.write_shard(tmp_path / "0.tar", [example, {"png": made.png(0), "json": said(("user", "x"))}])
+    shard = made.write_shard(
+        tmp_path / "0.tar", [example, {"png": made.png(0), "json": said(("user", "x"), ("assistant", "y"))}]
+    )
     with pytest.raises(CorruptSampleError) as caught:
         samples_of(shard, folder, model, **options).sizes(0)
     assert "\n" not in str(caught.value)

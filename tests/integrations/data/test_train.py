@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.batches import bound
 from pipeloom.spec import Workload
 from pipeloom.training import read_history
+from pipeloom.training.first_sample import show_first_sample
 
 from . import made
 
@@ -237,6 +239,39 @@ def test_a_configuration_that_makes_no_model_is_said_of_it_and_not_of_the_proces
     with pytest.raises(InputError, match=f"train.toml: model.transformers: .*{problem}") as caught:
         pl.TrainingRun.from_toml(config(tmp_path)).build_model()
     assert "\n" not in str(caught.value)
+
+
+class Heard:
+    """A display that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        del warning
+        self.lines.append(text)
+
+
+def test_a_sample_is_shown_with_its_targets_before_anything_is_measured(folder: Path, caplog: Any) -> None:
+    heard: Any = Heard()
+    run = pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "shown", display=heard)
+    caplog.set_level("INFO", logger="pipeloom")
+    show_first_sample(run)
+    [line] = heard.lines
+    assert re.search(r"First sample, .*: <turn>user.*what\?<stop>\\n<turn>assistant\\n>>>\d+<stop>\\n<<<$", line)
+    assert line in caplog.messages
+
+
+def test_a_processor_that_differs_ends_training_before_anything_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(*_: Any) -> str:
+        raise InputError("x: input_ids", "differs")
+
+    monkeypatch.setattr(pl.WebDataset, "preview", differs)
+    monkeypatch.setattr(pl.TrainingRun, "_measured_setup", lambda *_: pytest.fail("measured"))
+    with pytest.raises(InputError, match="x: input_ids: differs"):
+        pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "differs").prepare()
 
 
 def test_a_damaged_sample_ends_training_in_one_line(folder: Path) -> None:

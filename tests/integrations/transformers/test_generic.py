@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import transformers as hf
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.integrations.transformers import build
 from pipeloom.integrations.transformers.build import family_of
+from pipeloom.runtime import memory
 
 from . import tiny
 
@@ -127,6 +130,27 @@ def test_gradients_are_the_librarys(name: str) -> None:
         assert whole.examples is not None
         made_up = [whole.describe(sample)["image_tokens"] for sample in whole.examples("vision")]
         assert [len(images) for images in made_up] == [1, 2, 4]
+
+
+def llama4() -> Any:
+    """Its experts add to a product in place."""
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 24, "head_dim": 4, "moe_layers": [0, 1, 2]}
+    torch.manual_seed(0)
+    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**tiny.TEXT | experts))
+
+
+@pytest.mark.full
+def test_layers_that_change_a_product_in_place_train_under_every_strategy() -> None:
+    found = pl.check_gradients(llama4(), tiny.text_batch(), ranks=2, plans=3)
+    assert found.worst < TOLERANCE, str(found)
+
+
+def test_a_model_that_fails_under_one_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_FOUND", {})
+    monkeypatch.setattr(memory, "_CopiesBeforeChanges", lambda _: nullcontext())
+    with pytest.raises(InputError, match=r"under the memory strategy 'selective': .*mutated") as caught:
+        pl.from_transformers(llama4())
+    assert "\n" not in str(caught.value)
 
 
 class Llama(hf.LlamaForCausalLM):

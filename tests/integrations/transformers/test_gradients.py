@@ -11,6 +11,7 @@ import transformers
 import pipeloom as pl
 from pipeloom.integrations.transformers import check, layers, packed
 from pipeloom.packing import pack
+from pipeloom.runtime import Executor
 
 from . import tiny
 
@@ -26,6 +27,24 @@ def test_of_some_families(name: str) -> None:
     found = pl.check_gradients(model, batch, ranks=2, plans=3)
     assert found.worst < TOLERANCE, str(found)
     assert len(found.rows) == sum(1 for p in model.parameters() if p.requires_grad)
+
+
+def test_of_pixels_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny.make("qwen2_5_vl")
+    # As processors give them.
+    batch = [{k: v.float() if k == "pixel_values" else v for k, v in sample.items()} for sample in batch]
+    taken = set()
+
+    class Noting(Executor):
+        def run(self, plan: Any, packing: Any, samples: Any) -> Any:
+            taken.update(sample["pixel_values"].dtype for sample in samples if "pixel_values" in sample)
+            return super().run(plan, packing, samples)
+
+    monkeypatch.setattr(check, "Executor", Noting)
+    found = pl.check_gradients(model, batch, ranks=2, plans=1)
+    # Plans take what the library takes.
+    assert taken == {torch.float64}
+    assert found.worst < TOLERANCE, str(found)
 
 
 @pytest.mark.full

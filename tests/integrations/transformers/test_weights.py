@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import pipeloom as pl
 from pipeloom.cli.app import run
 from pipeloom.errors import InputError
+from pipeloom.integrations.data.processors import load_processor
 from pipeloom.integrations.transformers.build import TransformersModel
 from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.layout import separate
@@ -247,6 +249,41 @@ def test_a_folder_that_is_not_whole_is_refused(damage: Callable[[Path], object],
     damage(tmp_path)
     with pytest.raises(InputError, match=message) as raised:
         pl.from_transformers(tmp_path, device="meta")
+    assert "\n" not in str(raised.value)
+
+
+class Payload:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return print, ("unpickled",)
+
+
+@pytest.mark.parametrize("content", [b"no pickle", pickle.dumps({"x": Payload()})])
+def test_pickled_weights_that_cannot_be_read_are_one_line(content: bytes, tmp_path: Path, capfd: Any) -> None:
+    saved("llama", tmp_path, shards="1GB")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(InputError, match=r"has weights that cannot be read .*save the model there as") as raised:
+        pl.from_transformers(tmp_path)
+    assert "\n" not in str(raised.value)
+    assert "unpickled" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+def test_code_of_a_folder_is_never_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"config.json": "AutoConfig", "tokenizer_config.json": "AutoTokenizer"}
+    kind = kinds.get(file, "AutoProcessor")
+    code = ["code.Own", None] if kind == "AutoTokenizer" else "code.Own"
+    names = {"model_type": "own", "tokenizer_class": "Own", "processor_class": "Own", "auto_map": {kind: code}}
+    (tmp_path / file).write_text(json.dumps(names))
+    (tmp_path / "code.py").write_text("raise SystemExit('the code ran')")
+    # Whoever is asked says yes.
+    monkeypatch.setattr("builtins.input", lambda _="": "y")
+    with pytest.raises(
+        InputError, match=r"asks to run Python code of its own .auto_map., which is never run"
+    ) as raised:
+        (pl.from_transformers if file == "config.json" else load_processor)(tmp_path)
     assert "\n" not in str(raised.value)
 
 

@@ -1,4 +1,4 @@
-"""Conversations: what common forms of messages say, as a chat template takes it."""
+"""Conversations: common forms of messages as messages with typed parts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _ROLES = {
     "tool": "tool",
 }
 _MEDIA = ("image", "audio")
+_FIELDS = ("role", "from", "content", "value")
 
 Message = dict[str, Any]
 
 
 def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Message]:
-    """Messages with roles and contents; images that no message places stand before the first words of the user.
+    """Messages with roles and typed parts; images that no message places stand before the first words of the user.
 
     Both common forms are known: ``role`` and ``content``, and ``from`` and ``value``. In a text, ``<image>`` and
     ``<audio>`` are places.
@@ -49,7 +50,7 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
     messages = [_message(each, f"{where}[{i}]", counts) for i, each in enumerate(given)]
     # Images stand before recordings.
     for kind in reversed(_MEDIA):
-        places = sum(part["type"] == kind for m in messages for part in _parts(m))
+        places = sum(part["type"] == kind for m in messages for part in parts(m))
         if places == counts.get(kind, 0):
             continue
         first = next((m for m in messages if m["role"] == "user"), None)
@@ -58,8 +59,13 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
             raise CorruptSampleError(
                 where, f"has {places} places for {have} of {kind}", f"give as many, or name none by <{kind}>"
             )
-        first["content"] = [*({"type": kind} for _ in range(counts[kind])), *_parts(first)]
+        first["content"] = [*({"type": kind} for _ in range(counts[kind])), *parts(first)]
     return messages
+
+
+def tools_of(given: Any) -> Any:
+    """Return the descriptions of functions that stand beside messages; None: there are none."""
+    return given.get("tools") or None if isinstance(given, Mapping) else None
 
 
 def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: str) -> None:
@@ -79,7 +85,7 @@ def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: s
     CorruptSampleError
     """
     for number, message in enumerate(messages):
-        for text in (part["text"] for part in _parts(message) if part["type"] == "text"):
+        for text in (part["text"] for part in parts(message) if part["type"] == "text"):
             for token, kind in tokens.items():
                 if token in text:
                     raise CorruptSampleError(
@@ -89,24 +95,21 @@ def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: s
                     )
 
 
-def media(messages: Sequence[Message], kind: str) -> int:
-    """How many images or recordings messages have."""
-    return sum(part["type"] == kind for message in messages for part in _parts(message))
+def with_contents(messages: Sequence[Message], contents: Mapping[str, Sequence[Any]]) -> list[Message]:
+    """Return messages whose images and recordings are in their parts, as the library's processors take them."""
+    left = {kind: iter(each) for kind, each in contents.items()}
+
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        kind = part["type"]
+        return {**part, kind: next(left[kind])} if kind in left else part
+
+    return [{**m, "content": [*map(filled, parts(m))]} if isinstance(m.get("content"), list) else m for m in messages]
 
 
-def plain(messages: Sequence[Message]) -> list[Message]:
-    """Contents as text where there is nothing else, as templates of language models take them."""
-    return [
-        {**message, "content": "".join(part["text"] for part in _parts(message))}
-        if all(part["type"] == "text" for part in _parts(message))
-        else message
-        for message in messages
-    ]
-
-
-def _parts(message: Message) -> list[dict[str, Any]]:
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def parts(message: Message) -> list[dict[str, Any]]:
+    """Return the typed parts of a message; a message that only calls tools has none."""
+    found: list[dict[str, Any]] = message.get("content", [])
+    return found
 
 
 def _message(given: Any, where: str, counts: Mapping[str, int]) -> Message:
@@ -115,17 +118,22 @@ def _message(given: Any, where: str, counts: Mapping[str, int]) -> Message:
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if role not in _ROLES:
         raise CorruptSampleError(f"{where}.role", f"{role!r} is none of {', '.join(_ROLES)}")
+    # Templates read more than contents: calls of tools, reasoning.
+    message = {name: value for name, value in given.items() if name not in _FIELDS and value is not None}
+    message["role"] = _ROLES[role]
     if isinstance(content, str):
-        return {"role": _ROLES[role], "content": _split(content, counts)}
-    if not isinstance(content, Sequence):
+        message["content"] = _split(content, counts)
+    elif isinstance(content, Sequence):
+        message["content"] = [_part(each, f"{where}.content[{i}]") for i, each in enumerate(content)]
+    elif content is not None or not message.get("tool_calls"):
         raise CorruptSampleError(f"{where}.content", f"is a {type(content).__name__}", "give text, or a list of parts")
-    return {"role": _ROLES[role], "content": [_part(each, f"{where}.content[{i}]") for i, each in enumerate(content)]}
+    return message
 
 
-def _split(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]] | str:
+def _split(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     marks = {f"<{kind}>": kind for kind in counts}
     if not any(mark in text for mark in marks):
-        return text
+        return [{"type": "text", "text": text}]
     pieces = re.split("(" + "|".join(marks) + ")", text)
     return [{"type": marks[each]} if each in marks else {"type": "text", "text": each} for each in pieces if each]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.data.blobs import Blob
-from pipeloom.integrations.data.chat import check_words, conversation, media, plain
+from pipeloom.integrations.data.chat import check_words, conversation, tools_of, with_contents
+from pipeloom.integrations.data.chat_template import ChatTemplate, shared_length
 from pipeloom.integrations.data.examples import Example, Fields, read_example
+from pipeloom.integrations.data.marked_text import marked_text
 from pipeloom.integrations.data.processors import Outline as SizedOutline
 from pipeloom.integrations.data.processors import Sized, load_processor, with_sizes
 from pipeloom.integrations.data.sources import Paths, Shards, Source, Table
@@ -33,8 +35,8 @@ _ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor gives of every token."""
 _SPOKEN = {"images": "image", "audio": "audio"}
 """What messages call what modules read."""
-_Blanks = dict[str, list[Any]]
-"""Images and recordings with nothing in them, by what modules read."""
+_Contents = Mapping[str, list[Any]]
+"""Images and recordings, by what modules read; in the text half, with nothing in them."""
 TrainOn = Literal["assistant", "all"]
 Function = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From an example's fields to messages or text, prompt, image, audio."""
@@ -47,11 +49,13 @@ class _Media:
     blobs: tuple[Blob, ...]
     promised: tuple[SizedOutline, ...]
     """What the processor is to give for each."""
+    axis: int = 0
+    """The dimension of contents that has a row for each image, or for each tile of one."""
 
     @property
     def rows(self) -> tuple[int, ...]:
         """How many rows of contents each has."""
-        return tuple(outline.shape[0] for outline in self.promised)
+        return tuple(outline.shape[self.axis] for outline in self.promised)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class ProcessedDataset(Dataset):
             if token
         }
         """What stands for contents in a text, and of which kind."""
-        self._chats = bool(getattr(self.processor, "chat_template", None) or self._tokenizer.chat_template)
+        self._template = ChatTemplate(self._half)
         # Tokenizers bear no two threads at a time.
         self._speaking = threading.Lock()
         self._model: Model | None = None
@@ -208,6 +212,19 @@ class ProcessedDataset(Dataset):
                 found[name] = self._contents(reads, outline, asked)
         return {**outline.sample, **found}
 
+    def preview(self, i: int) -> str:
+        """As `Dataset.preview`: compare a sample with what the processor makes of its decoded contents."""
+        sample = self._outline(i).sample
+        example = read_example(self.source, i, self._fields, self.function)
+        contents = {reads: [self._sized[reads].decode(b) for b in each] for reads, each in self._blobs(example).items()}
+        with self._speaking:
+            own = self._sample(example, contents, ChatTemplate(self.processor))
+        for name in (*_ROWS, "labels"):
+            if name in own and not torch.equal(own[name], sample[name]):
+                problem = f"differs from what {type(self.processor).__name__}.apply_chat_template gives"
+                raise InputError(f"{example.name}: {name}", problem, "use a processor that looks at sizes alone")
+        return marked_text(self._tokenizer, sample["input_ids"], sample["labels"] != _IGNORED)
+
     def _of_model(self) -> Model:
         if self._model is None:
             raise PipeloomError("the dataset was told no model; call bind(model)")
@@ -239,7 +256,9 @@ class ProcessedDataset(Dataset):
         for number, (blob, rows) in enumerate(zip(given.blobs, given.rows, strict=True)):
             if number in asked:
                 one = self._decoded(self._sized[reads], blob, given.promised[number], outline.sample["id"])
-                contents[(slice(begin, begin + rows), *(slice(side) for side in one.shape[1:]))] = one
+                place = [slice(side) for side in one.shape]
+                place[given.axis] = slice(begin, begin + rows)
+                contents[tuple(place)] = one
             begin += rows
         return contents
 
@@ -277,123 +296,103 @@ class ProcessedDataset(Dataset):
         if self.source.name(i) in self.exclude:
             raise CorruptSampleError(self.source.name(i), "is excluded")
         example = read_example(self.source, i, self._fields, self.function)
-        blobs = {reads: each for reads, each in (("images", example.images), ("audio", example.audio)) if each}
-        for reads in blobs:
-            if reads not in self._sized:
-                remedy = "give the model's own processor, or name no such field"
-                raise InputError(example.name, f"has {reads}, and the processor takes none", remedy)
-        blanks: _Blanks = {
+        blobs = self._blobs(example)
+        blanks: _Contents = {
             reads: [self._sized[reads].stand_in(self._sized[reads].measure(blob)) for blob in each]
             for reads, each in blobs.items()
         }
         try:
             with self._speaking:
-                sample = self._sample(example, blanks)
+                sample = self._sample(example, blanks, self._template)
         except PipeloomError:
             raise
         except Exception as error:
             # It refuses some samples for what they are: images of odd shapes, texts that it cannot write.
             raise CorruptSampleError(example.name, _raised(error)) from error
+        if not bool((sample["labels"][1:] != _IGNORED).any()):
+            remedy = 'give it something to learn: words of the assistant, or train_on = "all"'
+            raise CorruptSampleError(example.name, "has no target", remedy)
         found = {}
         for reads, each in blanks.items():
             sized = self._sized[reads]
-            found[reads] = _Media(blobs[reads], tuple(sized.outline(sized.size_of(blank)) for blank in each))
+            if len(each) > 1 and not sized.joins:
+                problem = f"are {len(each)}, and the processor treats several in one sample otherwise than each alone"
+                raise CorruptSampleError(f"{example.name}: {reads}", problem, "give every sample one")
+            promised = tuple(sized.outline(sized.size_of(blank)) for blank in each)
+            found[reads] = _Media(blobs[reads], promised, sized.axes[sized.content])
             contents = sample[sized.content]
             # Some processors copy the zeros.
             sample[sized.content] = torch.zeros((), dtype=contents.dtype).expand(contents.shape)
         return _Outline({"id": example.name, **sample}, found)
 
-    def _sample(self, example: Example, blanks: _Blanks) -> dict[str, Any]:
-        chat = example.messages is not None
-        if chat and not self._chats:
+    def _blobs(self, example: Example) -> dict[str, tuple[Blob, ...]]:
+        blobs = {reads: each for reads, each in (("images", example.images), ("audio", example.audio)) if each}
+        for reads in blobs:
+            if reads not in self._sized:
+                remedy = "give the model's own processor, or name no such field"
+                raise InputError(example.name, f"has {reads}, and the processor takes none", remedy)
+        return blobs
+
+    def _sample(self, example: Example, contents: _Contents, template: ChatTemplate) -> dict[str, Any]:
+        chat, has_template = example.messages is not None, template.text is not None
+        if chat and not has_template:
             shown = self._given if isinstance(self._given, str) else type(self._given).__name__
             remedy = "set tokenizer.chat_template and save it there, or name a processor that has one"
             raise InputError(f"processor = {shown!r}", f"has no chat template, and {example.name} has messages", remedy)
-        if not chat and not (self._chats and (blanks or example.prompt)):
-            return self._plain(example, blanks)
+        if not chat and not (has_template and (contents or example.prompt)):
+            return self._plain(example, contents)
         asked = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-        given = asked if example.messages is None else example.messages
-        counts = {_SPOKEN[reads]: len(blanks.get(reads, ())) for reads in (*example.kinds, *blanks)}
-        messages = conversation(given, example.name, counts)
+        given = example.messages if chat else asked
+        counts = {_SPOKEN[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
+        messages, tools = conversation(given, example.name, counts), tools_of(given)
         check_words(messages, self._tokens, example.name)
-        return self._chat(messages, blanks, example.name)
+        messages = template.readable(messages, tools, example.name)
+        messages = with_contents(messages, {_SPOKEN[reads]: each for reads, each in contents.items()})
+        if self.train_on == "all":
+            sample = _flat(template.tokens(messages, tools))
+            return {**sample, "labels": self._labels(sample["input_ids"])}
+        found, said = template.encode(messages, tools, example.name)
+        sample = _flat(found)
+        return {**sample, "labels": self._labels(sample["input_ids"], said)}
 
-    def _plain(self, example: Example, blanks: _Blanks) -> dict[str, Any]:
+    def _plain(self, example: Example, contents: _Contents) -> dict[str, Any]:
         """Images, what is asked, and the answer, one after the other."""
         before, text = example.prompt, example.text or ""
-        if not before + text and not blanks:
+        if not before + text and not contents:
             raise CorruptSampleError(example.name, "has no words", "give it some")
-        self._check_places(before + text, blanks, example.name)
-        for reads, each in reversed(blanks.items()):
+        self._check_places(before + text, contents, example.name)
+        for reads, each in reversed([*contents.items()]):
             place = getattr(self.processor, f"{_SPOKEN[reads]}_token", None) or ""
             if place not in before + text:
                 before = place * len(each) + before
-        sample = self._process(before + text, blanks, special=True)
+        sample = self._process(before + text, contents)
         ids, end = sample["input_ids"], self._tokenizer.eos_token_id
         if end is not None and int(ids[-1]) != end:
             sample |= {name: _longer(sample[name], name, end) for name in _ROWS if name in sample}
             ids = sample["input_ids"]
         begin = 0
         if before and self.train_on == "assistant":
-            begin = len(self._process(before, blanks, special=True)["input_ids"])
-        return {**sample, "labels": self._labels(ids, [(begin, len(ids))])}
+            begin = shared_length(ids, self._process(before, contents)["input_ids"])
+        return {**sample, "labels": self._labels(ids, torch.arange(len(ids)) >= begin)}
 
-    def _check_places(self, text: str, blanks: _Blanks, where: str) -> None:
+    def _check_places(self, text: str, contents: _Contents, where: str) -> None:
         """Refuse a text that places contents by the processor's own tokens, and others than there are."""
         for token, kind in self._tokens.items():
-            have = sum(len(each) for reads, each in blanks.items() if _SPOKEN[reads] == kind)
+            have = sum(len(each) for reads, each in contents.items() if _SPOKEN[reads] == kind)
             if (places := text.count(token)) not in (0, have):
                 problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
                 raise CorruptSampleError(where, problem, "write the word otherwise, or as often as there are")
 
-    def _chat(self, messages: list[dict[str, Any]], blanks: _Blanks, where: str) -> dict[str, Any]:
-        whole = self._render(messages)
-        sample = self._process(whole, blanks)
-        ids = sample["input_ids"]
-        if self.train_on == "all":
-            return {**sample, "labels": self._labels(ids, [(0, len(ids))])}
-
-        def length(count: int, prompt: bool) -> int:
-            """Tokens of the first messages, as they begin the whole."""
-            if count == len(messages):
-                return len(ids)
-            first = messages[:count]
-            text = self._render(first, prompt)
-            if whole.startswith(text):
-                here = {reads: each[: media(first, _SPOKEN[reads])] for reads, each in blanks.items()}
-                before = self._process(text, here)["input_ids"] if text else ids[:0]
-                if torch.equal(ids[: len(before)], before):
-                    return len(before)
-            raise InputError(
-                f"{where}: messages",
-                "the chat template writes the beginning of a conversation otherwise than the whole of it",
-                'train_on = "all", or a template that does not',
-            )
-
-        if messages[0]["role"] == "assistant":
-            remedy = 'let a user or the system speak first, or train_on = "all"'
-            raise CorruptSampleError(f"{where}: messages", "begins with the assistant, whom nobody asked", remedy)
-        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        return {**sample, "labels": self._labels(ids, [(length(i, True), length(i + 1, False)) for i in said])}
-
-    def _render(self, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
-        text: str = self.processor.apply_chat_template(plain(messages), tokenize=False, add_generation_prompt=prompt)
-        return text
-
-    def _process(self, text: str, blanks: _Blanks, special: bool = False) -> dict[str, Any]:
-        options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": special}
+    def _process(self, text: str, contents: _Contents) -> dict[str, Any]:
+        options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": True}
         if self._sized:
-            given = {reads: each for reads, each in blanks.items() if each}
-            found = self._half(text=[text], **given, **options)
-        else:
-            found = self._tokenizer(text, **options)
-        out = {name: torch.as_tensor(value) for name, value in found.items()}
-        return {name: value.reshape(-1) if name in _ROWS else value for name, value in out.items()}
+            return _flat(self._half(text=[text], **contents, **options))
+        return _flat(self._tokenizer(text, **options))
 
-    def _labels(self, ids: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        labels = torch.full_like(ids, _IGNORED)
-        for begin, end in spans:
-            labels[begin:end] = ids[begin:end]
+    def _labels(self, ids: Tensor, is_target: Tensor | None = None) -> Tensor:
+        labels = ids.clone()
+        if is_target is not None:
+            labels[~is_target] = _IGNORED
         # Places of images are no words.
         for holder in (self.processor, self._tokenizer):
             for name in ("image_token_id", "audio_token_id", "video_token_id"):
@@ -401,6 +400,12 @@ class ProcessedDataset(Dataset):
                 if token is not None:
                     labels[ids == token] = _IGNORED
         return labels
+
+
+def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor gives for one sample, with a number for each token in one dimension."""
+    out = {name: torch.as_tensor(value) for name, value in found.items()}
+    return {name: value.reshape(-1) if name in _ROWS else value for name, value in out.items()}
 
 
 def _raised(error: Exception) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
+from pipeloom.integrations.transformers.weights import check_own_code
 from pipeloom.runtime.dataset import CorruptSampleError
 
 _MEND = "mend it"
@@ -65,12 +66,13 @@ def load_processor(folder: str | Path) -> Any:
         name = None if is_torchvision_available() else _class_name(Path(where))
         kind = getattr(transformers, name, None) if name else None
         if kind is None or "video_processor" not in kind.get_attributes():
-            return transformers.AutoProcessor.from_pretrained(where)
+            return transformers.AutoProcessor.from_pretrained(where, trust_remote_code=False)
         return _without_videos(kind, where)
     except Exception as error:
         # The library's message blames whatever it missed in the end.
         for file in sorted(Path(where).glob("*.json")):
             _read_json(file)
+        check_own_code(where, error)
         message = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"processor = {where!r}", f"cannot be loaded ({message})", "save a processor there") from error
 
@@ -111,7 +113,11 @@ def _without_videos(kind: Any, folder: str) -> Any:
         "tokenizer": transformers.AutoTokenizer,
         "feature_extractor": transformers.AutoFeatureExtractor,
     }
-    parts = {name: makers[name].from_pretrained(folder) for name in kind.get_attributes() if name in makers}
+    parts = {
+        name: makers[name].from_pretrained(folder, trust_remote_code=False)
+        for name in kind.get_attributes()
+        if name in makers
+    }
     own, _ = kind.get_processor_dict(folder)
     unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _any_class})
     taken = {name: value for name, value in own.items() if name not in ("processor_class", *kind.get_attributes())}
@@ -144,6 +150,7 @@ class Sized:
     def __init__(self, real: Any) -> None:
         self.real = real
         self.options: dict[str, Any] = {}
+        self.is_nested = False
         self._known: OrderedDict[Any, Outline] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -154,12 +161,13 @@ class Sized:
         from transformers.feature_extraction_utils import BatchFeature
 
         # The same for all images of a processor.
-        self.options = options
+        self.options, self.is_nested = options, isinstance(given, (list, tuple)) and isinstance(given[0], (list, tuple))
         outlines = [self.outline(self.size_of(each)) for each in _flat(given)]
-        shape = joined_shape([outline.shape for outline in outlines])
+        axes = self.axes
+        shape = joined_shape([outline.shape for outline in outlines], axes[self.content])
         found: dict[str, Any] = {self.content: torch.zeros((), dtype=outlines[0].dtype).expand(shape)}
         for name in outlines[0].given:
-            found[name] = torch.cat([outline.given[name] for outline in outlines])
+            found[name] = torch.cat([outline.given[name] for outline in outlines], axes[name])
         return BatchFeature(found)
 
     preprocess = __call__
@@ -198,14 +206,37 @@ class Sized:
         return known
 
     @cached_property
+    def axes(self) -> dict[str, int]:
+        """By entry, the dimension along which the real part joins the images, or recordings, of one sample.
+
+        Some processors have a dimension of samples before it.
+        """
+        one, two = self._one_and_two
+        apart = {name: [a != b for a, b in zip(one[name].shape, two[name].shape, strict=True)] for name in one}
+        return {name: sides.index(True) if True in sides else 0 for name, sides in apart.items()}
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the real part gives for several images of one sample what it gives for each of them."""
+        one, two = self._one_and_two
+        joined = {name: torch.cat([each, each], self.axes[name]) for name, each in one.items()}
+        return all(torch.equal(each, two[name]) for name, each in joined.items())
+
+    @cached_property
+    def _one_and_two(self) -> list[dict[str, Tensor]]:
+        samples = [[self.blank(self.smallest)] * count for count in (1, 2)]
+        every = [self.run(*([items] if self.is_nested else items), **self.hasty) for items in samples]
+        return [{self.content: contents, **given} for contents, given in every]
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of contents, as the real part gives them."""
         return self.run(self.blank(self.smallest))[0].dtype
 
-    def run(self, item: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the real part on one image or recording."""
+    def run(self, *items: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the real part on the images or recordings of one sample."""
         options = {**self.options, **more, "return_tensors": "pt"}
-        found = {name: _tensor(value) for name, value in self.real([item], **options).items()}
+        found = {name: _tensor(value) for name, value in self.real(list(items), **options).items()}
         return found.pop(self.content), found
 
 
@@ -297,9 +328,10 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value)
 
 
-def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of tensors joined along dimension 0, padded at the end of the others."""
-    return (sum(shape[0] for shape in shapes), *(max(sides) for sides in zip(*(s[1:] for s in shapes), strict=True)))
+def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int = 0) -> tuple[int, ...]:
+    """Return the shape of tensors joined along a dimension, padded at the end of the others."""
+    sides = list(zip(*shapes, strict=True))
+    return tuple(sum(side) if place == axis else max(side) for place, side in enumerate(sides))
 
 
 # ------------------------------------------------------------------ images

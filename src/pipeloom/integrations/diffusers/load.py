@@ -13,6 +13,7 @@ from pipeloom.integrations.diffusers.families import family_of
 from pipeloom.integrations.diffusers.text import check_kind
 from pipeloom.integrations.diffusers.weights import CONFIG, INDEX, load_into
 from pipeloom.integrations.transformers.weights import load as load_text
+from pipeloom.integrations.transformers.weights import load_config
 
 
 def load(path: Path, device: torch.device | str | None, *, trains_text: bool) -> dict[str, Any]:
@@ -33,7 +34,6 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
     """
     try:
         import diffusers
-        import transformers
     except ImportError as error:
         raise InputError(
             "model", "is a folder of the diffusers library", "pip install 'pipeloom[diffusers]'"
@@ -49,7 +49,7 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
     if "text_encoder" in parts:
         folder = path / "text_encoder"
         # As its files are: it is mostly frozen, and large.
-        dtype = transformers.AutoConfig.from_pretrained(str(folder)).dtype if (folder / CONFIG).is_file() else None
+        dtype = load_config(folder).dtype if (folder / CONFIG).is_file() else None
         encoder = load_text(folder, lambda kind, _: check_kind(kind), place, dtype)
         found["text_encoder"] = encoder.train(trains_text)
     if "scheduler" in parts:

@@ -18,6 +18,7 @@ from pipeloom.integrations.transformers.reference import (
     GradientRow,
     Gradients,
     double,
+    doubled,
     library_gradients,
     rows_of,
     twin,
@@ -97,7 +98,7 @@ def check_gradients(
     InputError
         The model or a sample is not supported.
     """
-    beside = getattr(model, "beside_library", None)
+    beside, batch = getattr(model, "beside_library", None), doubled(batch)
     with double():
         if beside is not None:
             if freeze:

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
 from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
+from pipeloom.integrations.transformers.held import call_held
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
 from pipeloom.runtime import batch_of
 from pipeloom.runtime.model import Emit, Part
+from pipeloom.runtime.split import run_backward
+from pipeloom.spec import STRATEGIES, Strategy
 from pipeloom.spec.model import num_instances
 
 _TOLERANCE = 1e-9
@@ -291,9 +294,20 @@ def _try(
     family: Family,
     assemble: Callable[[Any, Family], Any],
 ) -> str:
-    """Compare layers with the library's forward; say what differs, or nothing."""
+    """Compare layers under every memory strategy with the library's forward; say what differs, or nothing."""
+    for strategy in STRATEGIES:
+        small.zero_grad(set_to_none=True)
+        problem = _try_strategy(small, samples, wanted, partial(assemble, small, family), strategy)
+        if problem:
+            return problem if strategy == "keep" else f"under the memory strategy {strategy!r}: {problem}"
+    return ""
+
+
+def _try_strategy(
+    small: Any, samples: Sequence[Any], wanted: tuple[float, Gradients], make: Callable[[], Any], strategy: Strategy
+) -> str:
     try:
-        loss = _train(assemble(small, family), samples)
+        loss = _train(make(), samples, strategy)
     except InputError as error:
         return str(error)
     except Exception as error:
@@ -309,7 +323,7 @@ def _try(
     return f"{extra[0]!r} has a gradient that the library's has not" if extra else ""
 
 
-def _train(model: Any, samples: Sequence[Any]) -> float:
+def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
     """Return the loss, and leave gradients, of the layers called one after the other with all samples packed."""
     described = batch_of(samples, model.describe).samples
     given: dict[str, Tensor] = {}
@@ -321,12 +335,13 @@ def _train(model: Any, samples: Sequence[Any]) -> float:
         upstream = tuple(given[name] for name in module.after)
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
-            x = layer(x, *upstream, **context, **taken)
+            x = call_held(layer, strategy, (x, *upstream), context, taken, tuple(module.emits.get(number, ())))
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams
                 beside, x = beside + (0.0 if x.loss is None else x.loss), x.output
         given[module.name] = x
     loss = (model.loss(x, part) + beside) / sum(map(model.num_targets, samples))
-    torch.autograd.backward(loss)
+    # Unlike torch.autograd.backward, it leaves the casts of `double` as they are for what is computed again.
+    run_backward([loss], [torch.ones_like(loss)])
     return float(loss.detach())

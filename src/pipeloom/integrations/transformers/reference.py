@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -64,6 +65,18 @@ def double() -> Iterator[None]:
     """Make casts to single precision casts to double inside the block."""
     with _Double():
         yield
+
+
+def doubled(batch: Sequence[Any]) -> list[Any]:
+    """Return samples whose floating-point tensors are in double precision."""
+    return [{name: _as_double(value) for name, value in s.items()} if isinstance(s, Mapping) else s for s in batch]
+
+
+def _as_double(value: Any) -> Any:
+    if not isinstance(value, (Tensor, np.ndarray)):
+        return value
+    tensor = torch.as_tensor(value)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def twin(model: Any) -> Any:

@@ -51,10 +51,20 @@ def load_config(path: str | Path) -> Any:
             str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(str(path))
+        return transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
+        check_own_code(path, error)
         # The library raises whatever its classes do: errors of JSON, of types, of validation.
         raise InputError(f"{path}/{CONFIG}", f"is no configuration ({_said(error)})", _SAVE_AGAIN) from error
+
+
+def check_own_code(path: str | Path, error: Exception) -> None:
+    """Raise `InputError` when the library could not load a folder because it did not run the folder's own code."""
+    files = Path(path).glob("*config.json")
+    asks = "Unrecognized" in str(error) and any(b'"auto_map"' in file.read_bytes() for file in files)
+    if asks or "trust_remote_code" in str(error):
+        problem = "asks to run Python code of its own (auto_map), which is never run"
+        raise InputError(str(path), problem, "give a folder whose classes the transformers library has") from error
 
 
 def _said(error: Exception) -> str:
@@ -87,7 +97,13 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
         raise InputError(f"{path}/config.json", "says that weights are quantised", "give the folder of whole ones")
     dtype = dtype or torch.get_default_dtype()
     if torch.device(device or "cpu").type != "meta":
-        return kind.from_pretrained(str(path), config=config, dtype=dtype).to(device or "cpu").train()
+        try:
+            model = kind.from_pretrained(str(path), config=config, dtype=dtype, trust_remote_code=False)
+        except Exception as error:
+            # A pickled file, say, that is damaged or has more than tensors in it.
+            remedy = "save the model there as safetensors by its library"
+            raise InputError(str(path), f"has weights that cannot be read ({_said(error)})", remedy) from error
+        return model.to(device or "cpu").train()
     try:
         with torch.device("meta"):
             model = kind._from_config(config, dtype=dtype)
