@@ -32,6 +32,24 @@ def test_agrees_with_the_reference_on_memory_and_times(graph, seed):
     assert found == check(graph, schedule)
 
 
+@given(graphs(num_candidates=0), st.integers(0, 2**31), st.sampled_from([0.3, 1.0]))
+def test_the_peak_of_a_simulation_is_what_the_checker_counts(graph, seed, share):
+    """Also where tasks take no time: what they hold for a moment does not count."""
+    rng = np.random.default_rng(seed)
+    instant = rng.random(graph.num_tasks) < share
+    graph = replace(graph, duration_ns=np.where(instant, 0, graph.duration_ns))
+    schedule = random_order(graph, rng)
+    peaks = simulate(graph, schedule).peak_bytes
+    assert "memory" not in kinds(check(replace(graph, capacity_bytes=peaks), schedule))
+    rank = int(rng.integers(graph.num_ranks))
+    assume(peaks[rank] > graph.static_bytes[rank])
+    less = np.where(np.arange(graph.num_ranks) == rank, peaks - 1, peaks)
+    found = [
+        violation for violation in check(replace(graph, capacity_bytes=less), schedule) if violation.kind == "memory"
+    ]
+    assert [violation.message.split()[1] for violation in found] == [str(rank)]
+
+
 @given(graphs(memory=None, num_candidates=0), st.integers(0, 2**31))
 def test_agrees_with_the_reference_on_deadlock(graph, seed):
     rng = np.random.default_rng(seed)
