@@ -109,6 +109,7 @@ def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
         ("task.py", "tusk.py", "tusk.py' is not a file"),
         ("seed = 0", "seed = -1", "seed: -1 is not between 0 and 2**63-1"),
         ("seed = 0", "seed = 0\ntimeout_s = 1e300", "timeout_s: 1e+300 is above 1e+07"),
+        ("seed = 0", "seed = 0\ntimeout_s = 0.001", "timeout_s: 0.001 is below 1"),
         ("budget_s = 0.05", "budget_s = 1e300", "planner.budget_s: 1e+300 is above 1e+07"),
         ("token_budget = 200", f"token_budget = {10**23}", "packing.token_budget: 1e+23 is above 2.14748e+09"),
         ("sub_microbatch = 24", f"sub_microbatch = {10**23}", "layout.modules.vision.sub_microbatch: 1e+23 is above"),

@@ -27,6 +27,7 @@ from pipeloom.training.loop_config import (
 from pipeloom.tuning import TuningSpec
 
 _LONGEST_S = 1e7
+_SHORTEST_TIMEOUT_S = 1.0
 _MOST_COUNTED = 2**31 - 1
 
 
@@ -226,7 +227,9 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Refuse runs of no length and names that are no folder."""
         check_count("iterations", self.iterations)
-        check_positive("timeout_s", self.timeout_s)
+        if not self.timeout_s >= _SHORTEST_TIMEOUT_S:
+            problem = f"{self.timeout_s:g} is below {_SHORTEST_TIMEOUT_S:g}"
+            raise InputError("timeout_s", problem, "ranks take that long to find each other")
         self._check_bounds()
         self._check_hosts()
         unseen = visible_line(self.name) != self.name
