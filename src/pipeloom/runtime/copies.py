@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,7 +123,7 @@ class Copies:
         failures: list[OSError] = []
         pieces = self._coming(_pieces(source / name), holder, failures)
         if wants:
-            _, failure = _attempted(lambda: _write_pieces(part, pieces))
+            _, failure = _attempted(lambda: write_pieces(part, pieces))
             failures += [] if failure is None else [failure]
         for _ in pieces:
             pass
@@ -131,8 +133,9 @@ class Copies:
             if wants:
                 part.unlink(missing_ok=True)
             raise
-        if wants:
-            part.replace(target / name)
+        # The other ranks take part in the next file, so they must know of a rank that cannot.
+        _, failure = _attempted(lambda: _replace(part, target / name) if wants else None)
+        _agreed(None, failure, self.between)
 
     def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
         """Pieces of a file that one rank reads, on all ranks of `between`; what it cannot read ends them."""
@@ -212,8 +215,35 @@ def _leave_mark(path: Path) -> None:
     path.touch()
 
 
-def _write_pieces(path: Path, pieces: Iterator[bytes]) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk, where the file system can do that."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _replace(part: Path, target: Path) -> None:
+    if target.is_dir():
+        remove(target)
+    part.replace(target)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file and the folders above it, and bring its contents to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Opening a pipe would wait for its reader.
+    path.unlink(missing_ok=True)
     with path.open("wb") as written:
         for piece in pieces:
             written.write(piece)

@@ -313,7 +313,10 @@ class TrainingRun(Job):
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:
                     raise
-                go_on = self.checkpoints is not None and bool(self.checkpoints.steps())
+                saved = self.checkpoints
+                if saved is not None:
+                    saved.make()
+                go_on = saved is not None and bool(saved.steps())
                 where = "the newest checkpoint" if go_on else "the beginning"
                 again = f"{error}; starting again from {where}, {restart} of {restarts}"
                 self.display.say(again, warning=True)
