@@ -138,9 +138,10 @@ class Checkpoints:
         """Iterations of the entries that are called as a checkpoint with an ending, in order."""
         if not self.folder.is_dir():
             return []
-        names = [entry.name for entry in self._attempt(lambda: list(self.folder.iterdir())) if entry.suffix == ending]
-        steps = (int(name[5:]) for name in map(lambda each: each.removesuffix(ending), names) if _NAME.fullmatch(name))
-        # Other numbers of zeros are other folders.
+        names = {path.name for path in self._attempt(lambda: list(self.folder.iterdir()))}
+        stems = (name.removesuffix(ending) for name in names if name.endswith(ending))
+        steps = {int(stem[5:]) for stem in stems if _NAME.fullmatch(stem)}
+        # A name with more zeros is not that of a checkpoint.
         return sorted(step for step in steps if self._path(step, ending).name in names)
 
     def _steps_of(self, copies: Copies) -> list[int]:
