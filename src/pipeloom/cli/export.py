@@ -11,7 +11,7 @@ _BYTES_A_GB = 10**9
 
 def export(
     checkpoint: Path = typer.Argument(
-        ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder: then its newest."
+        ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder: then its newest good one."
     ),
     to: Path = typer.Option(..., "--to", metavar="FOLDER", help="New or empty folder."),
     source: Path | None = typer.Option(

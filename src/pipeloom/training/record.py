@@ -1,4 +1,4 @@
-"""What a training run leaves behind: summary.json and every plan as text."""
+"""What a training run leaves behind: summary.json, and plans as text."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TrainingRun(Job):
     """A training run: measure the layers, lay them over ranks, train with a plan for every batch, report.
 
     ``TrainingRun.from_toml(path).train()`` is what ``pipeloom train path`` does. Everything that is left lies in
-    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, every plan, and checkpoints where the config
+    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, plans, and checkpoints where the config
     asks for them.
 
     Parameters
