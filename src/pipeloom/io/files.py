@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import os
 import secrets
 import stat
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 from pipeloom.errors import InputError
 
@@ -44,19 +42,6 @@ def read_bytes(path: PathLike) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise InputError(printable(name), f"is larger than {MAX_FILE_BYTES} bytes, the most that is read")
     return data
-
-
-def open_regular(path: PathLike) -> BinaryIO:
-    """Open a regular file to read. It never waits for the other end of a pipe and never reads from a device.
-
-    Raises
-    ------
-    OSError
-        The file cannot be opened, or it is not a regular file.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return open(path, "rb")
 
 
 def read_text(path: PathLike) -> str:

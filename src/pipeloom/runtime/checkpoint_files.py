@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.io.files import open_regular
+from pipeloom.runtime.files import open_regular
 
 METADATA = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"

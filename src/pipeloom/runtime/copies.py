@@ -5,11 +5,8 @@ Nobody says which it is: each rank leaves a mark in the folder and looks whose m
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +16,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime.coordination import broadcast_bytes, first_says, long_group
+from pipeloom.runtime.files import remove, write_pieces
 
 _PIECE_BYTES = 16 << 20
 T = TypeVar("T")
@@ -215,40 +213,10 @@ def _leave_mark(path: Path) -> None:
     path.touch()
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there; of a link the link alone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system can do that."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _replace(part: Path, target: Path) -> None:
     if target.is_dir():
         remove(target)
     part.replace(target)
-
-
-def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file and the folders above it, and bring its contents to the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Opening a pipe would wait for its reader.
-    path.unlink(missing_ok=True)
-    with path.open("wb") as written:
-        for piece in pieces:
-            written.write(piece)
-        written.flush()
-        os.fsync(written.fileno())
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

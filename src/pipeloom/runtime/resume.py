@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
-from pipeloom.io.files import open_regular
 from pipeloom.runtime.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
-from pipeloom.runtime.copies import Copies, find_copies, remove, sync_folder, write_pieces
+from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.files import open_regular, remove, sync_folder, write_pieces
 from pipeloom.runtime.saving import Saving
 from pipeloom.spec import Batch
 

@@ -16,10 +16,10 @@ import msgspec
 from pipeloom.errors import InputError
 from pipeloom.explain.difference import Difference
 from pipeloom.io import write_text
-from pipeloom.io.files import open_regular
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
 from pipeloom.runtime.evaluate import Evaluated
+from pipeloom.runtime.files import open_regular
 
 
 class Summary(msgspec.Struct, frozen=True):
