@@ -8,11 +8,11 @@ import shutil
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read. It never waits for the other end of a pipe and never reads from a device.
 
     Raises

@@ -319,10 +319,11 @@ class Checkpoints:
             self._attempt(copies.complete, path, path, lacking)
         for name, problem in (pair for each in damage for pair in each.items()):
             return InputError(str(path / name), problem, _REMEDY)
-        for problem in filter(None, copies.gather(_misnumbered(path))):
-            return problem
-        self._remember(step)
-        return None
+        misnumbered: list[InputError | None] = copies.gather(_misnumbered(path))
+        wrong = next(filter(None, misnumbered), None)
+        if wrong is None:
+            self._remember(step)
+        return wrong
 
     def _read(
         self, step: int, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
