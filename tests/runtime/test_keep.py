@@ -277,7 +277,7 @@ def test_the_newest_good_checkpoint_stays_with_many_seeds(tmp_path: Path, saved:
         signal.alarm(_HANGS_S)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["crash", "full"])
 @pytest.mark.parametrize("written", [4, 6])
 def test_saving_may_be_interrupted_at_every_file_operation(
