@@ -48,6 +48,10 @@ class InputError(PipeloomError, ValueError):
         self.remedy = remedy
         super().__init__(one_line(f"{entity}: {problem}" + (f"; {remedy}" if remedy else "")))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        """Pickle the three parts: ranks send errors to one another."""
+        return type(self), (self.entity, self.problem, self.remedy)
+
 
 def one_line(text: str) -> str:
     """One line, whatever a value or another library's message brings, and no word so long that it hides the rest."""

@@ -52,6 +52,12 @@ def test_a_folder_is_kept_to_one_process_until_that_is_gone(tmp_path: Path) -> N
         pass
 
 
+def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(InputError, match=r"\.lock: is not a regular file; remove it"):
+        locked(tmp_path).__enter__()
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be made or emptied"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from pipeloom.errors import InputError
 from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime import StepReport
 from pipeloom.search import Evaluations
-from pipeloom.training.record import HISTORY, Recorder, RunFacts, read_history
+from pipeloom.training.loop_config import LogConfig
+from pipeloom.training.record import HISTORY, Recorder, RunFacts, fresh_folder, read_history
 from tests.cases import random_batch
 from tests.planner.cases import random_setup
 
@@ -73,6 +76,77 @@ def test_iterations_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     summary = again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
     assert (summary.iterations, summary.resumed_at) == (9, (5,))
     assert (summary.loss_first, summary.loss_last) == (1.0, 9.0)
+
+
+def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reports, first = Reports(), Recorder(tmp_path)
+    for iteration in range(4):
+        first.add(reports(iteration))
+    path = tmp_path / HISTORY
+    path.write_bytes(path.read_bytes()[:-5])
+    again = Recorder(tmp_path, first_iteration=4)
+    assert "history.jsonl: line 4 was cut off when the process died, and is left out" in caplog.text
+    assert "history.jsonl: has 3 of the 4 iterations before the checkpoint" in caplog.text
+    assert again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
+
+
+def test_a_history_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path, first_iteration=4)
+    assert "history.jsonl: has 0 of the 4 iterations before the checkpoint" in caplog.text
+    with pytest.raises(InputError, match=r"history\.jsonl: has no iteration, .*; raise iterations"):
+        recorder.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
+
+
+def test_the_newest_plans_are_kept(tmp_path: Path) -> None:
+    def left() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "plans").iterdir())
+
+    reports, recorder = Reports(), Recorder(tmp_path, num_plans=4)
+    for iteration in range(9):
+        recorder.add(reports(iteration))
+        assert len(left()) == min(iteration + 1, 4)
+    assert left() == ["00005.plan", "00006.plan", "00007.plan", "00008.plan"]
+    # Whatever else lies there stays, and a pipe in place of a plan is not waited for.
+    (tmp_path / "plans" / "best.plan").touch()
+    os.mkfifo(tmp_path / "plans" / "00009.plan")
+    again = Recorder(tmp_path, first_iteration=9, num_plans=2)
+    assert left() == ["00007.plan", "00008.plan", "00009.plan", "best.plan"]
+    again.add(reports(9))
+    assert left() == ["00008.plan", "00009.plan", "best.plan"]
+    assert (tmp_path / "plans" / "00009.plan").is_file()
+
+
+def test_no_plan_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
+    Recorder(tmp_path, num_plans=0).add(Reports()(0))
+    assert list((tmp_path / "plans").iterdir()) == []
+    with pytest.raises(InputError, match=r"log\.plans: -1 is not"):
+        LogConfig(plans=-1)
+
+
+def test_what_a_recorder_holds_does_not_grow_with_the_iterations(tmp_path: Path) -> None:
+    reports, recorder = Reports(), Recorder(tmp_path, num_plans=1)
+    sizes = []
+    tracemalloc.start()
+    try:
+        for iteration in range(200):
+            recorder.add(reports(iteration))
+            if iteration in (50, 199):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    # A row takes more than 500 bytes.
+    assert sizes[1] - sizes[0] < 40_000
+
+
+@pytest.mark.parametrize("name", [HISTORY, "evaluations.jsonl", "layouts.jsonl", "setup.json"])
+def test_a_pipe_in_a_run_folder_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=rf"{name}: is not a regular file; remove it"):
+        fresh_folder(tmp_path, go_on=True)
+    with pytest.raises(InputError, match=rf"{name}: cannot be read \(not a regular file\)"):
+        read_history(tmp_path / name)
+    fresh_folder(tmp_path)
+    assert not (tmp_path / name).exists()
 
 
 def test_a_history_of_something_else_is_refused(tmp_path: Path) -> None:

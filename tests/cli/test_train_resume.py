@@ -48,6 +48,21 @@ def crash(part):
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.0
 """
+# While rank 0 writes the first checkpoint, whose tensors find no room there, the run ends for another reason.
+FULL = """
+import resource
+import pipeloom
+
+class Full(pipeloom.Callback):
+    def on_step(self, row):
+        if row.iteration == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        if row.iteration == 2:
+            raise RuntimeError("stop")
+
+def callbacks():
+    return [Full()]
+"""
 
 
 def config(folder: Path, *, crash: bool) -> Path:
@@ -123,6 +138,30 @@ def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
     assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "1"]) == 0
     assert "starting again from the beginning, 1 of 1" in " ".join(capfd.readouterr().out.split())
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
+
+
+def test_batches_that_end_early_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, crash=False)
+    task = path.with_name("task.py")
+    task.write_text(
+        task.read_text().replace("for i in range(num_iterations)", "for i in range(min(3, num_iterations))")
+    )
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 0
+    assert "The batches ended after 3 of 7 iterations." in " ".join(capfd.readouterr().out.split())
+
+
+def test_a_run_that_ends_while_a_checkpoint_cannot_be_written_says_so_in_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = config(tmp_path, crash=False)
+    task = path.with_name("task.py")
+    task.write_text(task.read_text() + FULL)
+    path.write_text(path.read_text().replace("asynchronous = false", "asynchronous = true"))
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "step-00000002.partial cannot be written: " in said
+    assert "callback Full.on_step: raised RuntimeError: stop" in " ".join(said.split())
 
 
 def train_as_worker(rank: int, port: int, num_restarts: int, arguments: list[str]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
+from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime import copies as module
 from pipeloom.runtime.coordination import long_group
 from pipeloom.runtime.copies import Copies
+from pipeloom.runtime.resume import TrainerState
+
+from .cases import random_run
 
 
 def copy_in_spite(folder: Path, how: str) -> str:
@@ -24,6 +30,10 @@ def copy_in_spite(folder: Path, how: str) -> str:
     if how == "write" and rank == 1:
         # Where the second file is to be written there is a folder.
         (mine / "b.part").mkdir()
+    if how == "folder" and rank == 1:
+        (mine / "b" / "within").mkdir(parents=True)
+    if how == "name" and rank == 1:
+        module._replace = refuse  # type: ignore[assignment]
     if how == "read" and rank == 0:
         module._pieces = broken  # type: ignore[assignment]
     if how == "list" and rank == 1:
@@ -37,6 +47,57 @@ def copy_in_spite(folder: Path, how: str) -> str:
         left = sorted(path.name for path in mine.iterdir() if path.is_file()) if rank == 1 else []
         return f"{error.strerror} {' '.join(left)}".strip()
     return "none"
+
+
+def refuse(part: Path, target: Path) -> None:
+    """A file that cannot be given its name."""
+    part.unlink()
+    raise OSError(13, "Permission denied", str(target))
+
+
+def keep_on_hosts(folder: Path) -> list[object]:
+    """Save, damage and load where two hosts do not share their folder; what this rank has seen."""
+    rank = dist.get_rank()
+    run = random_run(3, 1)
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
+    copies = Copies((rank,), (0, 1), long_group(), long_group((0, 1)))
+
+    def checkpoints(keep: int) -> Checkpoints:
+        found = Checkpoints(folder / str(rank), keep=keep, asynchronous=False)
+        found.__dict__["copies"] = copies
+        return found
+
+    def save(step: int, keep: int) -> list[int]:
+        checkpoints(keep).save(executor, None, TrainerState(step, "", executor.layout.digest)).wait()
+        return checkpoints(1).steps()
+
+    def load() -> int:
+        state = checkpoints(1).load(executor, None)
+        return 0 if state is None else state.iteration
+
+    def path(step: int) -> Path:
+        return folder / str(rank) / f"step-{step:08d}"
+
+    seen: list[object] = [save(2, 9), save(4, 9)]
+    if rank == 1:
+        (path(4) / "trainer.json").write_bytes(b"")
+    # Host 1 has no good copy of 4, so 2 stays on both.
+    seen.append(save(6, 2))
+    if rank == 1:
+        path(6).rename(path(6).with_name("step-00000006.replaced"))
+    seen.append(load())
+    if rank == 1:
+        shutil.rmtree(path(6))
+        os.mkfifo(path(6))
+    seen.append(load())
+    if rank == 1:
+        (path(6) / "trainer.json").unlink()
+        os.mkfifo(path(6) / "trainer.json")
+        (path(6) / "__0_0.distcp").unlink(missing_ok=True)
+        (path(6) / "__0_0.distcp").mkdir()
+    seen.append(load())
+    seen.append(save(7, 1))
+    return seen
 
 
 def broken(path: Path) -> Iterator[bytes]:

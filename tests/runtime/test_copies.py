@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.runtime import launch
 
-from .failing_copies import copy_in_spite
+from .failing_copies import copy_in_spite, keep_on_hosts
 
 pytestmark = pytest.mark.ranks
 
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.ranks
         ("read", "Input/output error"),
         ("list", "Input/output error"),
         ("alone", "No such file or directory"),
+        ("name", "Permission denied"),
+        ("folder", "none"),
         ("nothing", "none"),
     ],
 )
@@ -29,7 +31,12 @@ def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, tol
     assert there == told
     # What was sent before is there; of the file that failed nothing is.
     assert here == (f"{told} a" if how == "write" else told)
-    if how == "nothing":
+    if how in ("nothing", "folder"):
         assert {path.name: path.read_bytes() for path in (tmp_path / "1").iterdir()} == {
             name: name.encode() * 100 for name in ("a", "b", "c")
         }
+
+
+def test_a_checkpoint_counts_where_every_host_has_it_whole(tmp_path: Path) -> None:
+    seen = [[2], [2, 4], [2, 4, 6], 6, 6, 6, [7]]
+    assert launch(keep_on_hosts, 2, tmp_path) == [seen, seen]

@@ -24,7 +24,7 @@ Example: pipeloom export runs/my_run --to my_model
 
 def export(
     checkpoint: Path = typer.Argument(
-        ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder: then its newest."
+        ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder: then its newest good one."
     ),
     to: Path = typer.Option(..., "--to", metavar="FOLDER", help="New or empty folder."),
     source: Path | None = typer.Option(

@@ -30,7 +30,7 @@ LEFT_BEHIND = {
     "trace.json": "the first for Perfetto, https://ui.perfetto.dev",
     "difference.html": "where measured and planned time differ, and why",
     "history.jsonl": "every iteration in numbers",
-    "plans/": "every iteration's plan as text; pipeloom verify reads them",
+    "plans/": "plans of the newest iterations as text; pipeloom verify reads them",
     "summary.json": "the run in numbers",
 }
 _KERNELS = ("pipeloom.cli.output:load_kernels",)
@@ -40,7 +40,7 @@ HELP = """\
 Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
 
 Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
-for the planner. Leaves summary.json, trace.json, timeline.html and every plan in RUNS/<name>.
+for the planner. Leaves summary.json, trace.json, timeline.html and plans in RUNS/<name>.
 
 Under torchrun the ranks are torchrun's: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG; when it starts
 them again, they go on from the newest checkpoint.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Model
 from pipeloom.runtime.checkpoint import SavedWeights, Weights
 from pipeloom.runtime.pretrained import Pretrained
-from pipeloom.runtime.resume import STATE, TrainerState
+from pipeloom.runtime.resume import Checkpoints, read_state
 from pipeloom.runtime.safetensors_files import SHARD_BYTES, ShardWriter
 from pipeloom.runtime.save_pretrained import add, begin, discard, finish, partial_of, pretrained_of
 
-_STEP = re.compile(r"step-\d+")
 _AT_ONCE_BYTES = 10**9
 _REMEDY = "give the folder that the model came from, by --source or source="
 
@@ -35,7 +32,7 @@ def export(
     Parameters
     ----------
     checkpoint : path
-        A checkpoint, the folder of checkpoints, or that of the run: of these the newest is taken.
+        A checkpoint, the folder of checkpoints, or that of the run: of these the newest is taken that is not damaged.
     folder : path
         New or empty; gets safetensors with the library's keys, its configuration, and the source's files of processor
         and tokenizer.
@@ -79,19 +76,23 @@ def _newest(path: Path) -> Path:
     if (path / ".metadata").exists():
         return path
     for folder in (path, path / "checkpoints"):
-        steps = sorted(each for each in folder.glob("step-*") if _STEP.fullmatch(each.name)) if folder.is_dir() else []
-        if steps:
-            return steps[-1]
+        newest = Checkpoints(folder).newest()
+        if newest is not None:
+            return newest
     raise InputError(str(path), "is no checkpoint, and has none in it", "give a folder step-N of a run's checkpoints")
 
 
 def _model(checkpoint: Path, source: Path | str | None) -> Model:
     """The shapes of the model that was trained."""
+    for file in checkpoint.rglob("*"):
+        # A library that opens a pipe would wait for ever.
+        if not (file.is_file() or file.is_dir()):
+            raise InputError(str(file), "is not a regular file", "remove it")
     if source is not None:
         return _KINDS[_kind_of(Path(source))](str(source))
     try:
-        origin = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=TrainerState).origin
-    except (OSError, msgspec.MsgspecError):
+        origin = read_state(checkpoint).origin
+    except InputError:
         origin = ""
     kind, _, folder = origin.partition(":")
     if kind not in _KINDS:

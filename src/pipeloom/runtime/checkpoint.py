@@ -124,7 +124,8 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
 
     from pipeloom.runtime.checkpoint_files import DigestingWriter
 
-    with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}")):
+    remedy = "; make room, or give another folder"
+    with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}{remedy}")):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -187,6 +188,23 @@ def load_checkpoint(
             if found:
                 optimizer.state[parameter] = found
         give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
+    return int(state[_ITERATION])
+
+
+def saved_iteration(path: Path | str) -> int:
+    """Return the iteration to go on with that the tensors of a checkpoint have; each process reads it for itself.
+
+    Raises
+    ------
+    InputError
+        When the checkpoint cannot be read, or does not have it.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    state = {_ITERATION: torch.tensor(0)}
+    reader, _, _ = _opened(path, state)
+    with _quiet_alone(), _read_of(path):
+        dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     return int(state[_ITERATION])
 
 
@@ -303,10 +321,9 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Torch warns where there is one process only; that is meant."""
+    """Torch warns where one process reads or writes for itself; that is meant."""
     with warnings.catch_warnings():
-        if not dist.is_initialized():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
@@ -319,6 +336,8 @@ def _told(make: Callable[[str], PipeloomError]) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, PipeloomError):
+            raise cause from None
         first = str(cause).partition("\n")[0]
         raise make(f"rank {rank}: {type(cause).__name__}: {first}") from error
 

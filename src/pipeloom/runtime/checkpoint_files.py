@@ -6,21 +6,23 @@ Imported where a checkpoint is written or read only, for `torch.distributed.chec
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.runtime.files import open_regular
 
 METADATA = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -44,6 +46,8 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
+_MAX_DIGESTS_BYTES = 64 << 20
+"""Largest file of digests that is read: an entry takes about 150 bytes."""
 _REMEDY = "remove this checkpoint and go on from an older one, or give another"
 
 
@@ -92,10 +96,36 @@ class PlainReader(FileSystemReader):
                 metadata = _of_tensors(_PlainUnpickler(stream).load())
         # A damaged pickle may raise anything.
         except Exception as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise InputError(str(file), f"is not the metadata of a checkpoint: {reason}", _REMEDY) from error
+            raise InputError(str(file), f"is not the metadata of a checkpoint: {_reason(error)}", _REMEDY) from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors, one file after the other.
+
+        Raises
+        ------
+        InputError
+            Naming the file that holds anything but tensors.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        done: Future[None] = Future()
+        done.set_result(None)
+        for name, items in by_file.items():
+            file = Path(self.path) / name
+            try:
+                done = super().read_data(replace(plan, items=items), planner)
+            except PipeloomError:
+                raise
+            except pickle.UnpicklingError as error:
+                # Without torch's message, which advises to run what the file says.
+                raise InputError(str(file), "holds more than tensors", _REMEDY) from error
+            # A damaged file may raise anything.
+            except Exception as error:
+                raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
+        return done
 
 
 def _of_tensors(metadata: Any) -> Metadata:
@@ -114,8 +144,8 @@ def _of_tensors(metadata: Any) -> Metadata:
 def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
     """Write the digests of some files of a checkpoint as one small file of its own, ``digests-WRITER.json``."""
     digests = {name: _digest(folder / name) for name in sorted(names)}
-    with (folder / f"digests-{writer}.json").open("w") as stream:
-        json.dump(digests, stream, indent=1)
+    with (folder / f"digests-{writer}.json").open("wb") as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(digests), indent=1))
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -126,21 +156,29 @@ def known_digests(folder: Path) -> dict[str, str]:
     Raises
     ------
     InputError
-        Naming a file of digests that cannot be read.
+        Naming a file of digests that cannot be read, or that names something outside the folder.
     """
     known: dict[str, str] = {}
     for file in sorted(folder.glob("digests-*.json")):
         try:
-            known |= json.loads(file.read_text())
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise InputError(str(file), f"cannot be read ({error})", _REMEDY) from error
+            with open_regular(file) as stream:
+                content = stream.read(_MAX_DIGESTS_BYTES + 1)
+            if len(content) > _MAX_DIGESTS_BYTES:
+                raise ValueError(f"it is larger than {_MAX_DIGESTS_BYTES} bytes")
+            found = msgspec.json.decode(content, type=dict[str, str])
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
+        outside = next((name for name in found if not _is_inside(name)), None)
+        if outside is not None:
+            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is no file of its folder", _REMEDY)
+        known |= found
     return known
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
-    """Refuse files of a checkpoint that are not as they were written.
+    """Refuse files of a checkpoint that are not as they were written, or no regular files.
 
-    A checkpoint without any digests, of an older version or made by other means, is not checked.
+    A checkpoint without any digests, of an older version or made by other means, is not compared.
 
     Raises
     ------
@@ -148,8 +186,8 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
         Naming the file.
     """
     known = known_digests(folder)
-    for name in sorted(names) if known else ():
-        problem = _problem(folder / name, known.get(name))
+    for name in sorted(names):
+        problem = _problem(folder / name, known.get(name)) if known else _irregular(folder / name)
         if problem:
             raise InputError(str(folder / name), problem, _REMEDY)
 
@@ -175,17 +213,37 @@ def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[s
     return {name: problem for name in share(names) if (problem := _problem(folder / name, known.get(name)))}
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in a folder or in a folder below it."""
+    path = PurePosixPath(name)
+    return name == str(path) and name.isprintable() and not path.is_absolute() and ".." not in path.parts
+
+
+def _irregular(file: Path) -> str:
+    """Why a file cannot be read; empty where it can."""
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        return f"cannot be read ({_reason(error)})"
+    return ""
+
+
 def _problem(file: Path, written: str | None) -> str:
     """What is wrong with a file that was written with a digest; empty where nothing is."""
     try:
         found = _digest(file)
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return f"cannot be read ({_reason(error)})"
     if written is None:
         return "has no digest beside it"
     return "" if found == written else "is damaged: it is not what was written"
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.partition("\n")[0] or type(error).__name__

@@ -5,7 +5,6 @@ Nobody says which it is: each rank leaves a mark in the folder and looks whose m
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime.coordination import broadcast_bytes, first_says, long_group
+from pipeloom.runtime.files import remove, write_pieces
 
 _PIECE_BYTES = 16 << 20
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Copies:
         failures: list[OSError] = []
         pieces = self._coming(_pieces(source / name), holder, failures)
         if wants:
-            _, failure = _attempted(lambda: _write_pieces(part, pieces))
+            _, failure = _attempted(lambda: write_pieces(part, pieces))
             failures += [] if failure is None else [failure]
         for _ in pieces:
             pass
@@ -131,8 +131,9 @@ class Copies:
             if wants:
                 part.unlink(missing_ok=True)
             raise
-        if wants:
-            part.replace(target / name)
+        # The other ranks take part in the next file, so they must know of a rank that cannot.
+        _, failure = _attempted(lambda: _replace(part, target / name) if wants else None)
+        _agreed(None, failure, self.between)
 
     def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
         """Pieces of a file that one rank reads, on all ranks of `between`; what it cannot read ends them."""
@@ -212,13 +213,10 @@ def _leave_mark(path: Path) -> None:
     path.touch()
 
 
-def _write_pieces(path: Path, pieces: Iterator[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as written:
-        for piece in pieces:
-            written.write(piece)
-        written.flush()
-        os.fsync(written.fileno())
+def _replace(part: Path, target: Path) -> None:
+    if target.is_dir():
+        remove(target)
+    part.replace(target)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,10 +20,11 @@ import torch.distributed as dist
 from pipeloom.bounds import Finite, Number
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint import load_checkpoint, state_tensors, write_state
+from pipeloom.runtime.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
 from pipeloom.runtime.executor import Executor
+from pipeloom.runtime.files import open_regular, remove, sync_folder, write_pieces
 from pipeloom.runtime.saving import Saving
 from pipeloom.spec import Batch
 
@@ -32,8 +32,15 @@ T = TypeVar("T")
 
 STATE = "trainer.json"
 """File of a checkpoint with its `TrainerState`."""
+_REMEDY = "remove this checkpoint, and begin anew or from another"
 _LOG = logging.getLogger(__name__)
-_WHOLE = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-[0-9]{8,}")
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+"""Endings of a checkpoint's name: while it is written or removed, and while a new one of the same iteration takes its
+place."""
+
+_Signature = tuple[tuple[str, int, int, int], ...]
+"""Of the files of a checkpoint: name, size, time of the last change, number."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +74,8 @@ class Checkpoints:
     All ranks read and write one folder, or where hosts do not share it, each host a copy that is kept whole: a host
     that is lost takes none away.
 
-    A checkpoint is written under another name and gets its own once everything is there, so that whatever happens
-    meanwhile, a folder ``step-N`` is whole.
+    A checkpoint is written under another name and gets its own once everything is there. An old one loses its name
+    before it is removed. So whatever happens meanwhile, a folder ``step-N`` is whole, unless it is damaged later.
 
     Parameters
     ----------
@@ -77,7 +84,8 @@ class Checkpoints:
     every : int
         Iterations from one to the next; the end of a run is always saved.
     keep : int
-        How many of the newest are kept.
+        How many of the newest are kept. Only those count that are whole and not damaged, up to the one that was just
+        written; whatever has a higher number stays.
     asynchronous : bool
         Write while training goes on, from copies in host memory; False: training waits.
     """
@@ -99,19 +107,46 @@ class Checkpoints:
         return self._attempt(find_copies, self.folder)
 
     def steps(self) -> list[int]:
-        """Iterations with which the whole checkpoints of this copy go on, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = (_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match is not None)
+        """Iterations with which the checkpoints of this copy go on, damaged ones included, oldest first."""
+        return self._named("")
 
     def all_steps(self) -> list[int]:
         """The same of all copies; all ranks call it together."""
-        return sorted(set().union(*self.copies.gather(self.steps())))
+        copies = self.copies
+        self._attempt(copies.all_do, self._restore if copies.is_first else None)
+        return self._steps_of(copies)
 
     def newest(self) -> Path | None:
-        """Folder of the newest whole checkpoint of this copy; None where there is none."""
-        return next((self._path(step) for step in reversed(self.steps())), None)
+        """Return the folder of the newest checkpoint of this copy that is not damaged; None where there is none.
+
+        Raises
+        ------
+        InputError
+            When all are damaged: what is wrong with the newest.
+        """
+        problems: list[InputError] = []
+        for step in reversed(self.steps()):
+            problem = _problem_of(self._path(step))
+            if problem is None:
+                return self._path(step)
+            _LOG.warning("%s: %s; looking for an older checkpoint", problem.entity, problem.problem)
+            problems.append(problem)
+        if problems:
+            raise problems[0]
+        return None
+
+    def _named(self, ending: str) -> list[int]:
+        """Iterations of the entries that are called as a checkpoint with an ending, in order."""
+        if not self.folder.is_dir():
+            return []
+        names = {path.name for path in self._attempt(lambda: list(self.folder.iterdir()))}
+        stems = (name.removesuffix(ending) for name in names if name.endswith(ending))
+        steps = {int(stem[5:]) for stem in stems if _NAME.fullmatch(stem)}
+        # A name with more zeros is not that of a checkpoint.
+        return sorted(step for step in steps if self._path(step, ending).name in names)
+
+    def _steps_of(self, copies: Copies) -> list[int]:
+        return sorted(set().union(*copies.gather(self.steps())))
 
     def save(
         self,
@@ -166,23 +201,82 @@ class Checkpoints:
         contents: dict[str, bytes],
         record: Sequence[Path],
     ) -> Path:
-        target = self._path(iteration)
-        beside = target.with_name(f"{target.name}.partial")
+        target, beside = self._path(iteration), self._path(iteration, _PARTIAL)
         self._attempt(copies.all_do, partial(_make_empty, beside) if copies.is_first else None)
         write_state(beside, tensors, group=copies.everyone)
         self._attempt(copies.all_do, partial(_write_files, beside, dist.get_rank(), contents))
         self._attempt(copies.complete, beside, beside)
-        self._attempt(copies.all_do, partial(self._take_over, beside, target) if copies.is_first else None)
+        self._attempt(copies.all_do, partial(self._take_over, iteration) if copies.is_first else None)
+        self._remember(iteration)
+        self._drop_old(copies, iteration)
         self._attempt(copies.follow, record)
         return target
 
-    def _take_over(self, beside: Path, target: Path) -> None:
-        """Give a checkpoint that is whole its name, and drop those that are too old."""
-        # One of the same iteration can only be of this run's earlier life: the same content.
-        _remove(target)
+    def _take_over(self, step: int) -> None:
+        """Give a checkpoint that is whole its name; one of the same iteration goes only when the new one is there."""
+        target, beside, replaced = self._path(step), self._path(step, _PARTIAL), self._path(step, _REPLACED)
+        sync_folder(beside)
+        if os.path.lexists(target):
+            remove(replaced)
+            target.rename(replaced)
         beside.rename(target)
-        for step in self.steps()[: -self.keep]:
-            _remove(self._path(step))
+        sync_folder(self.folder)
+        remove(replaced)
+
+    def _restore(self) -> None:
+        """Give a checkpoint its name again that a new one was about to replace when the process died."""
+        for step in self._named(_REPLACED):
+            target, replaced = self._path(step), self._path(step, _REPLACED)
+            if os.path.lexists(target):
+                remove(replaced)
+            else:
+                replaced.rename(target)
+
+    def _drop_old(self, copies: Copies, written: int) -> None:
+        """Drop what is older than the `keep` newest checkpoints that are whole; all ranks call it together.
+
+        What has a higher number than the one just written does not count and stays: training did not go on from it, so
+        it is damaged or not this run's.
+        """
+        older = [step for step in self._steps_of(copies) if step <= written]
+        num_whole = 0
+        while older and num_whole < self.keep:
+            num_whole += self._is_whole(copies, older.pop())
+        self._attempt(copies.all_do, (lambda: self._drop(older, written)) if copies.is_first else None)
+
+    def _drop(self, steps: Sequence[int], written: int) -> None:
+        for step in steps:
+            path, gone = self._path(step), self._path(step, _PARTIAL)
+            if os.path.lexists(path):
+                remove(gone)
+                path.rename(gone)
+        # Those that a process left when it died as well.
+        for step in self._named(_PARTIAL):
+            if step <= written:
+                remove(self._path(step, _PARTIAL))
+
+    def _is_whole(self, copies: Copies, step: int) -> bool:
+        """Whether every copy of a checkpoint is good; all ranks call it together.
+
+        A copy that was written or found good before is not read again, unless its files have changed since.
+        """
+        path = self._path(step)
+        is_known = not copies.is_first or self._good.get(step, ()) == (_signature(path) or None)
+        if all(copies.gather(is_known)):
+            return True
+        if any(copies.gather(_damage_of(path, copies.share))) or any(copies.gather(_misnumbered(path))):
+            return False
+        self._remember(step)
+        return True
+
+    @cached_property
+    def _good(self) -> dict[int, _Signature]:
+        """Checkpoints of this copy that this process has written or found good."""
+        return {}
+
+    def _remember(self, step: int) -> None:
+        if self.copies.is_first:
+            self._good[step] = _signature(self._path(step))
 
     def load(
         self, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None = None
@@ -209,59 +303,59 @@ class Checkpoints:
 
     def _damage(self, step: int) -> InputError | None:
         """What is wrong with a checkpoint, where no copy of what is wrong is good; copies are mended from others."""
-        from pipeloom.runtime.checkpoint_files import find_damage  # slow to import, and seldom needed
-
-        copies, path = self.copies, self._path(step)
-        if not all(copies.gather(path.is_dir())):
-            beside = path.with_name(f"{path.name}.partial")
+        copies, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
+        is_there = copies.gather(path.is_dir())
+        if not any(is_there):
+            return InputError(str(path), "is not a folder", _REMEDY)
+        if not all(is_there):
             lacks = copies.is_first and not path.is_dir()
             self._attempt(copies.all_do, partial(_make_empty, beside) if lacks else None)
             self._attempt(copies.complete, path, beside)
-            self._attempt(copies.all_do, partial(beside.rename, path) if lacks else None)
+            self._attempt(copies.all_do, partial(self._take_over, step) if lacks else None)
         for is_mended in (len(copies.firsts) == 1, True):
-            damage = copies.gather(find_damage(path, [STATE], copies.share))
-            if not any(damage):
-                return None
-            if is_mended:
+            damage = copies.gather(_damage_of(path, copies.share))
+            if not any(damage) or is_mended:
                 break
             lacking = set().union(*(damage[rank] for rank in copies.sharers))
             self._attempt(copies.complete, path, path, lacking)
-        name, problem = next(iter(next(each for each in damage if each).items()))
-        return InputError(str(path / name), problem, "remove this checkpoint, and begin anew or from another")
+        for name, problem in (pair for each in damage for pair in each.items()):
+            return InputError(str(path / name), problem, _REMEDY)
+        misnumbered: list[InputError | None] = copies.gather(_misnumbered(path))
+        wrong = next(filter(None, misnumbered), None)
+        if wrong is None:
+            self._remember(step)
+        return wrong
 
     def _read(
         self, step: int, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
     ) -> TrainerState:
         path = self._path(step)
         # The ranks have divided the digests of all files among them in `_damage`.
-        iteration = load_checkpoint(
-            path, executor, optimizer, averages=averages, group=self.copies.everyone, checked=True
-        )
-        try:
-            state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise InputError(str(path / STATE), f"cannot be read ({error})", "remove this checkpoint") from error
-        if not state.iteration == iteration == step:
-            told = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
-            raise InputError(f"{path / STATE}: iteration", told, "remove this checkpoint")
+        load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone, checked=True)
+        state = read_state(path)
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"
             # In another layout other layers draw the numbers; then there is nothing to go on with.
             if state.layout == executor.layout.digest and saved.exists():
-                generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
+                try:
+                    generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
+                except (OSError, RuntimeError, ValueError) as error:
+                    raise InputError(str(saved), f"cannot be read ({error})", _REMEDY) from error
         return state
 
     def make(self) -> None:
         """Make the folder, so that one that cannot be written is known before anything is trained."""
         self._attempt(_make_writable, self.folder)
+        self._attempt(self._restore)
 
     def clear(self) -> None:
-        """Remove all checkpoints of this copy."""
-        for step in self.steps():
-            self._attempt(_remove, self._path(step))
+        """Remove all checkpoints of this copy, and what is left of those that were being written or removed."""
+        for ending in ("", _PARTIAL, _REPLACED):
+            for step in self._named(ending):
+                self._attempt(remove, self._path(step, ending))
 
-    def _path(self, iteration: int) -> Path:
-        return self.folder / f"step-{iteration:08d}"
+    def _path(self, iteration: int, ending: str = "") -> Path:
+        return self.folder / f"step-{iteration:08d}{ending}"
 
     def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
         try:
@@ -282,13 +376,62 @@ def _generators(device: torch.device) -> dict[str, torch.Generator]:
     return found
 
 
+def read_state(path: Path) -> TrainerState:
+    """Read what a checkpoint has of its trainer.
+
+    Raises
+    ------
+    InputError
+        When the file is missing or damaged.
+    """
+    try:
+        with open_regular(path / STATE) as stream:
+            return msgspec.json.decode(stream.read(), type=TrainerState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(str(path / STATE), f"cannot be read ({error})", _REMEDY) from error
+
+
+def _problem_of(path: Path) -> InputError | None:
+    """What is wrong with a checkpoint; None where it is good."""
+    for name, problem in _damage_of(path, lambda names: names).items():
+        return InputError(str(path / name), problem, _REMEDY)
+    return _misnumbered(path)
+
+
+def _damage_of(path: Path, share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
+    from pipeloom.runtime.checkpoint_files import find_damage  # slow to import, and seldom needed
+
+    return find_damage(path, [STATE], share)
+
+
+def _misnumbered(path: Path) -> InputError | None:
+    """What is wrong with a checkpoint whose files are as they were written: it may be of another iteration."""
+    step = int(path.name.removeprefix("step-"))
+    try:
+        state, iteration = read_state(path), saved_iteration(path)
+    except InputError as error:
+        return error
+    if state.iteration == iteration == step:
+        return None
+    told = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
+    return InputError(f"{path / STATE}: iteration", told, _REMEDY)
+
+
+def _signature(path: Path) -> _Signature:
+    """What changes with the files of a checkpoint, without reading them; empty where it cannot be had."""
+    try:
+        found = [(each, each.stat()) for each in sorted(path.rglob("*"))]
+    except OSError:
+        return ()
+    return tuple((str(each.relative_to(path)), is_.st_size, is_.st_mtime_ns, is_.st_ino) for each, is_ in found)
+
+
 def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
     """Write what a rank saves beside tensors, and the digests of it."""
     from pipeloom.runtime.checkpoint_files import write_digests  # slow to import, and seldom needed
 
     for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
+        write_pieces(folder / name, [content])
     write_digests(folder, f"beside-{rank}", contents)
 
 
@@ -299,13 +442,5 @@ def _make_writable(folder: Path) -> None:
 
 
 def _make_empty(path: Path) -> None:
-    _remove(path)
+    remove(path)
     path.mkdir(parents=True)
-
-
-def _remove(path: Path) -> None:
-    # What a link leads to is somebody else's.
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

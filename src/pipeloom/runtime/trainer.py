@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError, PlanError, check_positive
+from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError, check_positive
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
 from pipeloom.runtime.ahead import Ahead, Coming, tell_dealing
 from pipeloom.runtime.batches import bound
@@ -43,6 +44,8 @@ from pipeloom.runtime.tied import sums_over_ranks
 from pipeloom.runtime.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.weights import give_memory, give_weights
 from pipeloom.spec import Batch, Layout
+
+_LOG = logging.getLogger(__name__)
 
 
 class PlanSource(Protocol):
@@ -366,7 +369,11 @@ class Trainer:
                     return
         except GeneratorExit:
             # Whoever stops here wants what was trained.
-            self._saver.end()
+            try:
+                self._saver.end()
+            except PipeloomError as error:
+                # Where the loop was left, Python would ignore the exception and print its traceback.
+                _LOG.error("%s", error)
             raise
         finally:
             close_reading(ahead.source)

@@ -179,6 +179,10 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_count(f"checkpoint.{name}", getattr(self, name))
 
 
+UNTIL_THE_END = 2**31 - 1
+"""Number of iterations of a run that trains on all batches, where nothing says how many there are."""
+
+
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything about a run. Paths are relative to the file."""
 

@@ -27,6 +27,7 @@ from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
 from pipeloom.spec import Layout, RankSpec
 from pipeloom.training.callbacks import Callback
 from pipeloom.training.config import (
+    UNTIL_THE_END,
     CheckpointConfig,
     LayoutConfig,
     ParallelConfig,
@@ -43,7 +44,6 @@ from pipeloom.training.task import Task
 
 Batches = Iterable[Sequence[Any]]
 _MICROBATCHES_PER_RANK = 2
-_UNTIL_THE_END = 2**31 - 1
 _EVALUATE_EVERY = 100
 
 
@@ -189,7 +189,7 @@ def fit(
         raise InputError("ranks", f"is {ranks}, the layout has {layout.num_ranks}")
     task = _task(model, batches, describe, optimizer, settings)
     built = task.model(_dtype(), settings.seed)
-    count = settings.iterations or (len(batches) if isinstance(batches, Sized) else _UNTIL_THE_END)
+    count = settings.iterations or (len(batches) if isinstance(batches, Sized) else UNTIL_THE_END)
     described = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
     config = _config(built, task, settings, _layout_config(ranks, layout), count)
     config = _with_loop(config, described, settings)
@@ -254,7 +254,7 @@ def _with_loop(config: TrainConfig, optimizer: OptimizerConfig, settings: FitSet
     """The config with what the loop does beside plans."""
     clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
     scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
-    if scheduler.name in ("cosine", "linear") and config.iterations == _UNTIL_THE_END:
+    if scheduler.name in ("cosine", "linear") and config.iterations == UNTIL_THE_END:
         problem = f"{scheduler.name!r} goes by the length of the run, which is not known"
         raise InputError("settings.scheduler", problem, "give settings.iterations")
     evaluation = settings.evaluation

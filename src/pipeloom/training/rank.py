@@ -21,6 +21,7 @@ from pipeloom.runtime.evaluate import Evaluated, random_kept
 from pipeloom.runtime.flops import known_peak
 from pipeloom.runtime.model import torch_dtype
 from pipeloom.training.callbacks import Callbacks
+from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
@@ -61,7 +62,7 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
                     job.display.say(f"Going on from the checkpoint after {first} iterations.")
                 show = shown.enter_context(job.display.iterations(job.config.iterations, first))
                 listeners.append(Listener(job, first, show))
-            _train(_Evaluations(job, setup, trainer, next(iter(listeners), None)), batches, first, relayout)
+            done = _train(_Evaluations(job, setup, trainer, next(iter(listeners), None)), batches, first, relayout)
             if not relayout.changed:
                 break
             learned, go_on = trainer.learned, True
@@ -71,6 +72,8 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     if not listeners:
         return None
     [listener] = listeners
+    if done < job.config.iterations != UNTIL_THE_END:
+        job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
     # Everything is on disk before the user's evaluation, in which anything may happen.
     facts = _facts(job, setup, model)
     summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
@@ -82,8 +85,8 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
     return summary
 
 
-def _train(evaluate: _Evaluations, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> None:
-    """Train under one layout, until the end or until another one is to come."""
+def _train(evaluate: _Evaluations, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
+    """Train under one layout, until the end or until another one is to come; return how many iterations are done."""
     listener, done = evaluate.listener, first
     for report in evaluate.trainer.run(batches, first):
         if done == first:
@@ -97,6 +100,7 @@ def _train(evaluate: _Evaluations, batches: Iterable[Sequence[Any]], first: int,
         evaluate.after(done, is_last=True)
     elif listener is not None:
         listener.recorder.relaid()
+    return done
 
 
 class Listener:
@@ -115,7 +119,7 @@ class Listener:
         self._begin, self._show = time.monotonic(), show
         peak = peak_flops(job)
         self._peak_flops = None if peak is None else peak * job.config.num_processes
-        self.recorder, self._display = Recorder(job.folder, first), job.display
+        self.recorder, self._display = Recorder(job.folder, first, job.config.log.plans), job.display
         logs = [TensorBoardLog(job.folder / TENSORBOARD, first)] if job.config.log.tensorboard else []
         self.callbacks = Callbacks([*logs, *job.task.made_callbacks()])
 

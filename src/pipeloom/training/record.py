@@ -1,10 +1,11 @@
-"""What a training run leaves behind: summary.json and every plan as text."""
+"""What a training run leaves behind: summary.json, and plans as text."""
 
 from __future__ import annotations
 
-import itertools
+import logging
 import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeloom.io import write_text
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
 from pipeloom.runtime.evaluate import Evaluated
+from pipeloom.runtime.files import open_regular
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -142,6 +144,9 @@ WRITTEN = (
     EVALUATIONS,
     LAYOUTS,
 )
+_MEANS = ("gap", "planned_s", "measured_s", "planned_bubble_share", "measured_bubble_share", "search_s")
+"""Fields of a row whose means are in the summary."""
+_LOG = logging.getLogger(__name__)
 # Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
 _MOST_REPORTS = 64
 
@@ -161,6 +166,9 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
         When the folder cannot be made or emptied.
     """
     kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
+    for path in (folder / name for name in kept):
+        if os.path.lexists(path) and not path.is_file():
+            raise InputError(str(path), "is not a regular file", "remove it")
     stale = [folder / name for name in WRITTEN if name not in kept]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,6 +180,47 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
 
 
 @dataclass
+class Totals:
+    """What a summary has of all iterations. It takes the same memory however many there are."""
+
+    count: int = 0
+    loss_first: float = 0.0
+    loss_last: float = 0.0
+    num_skipped: int = 0
+    fallbacks: dict[int, str] = field(default_factory=dict)
+    """Iterations that ran the fallback plan, and why."""
+    resumed_at: list[int] = field(default_factory=list)
+    _sums: Counter[str] = field(default_factory=Counter)
+    _lead_s: float = 0.0
+    _start: int = 0
+
+    def add(self, row: Row) -> None:
+        """Count an iteration."""
+        if not self.count:
+            self.loss_first = row.loss
+        elif row.start != self._start:
+            self.resumed_at.append(row.iteration)
+        self.count, self.loss_last, self._start = self.count + 1, row.loss, row.start
+        self.num_skipped += row.num_skipped
+        for name in _MEANS:
+            self._sums[name] += getattr(row, name)
+        if row.fresh:
+            self._lead_s += row.lead_s
+        else:
+            self.fallbacks[row.iteration] = row.reason
+
+    def mean(self, name: str) -> float:
+        """Mean of a field over all iterations."""
+        return self._sums[name] / self.count
+
+    @property
+    def mean_lead_s(self) -> float:
+        """Mean of ``lead_s`` over the iterations that ran their own plan."""
+        num_fresh = self.count - len(self.fallbacks)
+        return self._lead_s / num_fresh if num_fresh else 0.0
+
+
+@dataclass
 class Recorder:
     """Collects the reports of rank 0, and writes plans and history as they come.
 
@@ -180,11 +229,14 @@ class Recorder:
     folder : Path
     first_iteration : int
         With which this start begins: what the history has of it and later ones was lost, and is run again.
+    num_plans : int
+        Number of the newest plans that are kept.
     """
 
     folder: Path
     first_iteration: int = 0
-    rows: list[Row] = field(init=False, default_factory=list)
+    num_plans: int = 1000
+    _totals: Totals = field(init=False, default_factory=Totals)
     reports: list[StepReport] = field(init=False, default_factory=list)
     evaluations: list[Evaluated] = field(init=False, default_factory=list)
     _stride: int = field(init=False, default=1)
@@ -192,13 +244,19 @@ class Recorder:
 
     def __post_init__(self) -> None:
         """Make the folder for the plans, and take over the history of earlier starts."""
-        (self.folder / "plans").mkdir(exist_ok=True)
+        self._drop_plans(self.first_iteration)
         path = self.folder / HISTORY
-        if self.first_iteration and path.exists():
-            found = read_history(path)
+        rows: list[Row] = []
+        if self.first_iteration:
+            found = read_history(path) if path.exists() else []
             self._start = 1 + max((row.start for row in found), default=0)
-            self.rows = [row for row in found if row.iteration < self.first_iteration]
-        write_text(path, "".join(_line(row) for row in self.rows))
+            rows = [row for row in found if row.iteration < self.first_iteration]
+            if len(rows) != self.first_iteration:
+                has = f"has {len(rows)} of the {self.first_iteration} iterations before the checkpoint"
+                _LOG.warning("%s: %s; the summary leaves out the others", path, has)
+        for row in rows:
+            self._totals.add(row)
+        write_text(path, "".join(_line(row) for row in rows))
         path = self.folder / EVALUATIONS
         if path.exists():
             known = read_lines(path, Evaluated) if self.first_iteration else []
@@ -232,13 +290,17 @@ class Recorder:
             tokens_per_s=report.num_tokens / report.step_s if report.step_s else None,
             mfu=report.mfu,
         )
-        path = self.folder / "plans" / f"{report.iteration:05d}.plan"
-        try:
-            path.write_text(to_text(answer.plan))
-        except OSError as error:
-            raise _unwritable(path, error) from error
+        if self.num_plans:
+            path = self._plan(report.iteration)
+            try:
+                self._plan(report.iteration - self.num_plans).unlink(missing_ok=True)
+                # Whatever is there of an earlier start may be no regular file.
+                path.unlink(missing_ok=True)
+                path.write_text(to_text(answer.plan))
+            except OSError as error:
+                raise _unwritable(path, error) from error
         append_line(self.folder / HISTORY, row)
-        self.rows.append(row)
+        self._totals.add(row)
         if report.iteration % self._stride == 0:
             self.reports.append(report)
         if len(self.reports) > _MOST_REPORTS:
@@ -246,6 +308,20 @@ class Recorder:
             kept = [each for each in self.reports if each.iteration % self._stride == 0]
             self.reports = kept or self.reports[-1:]
         return row
+
+    def _plan(self, iteration: int) -> Path:
+        return self.folder / "plans" / f"{iteration:05d}.plan"
+
+    def _drop_plans(self, first: int) -> None:
+        """Make the folder for the plans, and remove what is older than those that are kept."""
+        folder = self.folder / "plans"
+        try:
+            folder.mkdir(exist_ok=True)
+            for path in folder.glob("*.plan"):
+                if path.stem.isdecimal() and int(path.stem) < first - self.num_plans:
+                    path.unlink()
+        except OSError as error:
+            raise _unwritable(folder, error) from error
 
     @property
     def last_evaluated(self) -> int:
@@ -283,28 +359,27 @@ class Recorder:
         advice : str
             What to do, where a baseline is planned to be faster.
         """
-        rows = self.rows
-        fresh = [row for row in rows if row.fresh]
-        compared = comparison or {}
+        totals, compared = self._totals, comparison or {}
+        if not totals.count:
+            problem = "has no iteration, and all were trained before the checkpoint"
+            raise InputError(str(self.folder / HISTORY), problem, "raise iterations, or train --from-scratch")
         return self.write(
             Summary(
                 name=run.name,
-                iterations=len(rows),
-                resumed_at=tuple(
-                    row.iteration for before, row in itertools.pairwise(rows) if before.start != row.start
-                ),
-                loss_first=rows[0].loss,
-                loss_last=rows[-1].loss,
-                plans_fresh=len(fresh),
-                plans_fallback=len(rows) - len(fresh),
-                fallback_iterations={row.iteration: row.reason for row in rows if not row.fresh},
-                mean_gap=statistics.fmean(row.gap for row in rows),
-                mean_planned_s=statistics.fmean(row.planned_s for row in rows),
-                mean_measured_s=statistics.fmean(row.measured_s for row in rows),
-                mean_planned_bubble_share=statistics.fmean(row.planned_bubble_share for row in rows),
-                mean_measured_bubble_share=statistics.fmean(row.measured_bubble_share for row in rows),
-                mean_lead_s=statistics.fmean(row.lead_s for row in fresh) if fresh else 0.0,
-                mean_search_s=statistics.fmean(row.search_s for row in rows),
+                iterations=totals.count,
+                resumed_at=tuple(totals.resumed_at),
+                loss_first=totals.loss_first,
+                loss_last=totals.loss_last,
+                plans_fresh=totals.count - len(totals.fallbacks),
+                plans_fallback=len(totals.fallbacks),
+                fallback_iterations=totals.fallbacks,
+                mean_gap=totals.mean("gap"),
+                mean_planned_s=totals.mean("planned_s"),
+                mean_measured_s=totals.mean("measured_s"),
+                mean_planned_bubble_share=totals.mean("planned_bubble_share"),
+                mean_measured_bubble_share=totals.mean("measured_bubble_share"),
+                mean_lead_s=totals.mean_lead_s,
+                mean_search_s=totals.mean("search_s"),
                 elapsed_s=elapsed_s,
                 num_ranks=run.num_ranks,
                 num_cores=num_cores(),
@@ -316,7 +391,7 @@ class Recorder:
                 difference=difference,
                 advice=advice,
                 evaluations=tuple((each.iteration, each.loss) for each in self.evaluations),
-                samples_skipped=sum(row.num_skipped for row in rows),
+                samples_skipped=totals.num_skipped,
             )
         )
 
@@ -346,25 +421,31 @@ def append_line(path: Path, line: object) -> None:
 
 
 def read_history(path: Path) -> list[Row]:
-    """Read a ``history.jsonl``; a last line that was cut off when the process died is left out."""
+    """Read a ``history.jsonl``, see `read_lines`."""
     return read_lines(path, Row)
 
 
 def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
-    """Read a file of lines of JSON; a last line that was cut off when the process died is left out.
+    """Read a file of lines of JSON. A last line that was cut off when the process died is left out with a warning.
 
     Raises
     ------
     InputError
-        Naming the line that is none.
+        When the file cannot be read, or naming the line that is none.
     """
+    try:
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror})", "remove the file") from error
+    if lines.pop():
+        _LOG.warning("%s: line %d was cut off when the process died, and is left out", path, len(lines) + 1)
     found = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            try:
-                found.append(msgspec.json.decode(line, type=kind))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise InputError(f"{path}: line {len(found) + 1}", str(error), "remove the file") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{path}: line {number}", str(error), "remove the file") from error
     return found
 
 

@@ -51,7 +51,7 @@ class TrainingRun(Job):
     """A training run: measure the layers, lay them over ranks, train with a plan for every batch, report.
 
     ``TrainingRun.from_toml(path).train()`` is what ``pipeloom train path`` does. Everything that is left lies in
-    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, every plan, and checkpoints where the config
+    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, plans, and checkpoints where the config
     asks for them.
 
     Parameters
@@ -319,7 +319,10 @@ class TrainingRun(Job):
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:
                     raise
-                go_on = self.checkpoints is not None and bool(self.checkpoints.steps())
+                saved = self.checkpoints
+                if saved is not None:
+                    saved.make()
+                go_on = saved is not None and bool(saved.steps())
                 where = "the newest checkpoint" if go_on else "the beginning"
                 again = f"{error}; starting again from {where}, {restart} of {restarts}"
                 self.display.say(again, warning=True)

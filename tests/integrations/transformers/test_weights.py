@@ -26,6 +26,7 @@ from pipeloom.integrations.transformers.build import TransformersModel
 from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.layout import separate
 from pipeloom.runtime import launch
+from pipeloom.runtime.checkpoint_files import write_digests
 from pipeloom.runtime.safetensors_files import ShardWriter, TensorFiles
 from pipeloom.runtime.save_pretrained import add, begin, finish, partial_of
 from pipeloom.runtime.weights import give_memory, give_weights
@@ -513,6 +514,7 @@ def test_export_of_a_model_that_came_from_no_folder(fitted: tuple[Path, pl.FitRe
     shutil.copytree(result.checkpoint, checkpoint)
     state = json.loads((checkpoint / "trainer.json").read_text())
     (checkpoint / "trainer.json").write_text(json.dumps(state | {"origin": "transformers:"}))
+    write_digests(checkpoint, "beside-0", json.loads((checkpoint / "digests-beside-0.json").read_text()))
     assert pl.export(tmp_path, tmp_path / "to") == checkpoint
     pl.export(result.checkpoint, tmp_path / "other")
     ours, theirs = TensorFiles(tmp_path / "to"), TensorFiles(tmp_path / "other")
