@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import tracemalloc
 from dataclasses import dataclass
@@ -153,3 +154,15 @@ def test_a_history_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / HISTORY).write_text('{"iteration": 0}\n')
     with pytest.raises(InputError, match=r"history\.jsonl: line 1"):
         Recorder(tmp_path, first_iteration=1)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_history_of_a_training_that_diverged_can_be_read(tmp_path: Path, loss: float) -> None:
+    reports, recorder = Reports(), Recorder(tmp_path)
+    recorder.add(reports(0))
+    recorder.add(reports(1, loss=loss, gradient_norm=loss))
+    first, second = read_history(tmp_path / HISTORY)
+    assert first.loss == 1.0
+    assert math.isnan(second.loss)
+    assert math.isnan(second.gradient_norm)
+    assert second.num_microbatches == 2

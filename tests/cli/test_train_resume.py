@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,6 +107,17 @@ def test_a_killed_rank_ends_all_and_training_goes_on(
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())
     assert (summary["iterations"], summary["resumed_at"]) == (ITERATIONS, [4])
     assert len(list((tmp_path / "t" / "plans").iterdir())) == ITERATIONS
+
+
+def test_a_mistake_in_a_new_config_leaves_the_checkpoints_of_the_old_run(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed[0] / "t", tmp_path / "t")
+    path = config(tmp_path, crash=False)
+    path.write_text(path.read_text().replace("ranks = 2", "ranks = 99"))
+    assert run(["train", str(path), "--runs", str(tmp_path), "--from-scratch"]) == 2
+    kept = sorted(each.name for each in (tmp_path / "t" / "checkpoints").iterdir())
+    assert kept == ["step-00000006", "step-00000007"]
 
 
 def test_all_ranks_are_started_again_where_that_is_asked_for(

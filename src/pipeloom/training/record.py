@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 from collections import Counter
@@ -146,6 +147,8 @@ WRITTEN = (
 )
 _MEANS = ("gap", "planned_s", "measured_s", "planned_bubble_share", "measured_bubble_share", "search_s")
 """Fields of a row whose means are in the summary."""
+_OFTEN_LOST = ("loss", "gradient_norm")
+"""Fields that are not finite where training diverges."""
 _LOG = logging.getLogger(__name__)
 # Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
 _MOST_REPORTS = 64
@@ -402,7 +405,7 @@ class Recorder:
         return summary
 
 
-_Line = TypeVar("_Line")
+_Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
 def append_line(path: Path, line: object) -> None:
@@ -443,10 +446,20 @@ def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
+            found.append(_decoded(line, kind))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"{path}: line {number}", str(error), "remove the file") from error
     return found
+
+
+def _decoded(line: bytes, kind: type[_Line]) -> _Line:
+    """Decode a line. JSON has no number for a loss that is not finite: such a loss was written as null."""
+    fields = msgspec.json.decode(line)
+    lost = [name for name in _OFTEN_LOST if isinstance(fields, dict) and fields.get(name, 0.0) is None]
+    if not lost:
+        return msgspec.json.decode(line, type=kind)
+    found = msgspec.convert(fields | dict.fromkeys(lost, 0.0), kind)
+    return msgspec.structs.replace(found, **dict.fromkeys(lost, math.nan))
 
 
 def num_cores() -> int:

@@ -305,9 +305,10 @@ class TrainingRun(Job):
         """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
         config = self.config
         go_on = self._goes_on(resume)
+        self._begin(go_on)
+        # Not before: a mistake in the new config would cost the old run's checkpoints.
         if self.checkpoints is not None and not go_on:
             self.checkpoints.clear()
-        self._begin(go_on)
         for restart in itertools.count(1):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
@@ -420,8 +421,6 @@ class TrainingRun(Job):
         prepared, checkpoints = Patience(), self.checkpoints
         steps = None if checkpoints is None else checkpoints.all_steps()
         go_on = self._goes_on(resume, steps)
-        if checkpoints is not None and not go_on and checkpoints.copies.is_first:
-            checkpoints.clear()
         failure: PipeloomError | None = None
         if dist.get_rank() == 0:
             try:
@@ -434,6 +433,8 @@ class TrainingRun(Job):
         if failed:
             # Rank 0 says why.
             os._exit(2)
+        if checkpoints is not None and not go_on and checkpoints.copies.is_first:
+            checkpoints.clear()
         return go_on
 
 
