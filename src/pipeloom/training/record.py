@@ -8,9 +8,9 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -405,7 +405,7 @@ class Recorder:
         return summary
 
 
-_Line = TypeVar("_Line", bound=msgspec.Struct)
+_Line = TypeVar("_Line")
 
 
 def append_line(path: Path, line: object) -> None:
@@ -459,7 +459,9 @@ def _decoded(line: bytes, kind: type[_Line]) -> _Line:
     if not lost:
         return msgspec.json.decode(line, type=kind)
     found = msgspec.convert(fields | dict.fromkeys(lost, 0.0), kind)
-    return msgspec.structs.replace(found, **dict.fromkeys(lost, math.nan))
+    change: Any = replace if is_dataclass(found) else msgspec.structs.replace
+    changed: _Line = change(found, **dict.fromkeys(lost, math.nan))
+    return changed
 
 
 def num_cores() -> int:
