@@ -130,7 +130,8 @@ class Browser:
             target = json.load(answer)
         socket = await websocket_connect(target["webSocketDebuggerUrl"], max_message_size=1 << 28)
         page = Page(socket)
-        await page.wait('document.readyState == "complete" ? true : null')
+        # An empty page stands there first.
+        await page.wait('location.protocol == "file:" && document.readyState == "complete" ? true : null')
         title = await page.run("document.title")
         seen: list[str] = []
         for x, y in await page.wait(BOXES) if drawn else ():

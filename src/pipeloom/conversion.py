@@ -83,7 +83,8 @@ def _outside(document: Any, path: str, found: re.Match[str], where: str) -> Inpu
     bound = float(text) if "." in text or "e" in text else int(text)
     entity, shown = path, ""
     for place, value in _all_at(document, path):
-        number = len(value) if of_length else value
+        # A number may stand as text where documents are not strict.
+        number = len(value) if of_length else float(value) if isinstance(value, str) else value
         if outside(number, bound) or number != number:
             entity, shown = place, f"has {number} entries, which" if of_length else _short(value)
             if isinstance(number, float) and not math.isfinite(number):
@@ -100,7 +101,9 @@ def _outside(document: Any, path: str, found: re.Match[str], where: str) -> Inpu
     return InputError(f"{where}: {printable_line(entity)}", f"{shown} is {limit}")
 
 
-def _short(number: float) -> str:
+def _short(number: float | str) -> str:
+    if isinstance(number, str):
+        return printable_line(number)
     return f"{number:g}" if isinstance(number, float) else show(number)
 
 

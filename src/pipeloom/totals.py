@@ -72,7 +72,7 @@ def check_total(entity: str, total: float, unit: str, largest: str = "") -> None
     """
     if not total < _most(unit):
         remedy = SMALLER_TIMES if unit in _PER_S else SMALLER_SIZES
-        problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_text(_most(unit), unit)}"
+        problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_limit_text(unit)}"
         raise InputError(entity, problem, remedy)
 
 
@@ -81,9 +81,11 @@ def _most(unit: str) -> int:
 
 
 def _text(number: float, unit: str) -> str:
-    if unit in _PER_S:
-        return f"{number / _PER_S[unit]:.2g} s"
-    return f"2**62 {unit}" if number == MAX_TOTAL else f"{number:g} {unit}"
+    return f"{number / _PER_S[unit]:g} s" if unit in _PER_S else f"{number:g} {unit}"
+
+
+def _limit_text(unit: str) -> str:
+    return f"{_most(unit) / _PER_S[unit]:.2g} s" if unit in _PER_S else f"2**62 {unit}"
 
 
 def check_work(entity: str, count: int, what: str, most: int, remedy: str = "give fewer microbatches") -> None:

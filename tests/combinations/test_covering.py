@@ -70,5 +70,5 @@ def test_what_does_not_fit_ends_in_one_line(kind: str, capacity_bytes: int, tmp_
     with pytest.raises(InfeasibleError) as refused:
         fallback_plan(prepare(run).read_setup().problem(), batch)
     # Who, how many bytes, and what to do about it.
-    assert re.search(r"(rank \d:|layers?) .*\d+ bytes.*; .*use (more ranks|smaller)", str(refused.value))
+    assert re.search(r"(rank \d:|layers?) .*[\d.]+ (B|KiB)\b.*; .*use (more ranks|smaller)", str(refused.value))
     assert "\n" not in str(refused.value)

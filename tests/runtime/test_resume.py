@@ -81,7 +81,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("iteration", [0, 10**12])
+@pytest.mark.parametrize("iteration", [0, 10**9])
 def test_an_iteration_that_is_not_the_checkpoints_is_refused(tmp_path: Path, iteration: int) -> None:
     """Training would skip so many batches."""
     run = random_run(3, 1)

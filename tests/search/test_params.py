@@ -30,8 +30,8 @@ def test_parameters_survive_a_message():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[orders]\nfar_share = 1.5\n", "orders.far_share: 1.5 is no part of a whole; give a number from 0 to 1"),
-        ("[turns]\nfar = 0.5\n", "turns.far: 0.5 is not finite and at least 1"),
+        ("[orders]\nfar_share = 1.5\n", "orders.far_share: 1.5 is above 1"),
+        ("[turns]\nfar = 0.5\n", "turns.far: 0.5 is below 1"),
         ("[justification]\npasses = 0\n", "justification.passes: 0 is below 1"),
         ("[assignment]\neven_share = 0.1\n", "assignment.even_share: 0.1 is before first_share, 0.35"),
         ("[orders]\nheta = 1.0\n", "heta"),

@@ -282,7 +282,7 @@ class LanguageHeadLayer(
     vocabulary: Count
     tied: bool = False
     norm: Norm = "rms"
-    predictions: int = 0
+    predictions: Number = 0
     """Number of states of each token, beside the last block's, that a `PredictionLayer` sends."""
 
 
@@ -293,10 +293,10 @@ class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     input and the states of all of them. The device holds a copy of the embedding, which is no parameter of the model.
     """
 
-    hidden: int
-    vocabulary: int
+    hidden: Count
+    vocabulary: Count
     mixers: tuple[Mixer, ...]
-    depth: int = 1
+    depth: Count = 1
     norm: Norm = "rms"
 
 

@@ -146,7 +146,7 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Event files in ``tensorboard`` in the run's folder."""
     peak_flops: Rate | None = None
     """Of one process's device, operations a second: with it there is an MFU on devices that are not known."""
-    plans: int = 1000
+    plans: Number = 1000
     """Number of the newest plans that stay in ``plans`` in the run's folder. 0: none."""
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def test_layers_of_little_time_and_much_memory_are_spread() -> None:
 
 def test_memory_that_cannot_hold_the_model_is_refused() -> None:
     chain = chain_of_layers(table(1, 6, 2, 4)).with_capacity(3)
-    with pytest.raises(InfeasibleError, match="bytes together"):
+    with pytest.raises(InfeasibleError, match="B together"):
         cooptimise(chain, budget=Evaluations(100))
 
 
