@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,26 @@ def test_clusters_that_cannot_be_are_refused_by_field(field: str, value: float) 
     cluster = msgspec.to_builtins(load_cluster("dip-h800-64"))
     with pytest.raises(InputError, match=f"c.toml: {field}: "):
         convert(cluster | {field: value}, ClusterSpec, "c.toml")
+
+
+def test_parquet_with_damaged_metadata_of_a_column_is_refused(tmp_path: Path) -> None:
+    """Where pyarrow itself is asked for such metadata, it ends the process."""
+    path = tmp_path / "samples.parquet"
+    path.write_bytes(zlib.decompress(base64.b85decode(_DAMAGED)))
+    with pytest.raises(InputError, match="is not a readable Parquet file"):
+        samples.read_samples(path)
+
+
+_DAMAGED = """
+c-oa#&u<z>6rLT{YwVDgSeezX#DRmea#SZ^67r)Wss?P<PDzSa3dCHZ1vY@Z{3xu!LODe}=2-RIL;sAPs-7yJs+_7Gs{RpGkDWKO%VNMvJ+j{J
+y!XEEd+*JxaG6?rL?*Y1R$>pdh0x}<gb=d9)CnS6MBQbPI8lg_c!YMOx+dATZn5Y_5;H4HQUtSvB-sua;<+^>*1G>(<k6x*M2iNwD%x4${gjgI
+=WT>aEWXQB0;P=^XOOGnofTfL6wiTD1V_Mrj#dc9{q*fC1-EC^@j1a|@702Fa=Sz@7mOxE^1ojNLg5U9NcaXq%icL58F8Tqk}!gn2re-LLeR)(
+WGm!{<I@C&rRslXk*16qZKrFK7$UJdSi_y>9aMruBD3uc&pG$rc>PnSH$qvg#X4QP<@gTPj#A38)U2$@ZfE2XEKuu?>vWx-2Z);jF|a+R^M4>n
+yE*POo&KAV)9Ck_t09~75Q1UnI=z<H9=Sim;mCSIcMX&vF+GcvxDI_0tjg*;^*hPP8PWM`ukVVn!MNh=kz;U0H(*EzIAot=ei)qWLQ+3U#)V{j
+kgj+AmlW@=(0g)e*u3?iWu~sEe@N=zlJR52_zPd}lUP<aWULo4TB_jk;aye2`!(Yi`FbD8r%TujO1N|x7E6%T-z4>S$@r)kKV9?lSyck!C1Ae<
+?4NsZwYXkctr*`&jepkft~x_LW%Y-sDjQMt*C^5xT8vuOH`Oo2XQo}OrC^=Y0;TkriuE<66Pj<)BBd=_XmMXYPw5MIVTniF5kA>EfyhH(u<3#C
+E`U>jICXxK8mCe`X3ao8p07hNb+d9-dtmh&ll&><cgv4csR>X_UP1i%j88y0h^Aqiv8$F_-+MZ(RbP(lU26&vj(;-!f*H0u*ca6Sp(vDw^$nV4
+#bYlf^v(J={a}HXXZROI?l}(e$1}c{VC?E%yOycEZJ5RMNv7>KASCb;7&WiEy|RDKXTN4Wi1zw^KBc_#d@I23=Xt_ui09A-n0+v&>z!1a?&}BE
+*v?eWcnv<@EvNi>9&r*goF|>}nQppPP4oRU$fvw>dcJ^vzJM=4?9g(ZL+fqRd^)UEvs0MoKEE#we$m7#29>|^=Y0tGj+4!Xa!?fK)mk{OBYs{r
+QSX7T{|sr#fj#{8%<=9u27`O{aM+(D$Ifun>GzVENB7hB_jH&2m@NFEcM3vf_Fu|>ejb53
+""".replace("\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ MAX_VALUES = MAX_FILE_BYTES // 16
 """Of a Parquet file, where runs of equal values take no room."""
 _ROWS = 10_000
 _BATCH_BYTES = MAX_FILE_BYTES // 8
+_SCAN_S = 10.0
+"""A hundred times what a scan of `MAX_VALUES` takes."""
 _MAX_NAMES = 64 * MAX_FILE_BYTES
 _DIVIDE = "divide it into several files"
 _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
@@ -84,6 +87,7 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
     number = size = 0
     try:
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+        _scan(file, where)
         # Its threads do not always end where an error ends this process.
         for batch in file.iter_batches(_rows_at_a_time(file.metadata, where), use_threads=False):
             size += batch.nbytes
@@ -96,6 +100,33 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
         raise
     except (pyarrow.ArrowException, OSError, ValueError, TypeError) as error:
         raise InputError(where, "is not a readable Parquet file") from error
+
+
+def _scan(file: Any, where: str) -> None:
+    """Scan all pages, which takes next to no memory, before `_rows_at_a_time` asks for the metadata of columns.
+
+    Where such metadata are damaged, pyarrow ends the process; a scan raises an error for them.
+
+    Raises
+    ------
+    InputError
+        The scan takes so long that there are far more values than are read.
+    """
+    failures: list[Exception] = []
+
+    def scan() -> None:
+        try:
+            file.scan_contents()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=scan, name="parquet", daemon=True)
+    thread.start()
+    thread.join(_SCAN_S)
+    if thread.is_alive():
+        raise InputError(where, f"has more than {MAX_VALUES} values", _DIVIDE)
+    if failures:
+        raise failures[0]
 
 
 def _rows_at_a_time(metadata: Any, where: str) -> int:
