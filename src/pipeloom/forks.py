@@ -79,8 +79,10 @@ def begin_forks(names: Sequence[str]) -> bool:
         _SERVER.ready = False
         return False
     _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
-    # The server removes both folders if this process is killed.
-    told = (str(os.getpid()), util.get_temp_dir(), *names)
+    # The server removes both folders if this process is killed; but not the one that its parent process uses too.
+    this: Any = multiprocessing.current_process()
+    inherited = this._config.get("tempdir") is not None
+    told = (str(os.getpid()), "" if inherited else util.get_temp_dir(), *names)
     Path(_SERVER.folder.name, _NAMES).write_text("\n".join(told))
     # A store that is gone is no news to a planner, and a level is set when torch is imported.
     level = os.environ.get(_LEVEL, "ERROR")
@@ -184,7 +186,8 @@ def serve_imports() -> None:
     for each in _SERVER.terminal_signals:
         signal.signal(each, signal.SIG_IGN)
     # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
-    leave = partial(_leave_at_once, os.getpid(), int(starter), (folder, Path(temporary)))
+    folders = (folder, Path(temporary)) if temporary else (folder,)
+    leave = partial(_leave_at_once, os.getpid(), int(starter), folders)
     atexit.register(leave)
     # Why it ends, for want of file descriptors for example, is for the process that then fails to start another.
     sys.excepthook = lambda *_: None
@@ -257,8 +260,6 @@ class ForkTarget:
         os.environ.update(self.environment)
         # It asks the same server for further ones.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-        for each in _SERVER.terminal_signals:
-            signal.signal(each, signal.SIG_DFL)
         sys.excepthook = sys.__excepthook__
         self.begin()
         self.function(*args)
@@ -377,6 +378,9 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
     # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ranks and planner keep ignoring these: they end with this process, and remove its folders.
+    for each in _SERVER.terminal_signals:
+        signal.signal(each, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     code: object = 1
     try:

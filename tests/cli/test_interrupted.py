@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +50,8 @@ class Ended:
 
 def end(folder: Path, sent: signal.Signals, after_s: float, to_group: bool) -> Ended:
     """Send a signal to a training run some time after its first line, and wait until its processes are gone."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
+    # The name of a socket, which lies in it, may have a hundred characters.
+    temporary = Path(tempfile.mkdtemp(prefix="pipeloom-test-"))
     command = [sys.executable, "-m", "pipeloom", "train", str(config(folder, crash=False)), "--runs", str(folder)]
     command += ["--iterations", "1000"]
     # Of its own, as one that a terminal starts in the foreground: all of it is in one session.
@@ -73,6 +75,7 @@ def end(folder: Path, sent: signal.Signals, after_s: float, to_group: bool) -> E
         time.sleep(0.02)
     # PyTorch keeps the inductor's folder from run to run.
     files = [each.name for each in temporary.iterdir() if not each.name.startswith("torchinductor")]
+    shutil.rmtree(temporary)
     # A machine without kept kernels compiles them.
     return Ended(process.returncode, [line for line in said.splitlines() if not line.startswith("compiling")], files)
 
