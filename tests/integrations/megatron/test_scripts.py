@@ -12,6 +12,7 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.integrations.megatron.files import read_arguments
+from pipeloom.integrations.megatron.launches import launches
 from tests.integrations.megatron.scripts import Generator, agrees, passed_by_bash, passed_by_us
 
 REST = (
@@ -226,6 +227,26 @@ def test_a_sourced_file_is_read(tmp_path):
         read(tmp_path, script)
 
 
+def test_files_that_source_others_know_where_they_are(tmp_path):
+    library = tmp_path / "lib" / "models"
+    library.mkdir(parents=True)
+    (library / "small.sh").write_text(
+        'ROTARY_BASE=5000000 source "$(dirname -- "${BASH_SOURCE[0]}")/base.sh"\n'
+        'model() { echo "${BASH_SOURCE[0]##*/} ${BASH_SOURCE[1]##*/}"; }\n'
+        '[ "${BASH_SOURCE[0]}" = "$0" ] && MODEL_ARGS=(--num-layers 32)\n'
+        'CALLER="${BASH_SOURCE[1]##*/} ${BASH_SOURCE[-1]##*/} ${#BASH_SOURCE[@]}"\n'
+    )
+    (library / "base.sh").write_text("MODEL_ARGS=(--num-layers 8 --rotary-base $ROTARY_BASE)\n")
+    script = textwrap.dedent("""
+        source lib/models/small.sh
+        torchrun pretrain_gpt.py ${MODEL_ARGS[@]} "$CALLER" "$(model)" "${BASH_SOURCE[0]}"
+    """)
+    ((_, *theirs),) = passed_by_bash(script, tmp_path)
+    (found,) = launches(str(tmp_path / "script.sh"), script)
+    assert found.words[:-1] == theirs[:-1]
+    assert found.words[:4] == ["--num-layers", "8", "--rotary-base", "5000000"]
+
+
 def test_variables_that_are_not_set_are_noted(tmp_path):
     run = read(tmp_path, '[ "$BIG" = 1 ] && NL=32\ntorchrun pretrain_gpt.py --num-layers ${NL:-8} $EXTRA REST\n')
     assert run.num_layers == 8
@@ -243,6 +264,10 @@ def test_variables_that_are_not_set_are_noted(tmp_path):
             r"--num-layers: \$NL is not set in this file \(line 1\); write its value",
         ),
         ('torchrun a.py --num-layers "$1" REST', r"--num-layers: \$1 is not set in this file"),
+        (
+            "TOKENS=$3\nITERS=$(( ${TOKENS} / ${BATCH} ))\ntorchrun a.py --num-layers 8 --train-iters $ITERS REST",
+            r"line 2: .*fails: operand expected; not set in the script: \$3, \$BATCH; give",
+        ),
         (
             "N=$(nproc)\ntorchrun a.py --num-layers $((N / 2)) REST",
             r"--num-layers: \$\(nproc\) is known only when .*line 1",

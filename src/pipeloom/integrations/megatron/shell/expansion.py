@@ -97,9 +97,14 @@ class Expansion(State):
         ------
         arithmetic.Failure, Undetermined
         """
-        text = self.unknowns.known(self.string(word))
+        expanded = self.string(word)
+        text = self.unknowns.known(expanded)
         self.unknowns.charge(len(text) // 20)
-        return arithmetic.evaluate(text, self, self.unknowns.line)
+        try:
+            return arithmetic.evaluate(text, self, self.unknowns.line)
+        except arithmetic.Failure as error:
+            unset = ", ".join(dict.fromkeys(one.source for one in self.unknowns.within(expanded)))
+            raise arithmetic.Failure(f"{error}; not set in the script: {unset}" if unset else str(error)) from None
 
     def index(self, name: str, word: Word) -> str:
         """Return the index of an element."""

@@ -243,6 +243,7 @@ class Interpreter(SimpleCommands):
                     self.output = output
             case Function(name, function):
                 self.functions[name] = function
+                self.function_files[name] = self.get("BASH_SOURCE") or ""
                 self.status = 0
             case Calculation(line, expression):
                 self.unknowns.go_to(line)

@@ -254,7 +254,8 @@ class SimpleCommands(Expansion):
         self.calls += 1
         self.locals.append({})
         try:
-            self.command(self.functions[name])
+            with self.within_file(self.function_files[name]):
+                self.command(self.functions[name])
         except Jump as jump:
             if jump.kind != "return":
                 raise
@@ -297,7 +298,8 @@ class SimpleCommands(Expansion):
         if len(arguments) > 1:
             self.positional = arguments[1:]
         try:
-            return self.run_text(text)
+            with self.within_file(name):
+                return self.run_text(text)
         except Jump as jump:
             if jump.kind != "return":
                 raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from pipeloom.integrations.megatron.shell.syntax import Command
@@ -37,10 +39,12 @@ class State:
 
     def __init__(self, script: str, unknowns: Unknowns) -> None:
         self.script, self.unknowns = script, unknowns
-        self.variables: dict[str, str | Array] = {}
+        self.variables: dict[str, str | Array] = {"BASH_SOURCE": {"0": script}}
         self.associative: set[str] = set()
         self.exported: set[str] = set()
         self.functions: dict[str, Command] = {}
+        self.function_files: dict[str, str] = {}
+        """The file that defines each function."""
         self.locals: list[dict[str, str | Array | None]] = []
         """For each running function, the values that its local variables hide."""
         self.positional: list[str] = []
@@ -57,9 +61,21 @@ class State:
         other.variables = {k: dict(v) if isinstance(v, dict) else v for k, v in self.variables.items()}
         self.unknowns.charge(1 + sum(len(v) for v in self.variables.values() if isinstance(v, dict)) // 10)
         other.associative, other.exported = set(self.associative), set(self.exported)
-        other.functions, other.options = dict(self.functions), set(self.options)
+        other.functions, other.function_files = dict(self.functions), dict(self.function_files)
+        other.options = set(self.options)
         other.locals = []
         other.positional = list(self.positional)
+
+    @contextmanager
+    def within_file(self, file: str) -> Iterator[None]:
+        """Put a file at the start of ``BASH_SOURCE`` while its commands run."""
+        files = self.variables.get("BASH_SOURCE", {})
+        callers = files.values() if isinstance(files, dict) else [files]
+        self.variables["BASH_SOURCE"] = {str(i): each for i, each in enumerate([file, *callers])}
+        try:
+            yield
+        finally:
+            self.variables["BASH_SOURCE"] = files
 
     # ------------------------------------------------------------------ variables
 
@@ -82,8 +98,6 @@ class State:
         if found is None:
             if name == "LINENO":
                 return str(self.unknowns.line)
-            if name == "BASH_SOURCE":
-                return self.script
             return self.unknowns.make(f"${name}", "text") if name in _FROM_THE_SHELL else None
         if isinstance(found, str):
             return found if index in (None, "0") else None
