@@ -90,6 +90,7 @@ def test_a_signal_that_the_caller_has_ignored_does_not_reach_the_fork() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:
         assert started.stdout is not None
         started.stdout.readline()
+        time.sleep(1.0)  # until it passes signals on
         started.send_signal(signal.SIGINT)
         started.send_signal(signal.SIGTERM)
         started.communicate(timeout=300)

@@ -330,7 +330,8 @@ class ForkedCommand:
 def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     """Run a function in a forked process that stands in for this one.
 
-    SIGINT and SIGTERM go on to it, unless this process ignores them, and it ends when this process is gone, however that ended.
+    SIGINT and SIGTERM go on to it, unless this process ignores them. It ends when this process is gone, however that
+    ended.
 
     Parameters
     ----------
