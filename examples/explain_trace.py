@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeloom.cli.app import run
+from pipeloom.heartbeat import heartbeat
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """One stage a rank."""
@@ -110,7 +111,8 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(train, args=(port, asked), nprocs=asked.ranks)
+    with heartbeat(f"recording {asked.iterations} iterations on {asked.ranks} ranks"):
+        multiprocessing.spawn(train, args=(port, asked), nprocs=asked.ranks)
     print(f"wrote {asked.ranks} files to {asked.out}; explained by: pipeloom explain {asked.out}")
     raise SystemExit(run(["explain", str(asked.out), "--out", str(asked.out.with_suffix(".layers.json"))]))
 

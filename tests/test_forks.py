@@ -83,3 +83,15 @@ def test_a_fork_that_was_killed_is_told_by_its_code() -> None:
         os.kill(int(started.stdout.readline()), signal.SIGKILL)
         started.communicate(timeout=300)
     assert started.returncode == 128 + signal.SIGKILL
+
+
+def test_a_signal_that_the_caller_has_ignored_does_not_reach_the_fork() -> None:
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *COMMAND, "stand_in"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        time.sleep(1.0)  # until it passes signals on
+        started.send_signal(signal.SIGINT)
+        started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=300)
+    assert started.returncode == signal.SIGTERM

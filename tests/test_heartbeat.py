@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 
 from pipeloom import heartbeat
 from pipeloom.printing import print_line
+from pipeloom.training.display import Lines
 
 BOUND_S = 60.0
 
@@ -68,3 +70,26 @@ def test_nothing_is_printed_if_another_process_does_or_the_user_wants_none(
         with heartbeat.paused(), heartbeat.heartbeat("reading"):
             time.sleep(0.3)
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_that_tells_a_result_does_not_name_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+
+    def read() -> str:
+        nonlocal said
+        said += capsys.readouterr().err
+        return said
+
+    with heartbeat.heartbeat("loading"):
+        Lines().say("Measuring the layers ...")
+        Lines().say("6 kinds of layers; the fit is 10.0% off on average.")
+        wait_for(lambda: "pipeloom: " in read())
+    assert "pipeloom: measuring the layers" in read()
+    assert "pipeloom: 6 kinds" not in read()
+
+
+def test_a_printed_line_reaches_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe, encoding="utf-8"))
+    print_line("Importing PyTorch ...")
+    assert pipe.getvalue() == b"Importing PyTorch ...\n"

@@ -331,7 +331,8 @@ class ForkedCommand:
 def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     """Run a function in a forked process that stands in for this one.
 
-    SIGINT and SIGTERM go on to it, and it ends when this process is gone, however that ended.
+    SIGINT and SIGTERM go on to it, unless this process ignores them. It ends when this process is gone, however that
+    ended.
 
     Parameters
     ----------
@@ -355,7 +356,9 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     assert number is not None
     before = {}
     for one in (signal.SIGINT, signal.SIGTERM):
-        before[one] = signal.signal(one, lambda sent, _: _send(number, sent))
+        # A shell has background commands of a script ignore SIGINT.
+        if signal.getsignal(one) != signal.SIG_IGN:
+            before[one] = signal.signal(one, lambda sent, _: _send(number, sent))
     try:
         code: int = here.recv()
     except EOFError:

@@ -15,6 +15,7 @@ FIRST_S, EVERY_S = 2.5, 9.0
 VARIABLE = "PIPELOOM_PROGRESS"
 """Environment variable; ``0`` turns these lines off."""
 _LOOK_S = 0.25
+_ELLIPSIS = "..."
 
 
 class _State:
@@ -32,6 +33,13 @@ _STATE = _State()
 def doing(what: str) -> None:
     """Name what the process does from here on. It is printed only if it takes long."""
     _STATE.what, _STATE.since_s = what, time.monotonic()
+
+
+def announced(line: str) -> None:
+    """Take over what a printed line names, if it names work: such a line ends with an ellipsis."""
+    if line.endswith(_ELLIPSIS):
+        text = line.partition(";")[0].removesuffix(_ELLIPSIS).rstrip()
+        doing(text[:1].lower() + text[1:])
 
 
 @contextmanager

@@ -26,8 +26,8 @@ def last_printed_s() -> float:
 
 
 def print_text(text: str, *, to_stderr: bool = False) -> None:
-    """Print lines of text. Whatever in it has to stay on one line goes through `visible_line` first."""
-    print(visible(text), file=sys.stderr if to_stderr else sys.stdout, flush=to_stderr)
+    """Print lines of text, at once. Whatever in it has to stay on one line goes through `visible_line` first."""
+    print(visible(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
     note_printed()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom import heartbeat
 from pipeloom.cli.app import run
 
 pytestmark = pytest.mark.ranks
@@ -121,3 +122,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert run(["train", str(config(tmp_path)), "--runs", str(tmp_path / "file")]) == 2
     assert "cannot be made or emptied" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_long_evaluation_after_training_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(heartbeat.VARIABLE, "1")
+    path = config(tmp_path, EVALUATE=f"__import__('time').sleep({heartbeat.FIRST_S + 1}) or {{}}")
+    assert run(["train", str(path), "--runs", str(tmp_path)]) == 0
+    assert "pipeloom: evaluating" in capfd.readouterr().err

@@ -162,7 +162,7 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             warm_up()  # no part of the budget
-        doing(f"searching for {seconds:g} s")
+        doing(f"searching (budget {seconds:g} s)")
         try:
             if search.method == "joint":
                 found = cooptimise(

@@ -173,6 +173,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
         status.update(Text(f"{title} ..."))
         doing(title if title.startswith("looking") else f"timing {title}")
 
+    doing("preparing")
     with note_compiling(), console.status("preparing ...") as status:
         for each in answers(question, processes=processes, on_system=start):
             if not isinstance(each, Comparison):

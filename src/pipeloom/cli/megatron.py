@@ -62,7 +62,7 @@ def megatron(
     check_targets(html)
     hardware = load_cluster(cluster)
     run = read_megatron(arguments, num_devices=gpus, default_devices=hardware.num_devices)
-    doing(f"searching layouts for {budget:g} s")
+    doing(f"searching layouts (budget {budget:g} s)")
     with note_compiling():
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []

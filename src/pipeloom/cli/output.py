@@ -79,11 +79,11 @@ def note_compiling() -> AbstractContextManager[None]:
     """A context that says so when something is compiled in it, as after an installation."""
     from pipeloom.compiled.telling import before_compiling
 
-    text = "compiling, once after an installation: up to a minute ..."
+    text = "Compiling the planner's kernels, once after an installation: up to two minutes ..."
 
     def say() -> None:
         print_note(text)
-        doing("compiling")
+        doing("compiling the planner's kernels")
 
     return before_compiling(say)
 

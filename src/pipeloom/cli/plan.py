@@ -116,7 +116,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
 
     with interruptible(budget_s) as rule:
         problem.warm_up()
-        doing(f"planning for {budget_s:g} s")
+        doing(f"planning (budget {budget_s:g} s)")
         try:
             return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
         except InputError as error:

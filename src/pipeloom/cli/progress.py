@@ -21,7 +21,7 @@ from rich.text import Text
 from pipeloom.cli.closing import closing_tables
 from pipeloom.cli.output import console_to
 from pipeloom.errors import visible_line
-from pipeloom.heartbeat import EVERY_S, doing, heartbeat
+from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s
 from pipeloom.runtime import StepReport
 from pipeloom.training import Summary
@@ -110,7 +110,7 @@ class Terminal:
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
         self._console().print(text, style="yellow" if warning else None)
-        doing(text.rstrip(" ."))
+        announced(text)
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:

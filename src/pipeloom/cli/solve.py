@@ -72,7 +72,7 @@ def solve(
     with interruptible(budget) as rule, progress_display() as show:
         with note_compiling():
             warm_up(method, graph)  # no part of the budget
-        doing(f"searching for {budget:g} s")
+        doing(f"searching (budget {budget:g} s)")
         began_s = time.monotonic()
         try:
             solution = search(

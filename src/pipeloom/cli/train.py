@@ -76,7 +76,7 @@ def train(
     # First of all: what ranks and planner are forked with is imported once, and this command goes on in a fork, too.
     if not is_fork():
         print_line("Importing PyTorch ...", to_stderr=json)
-        doing("importing PyTorch")
+        doing("importing PyTorch and loading the planner's kernels")
         if begin_warm(_KERNELS) and context.obj is not None and can_fork():
             with paused():
                 code = run_in_fork(main, (context.obj,))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from pipeloom.heartbeat import EVERY_S, doing, heartbeat
+from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s, print_line
 from pipeloom.training.record import Summary
 
@@ -61,7 +61,7 @@ class Lines:
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
         print_line(f"warning: {text}" if warning else text, to_stderr=True)
-        doing(text.rstrip(" ."))
+        announced(text)
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
@@ -84,3 +84,8 @@ class Lines:
 
     def close(self, summary: Summary) -> None:
         """Do nothing: the caller of `fit` has the result."""
+
+
+def display_heartbeat(display: Display, what: str) -> AbstractContextManager[None]:
+    """Return a `heartbeat` of what is being done, or nothing if the display shows nothing."""
+    return nullcontext() if isinstance(display, Quiet) else heartbeat(what)

@@ -6,7 +6,6 @@ import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
-from pipeloom.heartbeat import heartbeat
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Batches as LoadedBatches
@@ -35,7 +33,7 @@ from pipeloom.training.config import (
     RuntimeConfig,
     TrainConfig,
 )
-from pipeloom.training.display import Display, Lines, Quiet
+from pipeloom.training.display import Display, Lines, display_heartbeat
 from pipeloom.training.loop_config import EmaConfig, EvaluationConfig, LogConfig, OptimizerConfig, SchedulerConfig
 from pipeloom.training.measure import typical_batches
 from pipeloom.training.record import HISTORY, Row, Summary, read_history
@@ -203,7 +201,7 @@ def fit(
         layout=layout if isinstance(layout, Layout) else None,
         profile=settings.profile,
     )
-    with nullcontext() if isinstance(settings.display, Quiet) else heartbeat(f"building {built.name}"):
+    with display_heartbeat(settings.display, f"building {built.name}"):
         summary = run.train(resume=settings.resume)
     assert summary is not None
     assert run.checkpoints is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pipeloom.heartbeat import doing
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
@@ -22,6 +23,7 @@ from pipeloom.runtime.flops import known_peak
 from pipeloom.runtime.model import torch_dtype
 from pipeloom.training.callbacks import Callbacks
 from pipeloom.training.config import UNTIL_THE_END
+from pipeloom.training.display import display_heartbeat
 from pipeloom.training.finish import finish
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
@@ -76,8 +78,10 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
         job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
     # Everything is on disk before the user's evaluation, in which anything may happen.
     facts = _facts(job, setup, model)
-    summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
-    scores = job.task.scores(model)
+    with display_heartbeat(job.display, "comparing with 1F1B, and writing timelines"):
+        summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
+        doing("evaluating")
+        scores = job.task.scores(model)
     if scores:
         summary = listener.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
     listener.callbacks.tell("on_end", summary)

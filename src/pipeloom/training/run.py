@@ -282,7 +282,7 @@ class TrainingRun(Job):
         fresh_folder(self.folder, go_on=go_on)
         setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
         # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
-        self.display.say("Loading the planner's kernels; a first run compiles them, which takes minutes ...")
+        self.display.say("Loading the planner's kernels ...")
         setup.problem().warm_up()
 
     def _goes_on(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
