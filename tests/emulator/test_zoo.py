@@ -312,3 +312,9 @@ def test_image_batches_spread_widely():
     images = [sum(w.num_instances for w in work["vision"]) for work in works]
     assert max(images) > 1.5 * np.mean(images)
     assert min(images) < np.mean(images) / 2
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".toml", "../devices/h100", "a\0b", "a\0b.toml"])
+def test_a_name_that_no_file_can_have_is_unknown(name):
+    with pytest.raises(InputError, match=r"is unknown|is not a file"):
+        catalog.read("models", name)

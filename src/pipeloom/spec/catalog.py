@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -10,7 +11,7 @@ import msgspec
 
 from pipeloom.bounds import Number
 from pipeloom.conversion import convert
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, printable_line
 from pipeloom.outputs import check_input
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
@@ -31,17 +32,19 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
     """Content of a zoo entry, or of a TOML file where ``name`` is a path that ends in ``.toml``."""
     if name.endswith(".toml"):
         path = Path(name)
-        if not path.is_file():
-            raise InputError(name, "is not a file")
+        # False, too, for a name that no file can have.
+        if not os.path.isfile(path):
+            raise InputError(printable_line(name), "is not a file")
         check_input(path)
         data = path.read_bytes()
     else:
-        entry = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml")
-        if not entry.is_file():
+        if name not in names(kind):
             raise InputError(
-                f"{kind} {name!r}", "is unknown", f"the zoo has {', '.join(names(kind))}; or give a .toml file"
+                printable_line(f"{kind} {name!r}"),
+                "is unknown",
+                f"the zoo has {', '.join(names(kind))}; or give a .toml file",
             )
-        data = entry.read_bytes()
+        data = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml").read_bytes()
     try:
         content: dict[str, Any] = msgspec.toml.decode(data)
     # ValueError: what is no UTF-8, or a number of thousands of digits.
