@@ -24,6 +24,7 @@ def test_a_part_runs_on_the_cpu_and_leaves_its_results(name: str, tmp_path: Path
     assert (tmp_path / "device.toml").exists() == (name == "calibrate")
 
 
+@pytest.mark.full
 def test_where_a_part_fails_or_hangs_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def part(code: str) -> on_gpu.Part:
         return on_gpu.Part("?", (), (("-c", "print('first')"), ("-c", code)))

@@ -62,6 +62,7 @@ def loads_of(tokens: np.ndarray, images: np.ndarray) -> Loads:
     return Loads(tokens, tokens.astype(float), images.astype(float))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["first_fit_decreasing", "algorithm1", "balanced", "planned"])
 @pytest.mark.parametrize("tokens", [400, 1_000_000])
 def test_twenty_thousand_samples_are_packed(policy: str, tokens: int) -> None:

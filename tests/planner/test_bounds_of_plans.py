@@ -84,6 +84,7 @@ def test_bounds_of_random_problems_hold_for_longer_searches(seed: int, everywher
     check_each_other(planned(setup, random_batch(seed), (1, 8, 60)))
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=8)
 @example(seed=104, limited=True, policy="planned")
 @example(seed=208, limited=True, policy="planned")

@@ -122,6 +122,7 @@ def test_solvers_get_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner_parts._cell(answers, "ours", "small", 3) == "not tried"
 
 
+@pytest.mark.full
 def test_dynamic_data_cost_more_than_static_ones_and_these_more_than_none() -> None:
     (table,) = table_1(ONCE).tables
     column = table.columns.index("overhead, cut by time")
