@@ -171,7 +171,7 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
 
     def start(title: str) -> None:
         status.update(Text(f"{title} ..."))
-        doing(title if title.startswith("looking") else f"timing {title}")
+        doing(f"timing {title}")
 
     doing("preparing")
     with note_compiling(), console.status("preparing ...") as status:
@@ -189,7 +189,8 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
             raise InputError("--systems", f"none of them can run: {systems[0].problem}")
         found, would_fit = Outcome(question, tuple(systems), steps), None
         if not any(row.get("fits", False) for row in found.rows()):
-            start("looking for degrees that fit")
+            status.update("looking for degrees that fit ...")
+            doing("looking for degrees that fit")
             would_fit = fitting_degrees(question)
     return replace(found, would_fit=would_fit)
 

@@ -158,10 +158,8 @@ def read_megatron(
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
     count = batch // (micro * degrees.data)
     size = arguments.size(GROUP, degrees.pipeline)
-    now, rules = (
-        Setup(stages, degrees.pipeline, size, read_recompute(arguments)),
-        read_rules(arguments, degrees.pipeline),
-    )
+    now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
+    rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     state = read_state(arguments)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
