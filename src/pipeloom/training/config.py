@@ -12,6 +12,7 @@ from pipeloom.cost import check_strategies
 from pipeloom.errors import InputError, check_count, check_not_negative, check_positive, visible_line
 from pipeloom.io import read_spec
 from pipeloom.layout import ModulePlacement
+from pipeloom.limits import MAX_WAIT_S
 from pipeloom.packing import PackingSpec, check_always_packs
 from pipeloom.planner.client import DEADLINE_S
 from pipeloom.spec import Parallelism, RankSpec, Strategy
@@ -26,7 +27,6 @@ from pipeloom.training.loop_config import (
 )
 from pipeloom.tuning import TuningSpec
 
-_LONGEST_S = 1e7
 _SHORTEST_TIMEOUT_S = 1.0
 _MOST_COUNTED = 2**31 - 1
 
@@ -267,9 +267,9 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise InputError("seed", f"{self.seed} is not between 0 and 2**63-1")
         most: dict[str, tuple[float | None, float]] = {
             "iterations": (self.iterations, _MOST_COUNTED),
-            "timeout_s": (self.timeout_s, _LONGEST_S),
-            "planner.budget_s": (self.planner.budget_s, _LONGEST_S),
-            "planner.deadline_s": (self.planner.deadline_s, _LONGEST_S),
+            "timeout_s": (self.timeout_s, MAX_WAIT_S),
+            "planner.budget_s": (self.planner.budget_s, MAX_WAIT_S),
+            "planner.deadline_s": (self.planner.deadline_s, MAX_WAIT_S),
             "packing.token_budget": (self.packing.token_budget, _MOST_COUNTED),
         }
         for name, placement in self.layout.modules.items():
