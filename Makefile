@@ -52,8 +52,8 @@ soak: dev
 	$(BIN)/python -m pytest --cold -m soak
 
 lint: dev
-	$(BIN)/ruff check src tests examples benchmarks scripts
-	$(BIN)/ruff format --check src tests examples benchmarks scripts
+	$(BIN)/ruff check conftest.py src lab tests examples benchmarks scripts
+	$(BIN)/ruff format --check conftest.py src lab tests examples benchmarks scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_house.py
@@ -77,8 +77,8 @@ $(VENV)/.demo-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[demo]'
 	touch $@
 
-$(VENV)/.dev-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) --editable '.[dev]'
+$(VENV)/.dev-installed: pyproject.toml lab/pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[dev]' --editable './lab[exact]'
 	touch $@
 
 $(VENV)/.torchtitan-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
@@ -90,5 +90,5 @@ $(VENV)/.docs-installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-torchtitan runs build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-torchtitan runs build site src/*.egg-info lab/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

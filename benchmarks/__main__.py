@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 
 from pipeloom.io import write_text
-from pipeloom.lab.reproduce.provenance import machine
 from pipeloom.report import join_sections, sections
+from pipeloom_lab.reproduce.provenance import machine
 
 SECTIONS = (
     "planning",

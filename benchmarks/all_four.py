@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
-from pipeloom.errors import InfeasibleError
-from pipeloom.lab.reproduce.dip.runs import refuse_faults
-from pipeloom.lab.systems.chosen_layout import sampled_case
-from pipeloom.lab.systems.model_on_cluster import (
+from pipeloom.compare.baseline import by_time
+from pipeloom.compare.baselines.dip import dip_layout
+from pipeloom.compare.chosen_layout import sampled_case
+from pipeloom.compare.model_on_cluster import (
     Microbatches,
     ModelOnCluster,
     assignable_of,
@@ -27,7 +25,9 @@ from pipeloom.lab.systems.model_on_cluster import (
     pack_microbatches,
     put_on_cluster,
 )
-from pipeloom.lab.systems.systems import by_time, dip_layout
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages, encoder_first, profiled_layers
 from pipeloom.layout.arrangements import arrangements
 from pipeloom.layout.choose import FINAL, LayoutDraft, search_layouts
@@ -40,6 +40,7 @@ from pipeloom.spec.catalog import load_architecture
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec
+from pipeloom_lab.reproduce.dip.runs import refuse_faults
 
 LEAST_GAIN = 0.10
 _MODEL = Path(__file__).parent / "instances" / "hybrid-vlm.toml"

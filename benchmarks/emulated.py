@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planning import _batch, _problem
+from pipeloom.compare.model_on_cluster import draw_iteration, graph_of, pack_microbatches, put_on_cluster
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.io import make_folder, write_text
-from pipeloom.lab.systems.model_on_cluster import draw_iteration, graph_of, pack_microbatches, put_on_cluster
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import pack
 from pipeloom.plan import boundary_shapes, lower, verify

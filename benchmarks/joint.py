@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from statistics import mean
 
-from pipeloom.lab.reproduce.part import Options
-from pipeloom.lab.reproduce.pipetune.setups import (
+from pipeloom.layout import modality_placements, separate
+from pipeloom.packing import PackingSpec
+from pipeloom.planner import Problem
+from pipeloom.planner.joint import decide
+from pipeloom.report import markdown_table
+from pipeloom.search import Deadline
+from pipeloom.spec import Batch, Layout
+from pipeloom.tuning import TuningSpec
+from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.pipetune.setups import (
     MIXTURES,
     NAMES,
     ON_A,
@@ -19,14 +27,6 @@ from pipeloom.lab.reproduce.pipetune.setups import (
     run_batch,
     steps_of,
 )
-from pipeloom.layout import modality_placements, separate
-from pipeloom.packing import PackingSpec
-from pipeloom.planner import Problem
-from pipeloom.planner.joint import decide
-from pipeloom.report import markdown_table
-from pipeloom.search import Deadline
-from pipeloom.spec import Batch, Layout
-from pipeloom.tuning import TuningSpec
 
 TITLE = "Packing and order together"
 BATCHES = 4

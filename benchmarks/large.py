@@ -11,10 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from pipeloom.lab.instances import Family, family, generate
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Progress, solve, warm_up
 from pipeloom.timeline import check, lower_bound
+from pipeloom_instances import Family, family, generate
 
 TITLE = "Large problems"
 _SEARCH_S = 30.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.io import write_instance, write_text
-from pipeloom.lab.instances import LIBRARY, instance
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, solve, warm_up
 from pipeloom.timeline import require_feasible
+from pipeloom_instances import LIBRARY, instance
 
 HERE = Path(__file__).parent / "instances"
 LARGE = (

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeloom.io import make_folder, write_text
-from pipeloom.lab.instances import Run, run_library
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
 from pipeloom.search import warm_up
+from pipeloom_lab.library_runs import Run, run_library
 
 TITLE = "Search methods"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "search-gap-over-time.svg"

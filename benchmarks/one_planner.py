@@ -16,15 +16,15 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from benchmarks import all_four, arrange, joint, large, overtaking, own_systems, search, threads
-from pipeloom.lab.reproduce.adaptis.setups import MOST_SEARCH
-from pipeloom.lab.reproduce.dip import planning, runs
-from pipeloom.lab.reproduce.dip.large import mean_and_mfu
-from pipeloom.lab.reproduce.dip.setups import LARGE, SETUPS
-from pipeloom.lab.reproduce.part import Options
-from pipeloom.lab.reproduce.pipetune import setups as pipetune
 from pipeloom.planner import Finishing
 from pipeloom.report import markdown_table
 from pipeloom.search import warm_up
+from pipeloom_lab.reproduce.adaptis.setups import MOST_SEARCH
+from pipeloom_lab.reproduce.dip import planning, runs
+from pipeloom_lab.reproduce.dip.large import mean_and_mfu
+from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS
+from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.pipetune import setups as pipetune
 
 TITLE = "One planner"
 _OPTIONS = Options(iterations=1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-import pipeloom.lab.solvers  # noqa: F401 - makes cp-sat known by name
-from pipeloom.lab.instances import family, generate
+import pipeloom_lab.solvers  # noqa: F401 - makes cp-sat known by name
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, solve
+from pipeloom_instances import family, generate
 
 TITLE = "Search against CP-SAT on small problems under tight memory"
 _EXACT_S = 60.0

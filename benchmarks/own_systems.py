@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from benchmarks import joint
 from pipeloom.collector import collector_paused
-from pipeloom.lab.adaptis.systems import ChainResult
-from pipeloom.lab.reproduce.adaptis import setups as adaptis
-from pipeloom.lab.reproduce.dip import runs
-from pipeloom.lab.reproduce.dip.setups import SETUPS, PaperSetup
-from pipeloom.lab.reproduce.part import Options
-from pipeloom.lab.reproduce.pipetune import setups as pipetune
-from pipeloom.lab.systems.model_on_cluster import batch_of
+from pipeloom.compare.model_on_cluster import batch_of
 from pipeloom.layout.cooptimise import cooptimise, graph_of
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.planner import Problem
 from pipeloom.planner.joint import decide
 from pipeloom.search import Deadline, SearchParams, solve
+from pipeloom_lab.adaptis.systems import ChainResult
+from pipeloom_lab.reproduce.adaptis import setups as adaptis
+from pipeloom_lab.reproduce.dip import runs
+from pipeloom_lab.reproduce.dip.setups import SETUPS, PaperSetup
+from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.pipetune import setups as pipetune
 
 MOST_SLOWER, LEAST_GAIN = 0.005, 0.03
 """On any workload; and in the mean of all."""

@@ -11,9 +11,8 @@ from statistics import mean
 import msgspec
 
 from benchmarks.joint import separate_layout
-from pipeloom.lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
-from pipeloom.lab.systems.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
-from pipeloom.lab.systems.systems import our_layout
+from pipeloom.compare.baselines.dip import our_layout
+from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.packing import PackingSpec, cost_loads, deal, token_loads
 from pipeloom.planner import Problem
 from pipeloom.planner.dealing import deal_planned
@@ -22,6 +21,7 @@ from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Evaluations
 from pipeloom.spec import Batch, Parallelism
 from pipeloom.spec.parallelism import Degrees
+from pipeloom_lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
 
 TITLE = "Dealing to replicas"
 _SEEDS = 3

@@ -16,13 +16,13 @@ import numpy as np
 
 from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
-from pipeloom.lab.instances import family, generate
-from pipeloom.lab.solvers import EXACT
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
 from pipeloom.search import Deadline, Progress, Solution, first_in_first_out, solve, warm_up
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
+from pipeloom_instances import family, generate
+from pipeloom_lab.solvers import EXACT
 
 TITLE = "Search time against exact solvers"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "search-time-over-microbatches.svg"

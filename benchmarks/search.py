@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from pipeloom.compiled import kernel
-from pipeloom.lab.instances import Run, family, generate, instance, run_library
-from pipeloom.lab.solvers.integer_program import program_on_rank
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Evaluations, context, first_in_first_out, solve, warm_up
 from pipeloom.search.kernels.climb import evaluate
@@ -28,6 +26,9 @@ from pipeloom.search.scratch import Scratch, make_scratch
 from pipeloom.search.state import Search
 from pipeloom.search.strategies import choose_on_rank
 from pipeloom.taskgraph import TaskGraph
+from pipeloom_instances import family, generate, instance
+from pipeloom_lab.library_runs import Run, run_library
+from pipeloom_lab.solvers.integer_program import program_on_rank
 
 TITLE = "Search"
 _SEEDS = 5

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeloom.lab.instances import instance
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, StoppingRule, solve, warm_up
 from pipeloom.search.stopping import Watch
+from pipeloom_instances import instance
 
 TITLE = "Threads of the search"
 THREADS = 8

@@ -1,7 +1,7 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
-No circle between files, type-checking imports included; no line kept from the formatter; outside compiled kernels no
-function of more than seven parameters or eighty lines. What a command line declares as an option or argument is not
+No circle between files, type-checking imports included; no line kept from the formatter; no test of the product that
+imports the laboratory; outside compiled kernels no function of more than seven parameters or eighty lines. What a command line declares as an option or argument is not
 counted as a parameter, since every option is one.
 """
 
@@ -15,13 +15,14 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "pipeloom"
+SOURCES = (ROOT / "src", ROOT / "lab" / "src")
+PACKAGES = ("pipeloom", "pipeloom_instances", "pipeloom_lab")
 MOST_PARAMETERS, MOST_LINES = 7, 80
 
 
 def circles() -> Iterator[str]:
     """Files that import each other, directly or through others."""
-    graph = grimp.build_graph("pipeloom", cache_dir=None)
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     for group in _strongly_connected(imports):
         yield "a circle: " + ", ".join(sorted(group))
@@ -97,13 +98,15 @@ def _is_option(default: ast.expr | None) -> bool:
 def problems() -> Iterator[str]:
     """All that is wrong, a line each."""
     yield from circles()
-    for folder in ("src", "tests", "examples", "benchmarks", "scripts"):
+    for folder in ("src", "lab", "tests", "examples", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if "# fmt" + ":" in line:
                     yield f"{path.relative_to(ROOT)}:{number} keeps a line from the formatter"
-    for path in sorted(SOURCE.rglob("*.py")):
-        if "kernels" not in str(path.relative_to(SOURCE)):
+                if folder == "tests" and "import" in line and "pipeloom_lab" in line:
+                    yield f"{path.relative_to(ROOT)}:{number} imports the laboratory"
+    for path in sorted(path for source in SOURCES for path in source.rglob("*.py")):
+        if "kernels" not in str(path.relative_to(ROOT)):
             yield from wide_functions(path)
 
 

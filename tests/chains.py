@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.layout.cooptimise import LayerChain, chain_of_layers
 from pipeloom.taskgraph import Candidate, Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 
 
@@ -70,3 +72,11 @@ def uniform_chain(
         edges=Edges(source=sources, target=targets, delay_ns=delays),
         capacity_bytes=None if capacity_bytes is None else [capacity_bytes] * num_ranks,
     )
+
+
+def uniform_layers(
+    num_layers: int, p: int, m: int, f: int = 1, b: int = 1, w: int = 1, split: bool = True
+) -> LayerChain:
+    """Times in ns, one byte a layer and microbatch."""
+    layer = LayerCost("layer", f * 1e-9, 1, 0, backward_input_s=b * 1e-9, backward_weight_s=w * 1e-9)
+    return chain_of_layers(LayerTable("uniform", p, m, 0.0, 0, (layer,) * num_layers), split=split)

@@ -364,3 +364,20 @@ def _acyclic(needs: dict[int, list[tuple[int, int]]], num_tasks: int) -> bool:
                 done.add(task)
                 moved = True
     return len(done) == num_tasks
+
+
+def with_strategies(graph):
+    """Each pair kept, half kept, or recomputed, which takes its forward once more."""
+    rows = []
+    for pair in range(graph.num_pairs):
+        ahead = int(graph.duration_ns[graph.forward_of[pair]])
+        back = int(graph.duration_ns[graph.backward_of[pair]])
+        held = int(graph.activation_bytes[pair])
+        rows.append(
+            (
+                Candidate("keep", ahead, back, 0, held, held),
+                Candidate("half", ahead, back + ahead // 2, 0, held // 2, held // 2),
+                Candidate("recompute", ahead, back + ahead, 0, held // 10, held // 10),
+            )
+        )
+    return replace(graph, candidates=tuple(rows))

@@ -16,7 +16,7 @@ from msgspec import inspect as types
 
 import pipeloom
 from pipeloom import bounds, limits
-from pipeloom.cli.app import COMMANDS, run
+from pipeloom.cli.app import commands, run
 from pipeloom.conversion import convert
 from pipeloom.emulator import Draw, emulate
 from pipeloom.errors import InputError
@@ -39,6 +39,9 @@ _NOT_READ = {
     "pipeloom.training.one_call.FitSettings",
 }
 NUMBERS = (0, -1, 1, 2**31, 2**31 + 1, 2**62, 2**63, -(2**63), 10**400, 1e300, -1e300, math.nan, math.inf, -math.inf)
+
+
+COMMANDS = commands()
 
 
 @cache
@@ -149,7 +152,7 @@ def _needed(command: str, given: str) -> list[str]:
 
     from typer.models import ArgumentInfo, OptionInfo
 
-    function = getattr(importlib.import_module(f"pipeloom.cli.{COMMANDS[command].module}"), command)
+    function = getattr(importlib.import_module(COMMANDS[command].module), command)
     words = []
     for name, parameter in inspect.signature(function).parameters.items():
         info = parameter.default

@@ -11,7 +11,6 @@ for name in (
     "torch.utils.data",
     "pipeloom.cli.app",
     "pipeloom.cli.planner",
-    "pipeloom.lab",
     "pipeloom.packing.kernels",
     "pipeloom.planner",
     "pipeloom.runtime.measure",

@@ -19,12 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeloom.cli.app import COMMANDS, run
+from pipeloom.cli.app import commands, run
 from pipeloom.io import write_instance, write_schedule
 from pipeloom.timeline import lower_bound, simulate
 from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_io_load import mutated
 from tests.strategies import graphs, random_order
+
+COMMANDS = commands()
 
 
 class Result:
@@ -303,7 +305,7 @@ def test_overview_names_every_command_in_its_own_words(invoke: Invoke) -> None:
     for name, command in COMMANDS.items():
         assert (name in overview.out) == (name != "planner")
         if name in ("check", "simulate", "verify", "report"):
-            module = import_module(f"pipeloom.cli.{command.module}")
+            module = import_module(command.module)
             done = invoke(name, "--help")
             assert done.code == 0
             first = (getattr(module, name).__doc__ or "").split(".")[0].split()

@@ -21,11 +21,11 @@ from pipeloom.cli.plan import read_setup
 from pipeloom.cli.solve import Interruptible
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import PackedBatches, read_spec, write_instance, write_layout, write_samples
-from pipeloom.lab.instances import family, generate
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
 from pipeloom.spec import ModelSpec
 from pipeloom.taskgraph import TaskGraph
+from pipeloom_instances import family, generate
 from tests.cases import random_batch, random_case
 from tests.cli.test_cli_files import Invoke, invoke
 from tests.io.documents import TINY

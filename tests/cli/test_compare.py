@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
+from pipeloom.compare import answer, comparison
+from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.io import read_layout
 from pipeloom.io.stage_names import read_megatron_layout
-from pipeloom.lab.systems import answer, comparison
-from pipeloom.lab.systems.chosen_layout import choose_layout
 from pipeloom.search import Evaluations
 from pipeloom.spec import RankSpec
 from pipeloom.training.config import LayoutConfig, ParallelConfig, PlannerConfig
@@ -217,7 +217,7 @@ def test_text_alone_is_ranked_under_every_system(folder: Path, quick: None, caps
     command = ["compare", *SMALL, "--data", "texts.jsonl", "--budget", "0.02", "--json"]
     assert run(command) == 0
     document = json.loads(capsys.readouterr().out)
-    assert {row["system"] for row in document["systems"]} >= set(comparison.SYSTEMS)
+    assert {row["system"] for row in document["systems"]} >= set(comparison.BASELINES)
     assert all(row["iteration_s"] > 0 for row in document["systems"])
 
 
@@ -227,8 +227,8 @@ def test_a_system_that_cannot_run_gets_one_line(
     def refuses(*_: object) -> None:
         raise InputError("module 'vision'", "is not for this system", "use another")
 
-    entry = comparison.SystemEntry("Never", refuses)  # type: ignore[arg-type]
-    monkeypatch.setitem(comparison.SYSTEMS, "never", entry)
+    entry = comparison.Baseline("Never", refuses)  # type: ignore[arg-type]
+    monkeypatch.setitem(comparison.BASELINES, "never", entry)
     assert run(["compare", *SMALL, "--systems", "never,1f1b,fsdp"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^never +cannot run *$", shown, re.MULTILINE)

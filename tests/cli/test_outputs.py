@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import pytest
 import typer
 
-from pipeloom.cli.app import COMMANDS, make_app, run
+from pipeloom.cli.app import commands, make_app, run
 from tests.io.documents import TINY, TINY_SCHEDULE
 
 # Of every command: options and arguments that name files to write, and those that name files or folders to read.
@@ -61,6 +61,9 @@ READ = {
 SUFFIX = {"model": ".toml", "cluster": ".toml", "data": ".jsonl", "samples": ".jsonl", "now": ".sh", "params": ".toml"}
 
 
+COMMANDS = commands()
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +82,7 @@ def parameters(command: str) -> list[Any]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_that_names_a_file_is_known_here(command: str) -> None:
     written, read = FILES[command]
-    function = getattr(import_module(f"pipeloom.cli.{COMMANDS[command].module}"), command)
+    function = getattr(import_module(COMMANDS[command].module), command)
     paths = {name for name, kind in get_type_hints(function).items() if "Path" in str(kind)}
     assert paths <= written | read
     assert written | read <= {each.name for each in parameters(command)}

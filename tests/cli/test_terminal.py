@@ -23,7 +23,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.cli.app import COMMANDS, make_app, run
+from pipeloom.cli.app import commands, make_app, run
 from pipeloom.cli.output import stdout
 from pipeloom.errors import InputError, visible, visible_line
 from pipeloom.packing import PackingSpec
@@ -38,6 +38,9 @@ _CONTROL = "\x1b]0;PWN\x07\x1b[2J\x9b31m\r\x08\x7f\u202e\u2066\u2028\u2029\x85\n
 HOSTILE = f"N{_CONTROL}[bold]x[/] [/bold] [link=x] :heart: \xe9"
 # The same without what a file's name cannot hold, or TOML.
 NAME = HOSTILE.replace("/", "")
+
+
+COMMANDS = commands()
 
 
 def is_shown(text: str) -> bool:
@@ -144,7 +147,7 @@ def parameters(command: str) -> list[Any]:
 
 def hostile_lines(command: str) -> Iterator[list[str]]:
     """Of every argument and option that takes words or a path: a command line where it is hostile."""
-    hints = get_type_hints(getattr(import_module(f"pipeloom.cli.{COMMANDS[command].module}"), command))
+    hints = get_type_hints(getattr(import_module(COMMANDS[command].module), command))
     for each in parameters(command):
         if not re.search("Path|str", str(hints[each.name])):
             continue
@@ -183,7 +186,7 @@ def test_help_shows_all_of_its_words(command: str, capsys: pytest.CaptureFixture
     shown = words(capsys.readouterr().out)
     if not command:
         return
-    module = import_module(f"pipeloom.cli.{COMMANDS[command].module}")
+    module = import_module(COMMANDS[command].module)
     assert words(module.HELP).strip() in shown
     assert words(getattr(module, "EPILOG", "")) in shown
     for name, parameter in inspect.signature(getattr(module, command)).parameters.items():
@@ -203,8 +206,8 @@ def test_commands_run_without_docstrings(optimized: str) -> None:
 @pytest.mark.parametrize("optimized", ["-O", "-OO"])
 def test_help_is_there_without_docstrings(optimized: str) -> None:
     code = (
-        "import sys; from pipeloom.cli.app import COMMANDS, run; "
-        "print([run([name, '--help']) for name in COMMANDS], file=sys.stderr)"
+        "import sys; from pipeloom.cli.app import commands, run; "
+        "print([run([name, '--help']) for name in commands()], file=sys.stderr)"
     )
     light = [sys.executable, optimized, "-c", code]
     done = subprocess.run(light, capture_output=True, text=True, check=True)

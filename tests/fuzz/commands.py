@@ -14,7 +14,7 @@ from typing import NamedTuple, get_type_hints
 
 from typer.models import OptionInfo
 
-from pipeloom.cli.app import COMMANDS
+from pipeloom.cli.app import commands
 from tests.explain.traces.test_megatron_log import log
 from tests.io.documents import TINY, TINY_SCHEDULE
 
@@ -200,8 +200,8 @@ class NumericOption(NamedTuple):
 def numeric_options() -> tuple[NumericOption, ...]:
     """Every option of every command that takes a number, as the commands' own signatures have them."""
     found = []
-    for name, command in COMMANDS.items():
-        function = getattr(import_module(f"pipeloom.cli.{command.module}"), name)
+    for name, command in commands().items():
+        function = getattr(import_module(command.module), name)
         hints = get_type_hints(function)
         for field, parameter in inspect.signature(function).parameters.items():
             kinds = set(re.findall(r"int|float", str(hints[field])))

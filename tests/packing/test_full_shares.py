@@ -13,7 +13,7 @@ from pipeloom.packing.choices import even_groups, numbers
 from pipeloom.packing.policies import fill_shares
 from pipeloom.spec import Batch, Sample
 from pipeloom.spec.parallelism import Degrees
-from tests.lab.systems.cases import vlm_on_h800
+from tests.compare.cases import vlm_on_h800
 
 
 def drawn(num: int, devices: int, seed: int) -> Loads:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pipeloom.lab  # noqa: F401  it names cp-sat
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import Packing, PackingSpec, pack

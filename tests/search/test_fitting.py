@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.fitting import fitting_candidates
 from pipeloom.search.jobs import find_jobs, make_walks
 from pipeloom.search.plain import first_in_first_out, leanest
 from pipeloom.taskgraph import NO_TASK, Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import check
+from pipeloom_instances import family, generate
 from tests.chains import uniform_chain
 from tests.strategies import Shape, random_graph
 

@@ -7,16 +7,14 @@ import json
 import numpy as np
 import pytest
 
-import pipeloom.lab  # noqa: F401  it names more methods
 from pipeloom.cli.app import run
 from pipeloom.errors import InfeasibleError
 from pipeloom.io import read_instance, read_schedule
 from pipeloom.io.instance import instance_from_document
-from pipeloom.search import METHODS, Evaluations, solve
+from pipeloom.search import Evaluations, solve
 from pipeloom.timeline import check
 from tests.search.foreign import foreign_document
-
-SEARCHES = sorted(name for name, method in METHODS.items() if method.finish is None)
+from tests.search.methods import SEARCHES
 
 
 def attack(seed, method, evaluations, room=None):

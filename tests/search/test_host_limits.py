@@ -13,22 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipeloom.lab.solvers  # noqa: F401 - names its methods
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.jobs import make_walks
-from pipeloom.search.methods import METHODS
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.taskgraph import Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, simulate
+from tests.search.methods import ALL
 from tests.strategies import Shape, random_graph, random_order
 
 from .test_feasible import small_graph, some_schedule_fits
 
 NO_CANDIDATES = {"milp", "gurobi", "z3"}
 """Methods that refuse instances with candidates."""
-FAST = sorted(set(METHODS) - NO_CANDIDATES - {"cp-sat", "windows"})
-SOLVERS = ["cp-sat", "windows"]
+FAST = sorted(set(ALL) - NO_CANDIDATES - {"cp-sat", "windows"})
+SOLVERS = sorted({"cp-sat", "windows"} & set(ALL))
 
 
 def offering_hosts(graph: TaskGraph, rng: np.random.Generator) -> TaskGraph:

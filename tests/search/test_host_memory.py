@@ -11,17 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.lab.instances import family, generate
-from pipeloom.lab.solvers.integer_program import program_on_rank, program_strategies
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.plain import leanest
 from pipeloom.search.strategies import choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, memory_changes, simulate, within_limits
-from tests.lab.solvers.test_tree import with_strategies
+from pipeloom_instances import family, generate
 from tests.search.test_strategies import lean_schedule
-from tests.strategies import graphs
+from tests.strategies import graphs, with_strategies
 
-WAYS = {"lagrangian": (choose_strategies, choose_on_rank), "highs": (program_strategies, program_on_rank)}
 SMALL = {
     "num_candidates": 2,
     "num_microbatches": 2,
@@ -67,14 +64,12 @@ def best_on_rank(graph, schedule, rank):
     return best
 
 
-@given(graphs(**SMALL), st.integers(0, 40), st.sampled_from(sorted(WAYS)))
-def test_what_is_chosen_fits_on_the_host_and_lies_between_bound_and_optimum(graph, room, solver):
-    graph = offloading(graph, room)
+def assert_fits_on_the_host(graph, whole, one_rank):
+    """What ``whole`` chooses is feasible; on each rank it lies between the bound and the optimum."""
     try:
         schedule = lean_schedule(graph)
     except InfeasibleError:
         return
-    whole, one_rank = WAYS[solver]
     chosen = whole(graph, schedule)
     assert check(graph, chosen) == ()
     for rank in range(graph.num_ranks):
@@ -82,6 +77,11 @@ def test_what_is_chosen_fits_on_the_host_and_lies_between_bound_and_optimum(grap
         best = best_on_rank(graph, schedule, rank)
         assert found.bound_ns <= best + 1e-3
         assert best <= found.total_ns
+
+
+@given(graphs(**SMALL), st.integers(0, 40))
+def test_chosen_strategies_fit_on_the_host_and_are_between_bound_and_optimum(graph, room):
+    assert_fits_on_the_host(offloading(graph, room), choose_strategies, choose_on_rank)
 
 
 @given(graphs(**SMALL), st.integers(0, 40), st.randoms(use_true_random=False))
@@ -118,15 +118,6 @@ def test_a_schedule_that_fills_the_host_is_refused_with_place_and_bytes():
     schedule = Schedule(order, np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
     assert not within_limits(graph, schedule, simulate(graph, schedule))
     assert "bytes) on the host" in str(check(graph, schedule)[0])
-
-
-def test_strategies_by_the_integer_program_are_a_method_of_their_own():
-    plain = with_strategies(generate(family("vlm-s", num_microbatches=6, memory=0.6, num_ranks=3), 1))
-    graph = offloading(plain, int(0.3 * plain.capacity_bytes.max()))
-    found = solve(graph, budget=Evaluations(200), seed=0, method="highs strategies")
-    assert check(graph, found.schedule, found.timeline) == ()
-    by_program = program_strategies(graph, found.schedule)
-    assert found.timeline.makespan_ns <= simulate(graph, by_program).makespan_ns
 
 
 def staging(graph, room, staged):

@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.justify import justify
@@ -23,6 +22,7 @@ from pipeloom.search.scratch import make_scratch
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE
 from pipeloom.timeline import Schedule, check, simulate
+from pipeloom_instances import family, generate
 from tests.strategies import graphs, random_order
 
 

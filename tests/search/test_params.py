@@ -7,10 +7,10 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.io import read_spec
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, SearchParams, solve
 from pipeloom.search.params import OrderParams, StaticOrderParams, StrategyParams
 from pipeloom.timeline import check
+from pipeloom_instances import family, generate
 
 
 def test_a_file_names_only_what_it_changes(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
@@ -12,6 +11,7 @@ from pipeloom.search.params import TabuParams
 from pipeloom.search.phases import default, default_phases
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import WHOLE
+from pipeloom_instances import family, generate
 
 FAR = "orders, annealed the hotter the longer"
 TABU = "tabu search of tasks"

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, local, solve
 from pipeloom.search.context import begin
 from pipeloom.search.jobs import components
@@ -21,6 +20,7 @@ from pipeloom.search.stopping import WHOLE
 from pipeloom.search.tabu import tabu_search
 from pipeloom.taskgraph import topological_order
 from pipeloom.timeline import Schedule, check, lower_bound, simulate
+from pipeloom_instances import family, generate
 from tests.strategies import graphs, random_order
 
 SAMPLED = type(DEFAULTS)(sample=SampleParams(most_tasks=0, tasks=1500, most_filling=1.1))

@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipeloom.lab  # noqa: F401  it names more methods
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.lab.instances import family, generate
-from pipeloom.search import METHODS, Both, Deadline, Evaluations, local, solve, warm_up
+from pipeloom.search import Both, Deadline, Evaluations, local, solve, warm_up
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
+from pipeloom_instances import family, generate
 from tests.chains import uniform_chain
+from tests.search.methods import SEARCHES
 from tests.strategies import graphs
-
-SEARCHES = sorted(name for name, method in METHODS.items() if method.finish is None)
 
 
 @given(graphs(), st.sampled_from(SEARCHES), st.integers(0, 1000))

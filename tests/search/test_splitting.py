@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeloom.lab.instances import instance
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.splitting import restrict, split_counts, splittable
 from pipeloom.taskgraph import NO_TASK
 from pipeloom.timeline import Schedule, check, simulate
+from pipeloom_instances import instance
 from tests.strategies import Shape, random_graph
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pipeloom.compiled import kernel, pointer
 from pipeloom.errors import InfeasibleError
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
@@ -29,6 +28,7 @@ from pipeloom.search.packed import DURATION, pack_graph
 from pipeloom.search.state import Search
 from pipeloom.search.tabu import Tour, tabu_search
 from pipeloom.timeline import Schedule, check, simulate
+from pipeloom_instances import family, generate
 from tests.strategies import graphs
 
 

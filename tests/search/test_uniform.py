@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.lab.instances import family, generate
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.local import portfolio
@@ -16,6 +15,7 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import Stretch
 from pipeloom.search.uniform import downhill
 from pipeloom.timeline import check
+from pipeloom_instances import family, generate
 
 
 @pytest.mark.parametrize("memory", [1.2, 2.0, None])

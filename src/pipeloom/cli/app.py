@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from pipeloom import __version__
+from pipeloom import __version__, plugins
 from pipeloom.errors import PipeloomError
 from pipeloom.heartbeat import heartbeat
 from pipeloom.outputs import declare_outputs
+from pipeloom.plugins import installed
 from pipeloom.printing import escape_logs, print_error, print_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
@@ -39,56 +40,73 @@ FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
 
 class Command(NamedTuple):
-    """Where a command lives, and its one line in the overview, so that the overview imports none of them."""
+    """Where a command lives, and its line in the overview, which imports no command."""
 
     module: str
+    """Has the function, named as the command, and its long help, ``HELP``."""
     line: str
 
 
 COMMANDS = {
-    "train": Command("train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."),
-    "export": Command("export", "Write a run's trained weights as the model's own library reads them."),
-    "plan": Command("plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."),
-    "compare": Command("compare", "Time one iteration of a described model under a dozen systems."),
-    "megatron": Command("megatron", "Find the fastest pipeline that Megatron can be told, as text to paste."),
-    "pack": Command("pack", "Pack samples into microbatches of even load, and show the loads."),
-    "solve": Command("solve", "Search a schedule for an instance."),
-    "arrange": Command("arrange", "Choose partition, placement and schedule of a chain of layers together."),
-    "profile": Command("profile", "Measure a model's layers on this machine, as arrange reads them."),
-    "check": Command("check", "Say whether a schedule is feasible for an instance, and where not."),
-    "simulate": Command("simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
-    "verify": Command("verify", "Prove an execution plan complete and free of deadlock, or show where it stops."),
-    "report": Command("report", "Show a training run, or compare schedules: table, timeline page, trace, picture."),
-    "explain": Command(
-        "explain", "Explain a run that you have, from its profiler traces: bubbles by cause, what to gain."
+    "train": Command(
+        "pipeloom.cli.train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."
     ),
-    "emulate": Command("emulate", "Predict time and memory of an iteration on a cluster, from operators."),
-    "sweep": Command("sweep", "Rank the degrees of parallelism for a model on a cluster."),
-    "bench": Command("bench", "Run search methods over the public instance library: gaps in a table."),
-    "reproduce": Command("reproduce", "Run a paper's evaluation again: every table and figure, from seeds."),
-    "calibrate": Command("calibrate", "Measure this machine and write its device table."),
-    "planner": Command("planner", "The planner service; the trainer starts it itself."),
+    "export": Command("pipeloom.cli.export", "Write a run's trained weights as the model's own library reads them."),
+    "plan": Command(
+        "pipeloom.cli.plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."
+    ),
+    "compare": Command("pipeloom.cli.compare", "Time one iteration of a described model under a dozen systems."),
+    "megatron": Command(
+        "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron can be told, as text to paste."
+    ),
+    "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches of even load, and show the loads."),
+    "solve": Command("pipeloom.cli.solve", "Search a schedule for an instance."),
+    "arrange": Command(
+        "pipeloom.cli.arrange", "Choose partition, placement and schedule of a chain of layers together."
+    ),
+    "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as arrange reads them."),
+    "check": Command("pipeloom.cli.check", "Say whether a schedule is feasible for an instance, and where not."),
+    "simulate": Command("pipeloom.cli.simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
+    "verify": Command(
+        "pipeloom.cli.verify", "Prove an execution plan complete and free of deadlock, or show where it stops."
+    ),
+    "report": Command(
+        "pipeloom.cli.report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
+    ),
+    "explain": Command(
+        "pipeloom.cli.explain", "Explain a run that you have, from its profiler traces: bubbles by cause, what to gain."
+    ),
+    "emulate": Command("pipeloom.cli.emulate", "Predict time and memory of an iteration on a cluster, from operators."),
+    "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
+    "calibrate": Command("pipeloom.cli.calibrate", "Measure this machine and write its device table."),
+    "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),
 }
+"""Commands of Pipeloom itself, by name."""
 _EXTRAS = {
-    "torch": "torch",
-    "tomli_w": "torch",
-    "bokeh": "report",
-    "pyarrow": "data",
-    "sklearn": "demo",
-    "matplotlib": "plot",
-    "ortools": "exact",
-    "z3": "exact",
-    "gurobipy": "exact",
-    "transformers": "transformers",
-    "safetensors": "transformers",
-    "yaml": "megatron",
+    "torch": "pipeloom[torch]",
+    "tomli_w": "pipeloom[torch]",
+    "bokeh": "pipeloom[report]",
+    "pyarrow": "pipeloom[data]",
+    "sklearn": "pipeloom[demo]",
+    "matplotlib": "pipeloom[plot]",
+    "ortools": "pipeloom-lab[exact]",
+    "z3": "pipeloom-lab[exact]",
+    "gurobipy": "pipeloom-lab[exact]",
+    "transformers": "pipeloom[transformers]",
+    "safetensors": "pipeloom[transformers]",
+    "yaml": "pipeloom[megatron]",
 }
-"""Which extra brings a package that the core does without."""
+"""What to install for a package that the core does without."""
 _HIDDEN = frozenset({"planner"})
 _EPILOG = (
     "A first schedule: pipeloom solve INSTANCE --budget 1 --out SCHEDULE, then pipeloom check INSTANCE SCHEDULE. "
     "File formats: docs/formats.md."
 )
+
+
+def commands() -> dict[str, Command]:
+    """Return all commands by name, those of other installed distributions last."""
+    return COMMANDS | installed(plugins.COMMANDS)
 
 
 def make_app(names: Sequence[str]) -> typer.Typer:
@@ -102,10 +120,10 @@ def make_app(names: Sequence[str]) -> typer.Typer:
         epilog=_EPILOG,
     )
     app.callback(help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch.")(_root)
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         hidden = name in _HIDDEN
         if name in names:
-            module = import_module(f"pipeloom.cli.{command.module}")
+            module = import_module(command.module)
             function = getattr(module, name)
             text = _paragraphs(module.HELP)
             app.command(name, help=text, epilog=getattr(module, "EPILOG", None), hidden=hidden)(function)
@@ -190,7 +208,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         # Whoever waits for a planner is told by its trainer.
         beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading")
         with beat:
-            app = make_app([named] if named in COMMANDS else [])
+            app = make_app([named])
             result = _command(app).main(
                 list(arguments), prog_name="pipeloom", standalone_mode=False, obj=arguments if whole_process else None
             )
@@ -225,7 +243,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _defect(error)
-        return _refuse(f"{error.name} is not installed, and this command needs it; pip install 'pipeloom[{extra}]'")
+        return _refuse(f"{error.name} is not installed, and this command needs it; pip install '{extra}'")
     except OSError as error:
         # Files have names; what has none is the output.
         if error.filename is not None and error.errno in (*_DISK, *_NAMES):

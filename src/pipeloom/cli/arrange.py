@@ -32,6 +32,7 @@ from pipeloom.io import (
 from pipeloom.io.files import keeps_company
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
+from pipeloom.plugins import ARRANGE_METHODS, installed
 from pipeloom.printing import print_line
 from pipeloom.timeline import check
 
@@ -51,7 +52,7 @@ EPILOG = (
     "schedule.json --memory 1.5x. Ctrl-C ends the search early and writes the best so far. Exit code 2: a file or "
     "value is wrong, or nothing fits into memory."
 )
-METHODS = ("joint", "adaptis")
+_JOINT = "joint"
 _MOST_THREADS = 16
 
 
@@ -70,7 +71,7 @@ def arrange(
     ),
     split: bool = typer.Option(True, "--split/--no-split", help="Split backwards where the file gives both parts."),
     method: str = typer.Option(
-        "joint", metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time."
+        _JOINT, metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time (pipeloom-lab)."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: all cores."),
@@ -92,9 +93,10 @@ def arrange(
     check_seed(seed)
     if not 0 <= threads <= _MOST_THREADS:
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
-    if method not in METHODS:
-        raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(METHODS)}")
-    if params is not None and method != "joint":
+    known = (_JOINT, *installed(ARRANGE_METHODS))
+    if method not in known:
+        raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(known)}")
+    if params is not None and method != _JOINT:
         raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
     search = _Search(method, seed, threads or num_threads(), params)
@@ -154,7 +156,6 @@ class _Emulated:
 
 def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> tuple[CooptimisedPipeline, bool]:
     """Search, and have the checker pass the answer; whether Ctrl-C ended it early."""
-    from pipeloom.lab.adaptis import tune_phases
     from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
     from pipeloom.layout.cooptimise.joint import warm_up
 
@@ -164,12 +165,12 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
             warm_up()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
-            if search.method == "joint":
+            if search.method == _JOINT:
                 found = cooptimise(
                     chain, budget=rule, seed=search.seed, threads=search.threads, params=params, on_progress=show
                 )
             else:
-                found = tune_phases(chain, budget=rule, on_progress=show)
+                found = installed(ARRANGE_METHODS)[search.method](chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
             raise type(error)(f"{layers}: {error.verdict}: {error}") from error
     # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.

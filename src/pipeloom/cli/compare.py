@@ -17,9 +17,9 @@ from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
-    from pipeloom.lab.systems.answer import Question
-    from pipeloom.lab.systems.iterations import Grouping
-    from pipeloom.lab.systems.outcome import Outcome
+    from pipeloom.compare.answer import Question
+    from pipeloom.compare.iterations import Grouping
+    from pipeloom.compare.outcome import Outcome
     from pipeloom.report.table_page import Section
     from pipeloom.spec.current_run import CurrentRun
     from pipeloom.spec.hardware import ClusterSpec
@@ -83,14 +83,14 @@ def compare(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Say what you would gain."""
+    from pipeloom.compare.answer import Question
+    from pipeloom.compare.iterations import sampled_iterations
+    from pipeloom.compare.model_on_cluster import put_on_cluster
+    from pipeloom.compare.now import check_groups, now_system
+    from pipeloom.compare.registry import suitable
     from pipeloom.integrations.current_runs import is_megatron, load_run
     from pipeloom.integrations.models import load_model
     from pipeloom.io import make_folder
-    from pipeloom.lab.systems.answer import Question
-    from pipeloom.lab.systems.comparison import suitable
-    from pipeloom.lab.systems.iterations import sampled_iterations
-    from pipeloom.lab.systems.model_on_cluster import put_on_cluster
-    from pipeloom.lab.systems.now import check_groups, now_system
     from pipeloom.spec.catalog import load_cluster
 
     check_budget(budget)
@@ -142,7 +142,7 @@ def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int
 
 
 def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, said_by: str) -> Grouping:
-    from pipeloom.lab.systems.iterations import Grouping
+    from pipeloom.compare.iterations import Grouping
 
     if run is None:
         return Grouping(microbatches or MICROBATCHES, tokens)
@@ -159,11 +159,11 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     from rich.text import Text
 
     from pipeloom.cli.compare_answer import COLUMNS, row_cells
-    from pipeloom.lab.systems.answer import answers
-    from pipeloom.lab.systems.comparison import Comparison
-    from pipeloom.lab.systems.fitting import fitting_degrees
-    from pipeloom.lab.systems.gain import GainStep
-    from pipeloom.lab.systems.outcome import Outcome
+    from pipeloom.compare.answer import answers
+    from pipeloom.compare.comparison import Comparison
+    from pipeloom.compare.fitting import fitting_degrees
+    from pipeloom.compare.gain import GainStep
+    from pipeloom.compare.outcome import Outcome
 
     console = stderr()
     systems: list[Comparison] = []
@@ -205,8 +205,8 @@ def _line(cells: Sequence[str], room: int) -> str:
 def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
     """Write the files, and print the same."""
     from pipeloom.cli.compare_answer import answer, document, sections
+    from pipeloom.compare.registry import OURS
     from pipeloom.io import write_layout, write_text
-    from pipeloom.lab.systems.comparison import OURS
     from pipeloom.report import timeline_html
 
     layout = next((one.layout for one in found.systems if one.name == OURS and one.result is not None), None)

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from pipeloom.cli.emulate import parameters_text
+from pipeloom.compare.comparison import Comparison
+from pipeloom.compare.gain import PACKED
+from pipeloom.compare.iterations import TOKENS
+from pipeloom.compare.now import NOW, TUNED, held_as, megatron_group, run_costs
+from pipeloom.compare.outcome import degrees_text
+from pipeloom.compare.registry import OURS
 from pipeloom.integrations.megatron.setup import GROUP, Recompute
 from pipeloom.io.stage_names import megatron_text
-from pipeloom.lab.systems.comparison import OURS, Comparison
-from pipeloom.lab.systems.gain import PACKED
-from pipeloom.lab.systems.iterations import TOKENS
-from pipeloom.lab.systems.now import NOW, TUNED, held_as, megatron_group, run_costs
-from pipeloom.lab.systems.outcome import degrees_text
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
@@ -24,7 +25,7 @@ from pipeloom.spec.architecture import PredictionLayer
 from pipeloom.spec.image_tokens import image_disagreement
 
 if TYPE_CHECKING:
-    from pipeloom.lab.systems.outcome import Outcome
+    from pipeloom.compare.outcome import Outcome
     from pipeloom.spec import ChunkStrategy, Sample
     from pipeloom.spec.architecture import Layer
 

@@ -37,12 +37,10 @@ def check_threads(threads: int) -> None:
 
 
 def check_method(entity: str, name: str) -> None:
-    """Refuse a search method that neither the product nor the laboratory has."""
-    import pipeloom.lab  # noqa: F401  names the papers' searches and the exact solvers to `solve`
-    from pipeloom.search import METHODS
+    """Refuse a search method that no installed distribution has."""
+    from pipeloom.search import find_method
 
-    if name not in METHODS:
-        raise InputError(entity, f"{name!r} is none of {', '.join(METHODS)}")
+    find_method(name, entity)
 
 
 def read_params(path: Path | None) -> SearchParams:

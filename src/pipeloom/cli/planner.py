@@ -20,7 +20,6 @@ comes in the environment, as PIPELOOM_STORE_SECRET.
 
 def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
     """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to."""
-    import pipeloom.lab  # noqa: F401  a run may name one of the papers' searches
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
     from pipeloom.planner.process import STORE_SECRET

@@ -2,7 +2,7 @@
 
 from pipeloom.search.assignment import Assigned, solve_assignable, warm_up_assignment
 from pipeloom.search.candidates import LayerOption, pair_candidates
-from pipeloom.search.methods import METHODS
+from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
 from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
@@ -29,7 +29,10 @@ __all__ = [
     "ChunkRule",
     "Deadline",
     "Evaluations",
+    "Exact",
+    "ExactSolver",
     "LayerOption",
+    "Method",
     "OrderRule",
     "Progress",
     "SearchParams",
@@ -39,6 +42,7 @@ __all__ = [
     "Strategies",
     "check_group_size",
     "choose_strategies",
+    "find_method",
     "first_in_first_out",
     "gpipe",
     "group_sizes",

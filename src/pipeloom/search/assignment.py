@@ -21,7 +21,7 @@ from pipeloom.search.example import small_pipeline
 from pipeloom.search.kernels import assignment as kernels
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.terms import Terms
-from pipeloom.search.methods import METHODS
+from pipeloom.search.methods import find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Solution
@@ -79,7 +79,7 @@ def solve_assignable(
     seed : int
         The same seed and number of evaluations give the same answer on one thread.
     method : str
-        A name in `METHODS`; the assignment is chosen after those alone that say so.
+        A name that `find_method` knows; the assignment is chosen after those alone that say so.
     threads : int
         Of the searches of orders.
     params : SearchParams
@@ -93,7 +93,7 @@ def solve_assignable(
         warm_up_assignment()
     meter, steps = Meter(budget.start().before(assignable.graph.num_tasks)), params.assignment
     few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
-    searches = method in METHODS and METHODS[method].assigns
+    searches = find_method(method).assigns
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
     if not assignable.free.any():
         return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))

@@ -1,11 +1,13 @@
-"""The methods that `solve` knows by name, and how others are added to them."""
+"""Search methods by name, those of other installed distributions too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipeloom.errors import InputError
+from pipeloom.plugins import SEARCH_METHODS, installed
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.phases import default
 from pipeloom.search.state import Run, Search
@@ -89,9 +91,29 @@ METHODS: dict[str, Method] = {
     "local search": Method(_local, assigns=True),
     "annealing": Method(_annealing, assigns=True),
 }
-"""Names that `solve` knows. `pipeloom.lab.solvers` adds the papers' searches and exact solvers when it is imported."""
+"""Search methods of Pipeloom itself, by name; `find_method` knows those of other distributions, too."""
 
 
-def register(methods: Mapping[str, Method]) -> None:
-    """Let `solve` know more methods by name."""
-    METHODS.update(methods)
+def find_method(name: str, entity: str = "method") -> Method:
+    """Return a search method by its name.
+
+    Parameters
+    ----------
+    name : str
+        A key of `METHODS`, or of what an installed distribution adds to ``pipeloom.search_methods``.
+    entity : str
+        What the error names: an option, or a field of a file.
+
+    Raises
+    ------
+    InputError
+        No method has this name.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    added = installed(SEARCH_METHODS)
+    if name not in added:
+        remedy = "" if added else "the papers' searches and the exact solvers come with pipeloom-lab"
+        raise InputError(entity, f"{name!r} is none of {', '.join([*METHODS, *added])}", remedy)
+    method: Method = added[name]
+    return method

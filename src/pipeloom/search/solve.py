@@ -19,7 +19,7 @@ from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.justify import justify
 from pipeloom.search.lists import wishes_like
 from pipeloom.search.local import local_search, portfolio
-from pipeloom.search.methods import METHODS, Method
+from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
 from pipeloom.search.plain import first_in_first_out, leanest
 from pipeloom.search.restricted import Restricted
@@ -51,7 +51,7 @@ def solve(
     seed : int
         The same seed and number of evaluations give the same answer on one thread.
     method : str
-        A name in `METHODS`.
+        A name that `find_method` knows.
     threads : int
         1 to the number of cores; 0: half of the cores.
     params : SearchParams
@@ -73,8 +73,7 @@ def solve(
     NothingFoundError
         Nothing was found that fits, which is no proof for graphs of more than a few tasks.
     """
-    if method not in METHODS:
-        raise InputError("method", f"{method!r} is none of {', '.join(METHODS)}")
+    find_method(method)
     if not 0 <= threads <= MAX_THREADS:
         problem = "is negative" if threads < 0 else f"is above {MAX_THREADS}"
         raise InputError("threads", f"{threads} {problem}", "use 0 for half of the cores")
@@ -125,7 +124,7 @@ def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
 
 
 def _solve(graph: TaskGraph, context: Context) -> Solution:
-    meter, bound, how, exact = context.meter, context.bound, METHODS[context.method], context.params.exact
+    meter, bound, how, exact = context.meter, context.bound, find_method(context.method), context.params.exact
     stretch = WHOLE if how.finish is None else WHOLE.first(exact.start_share)
     if graph.candidates is None or how.every_rollout:
         search = _make_search(graph, context, how)
@@ -180,9 +179,9 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
         chosen = replace(
             example, candidates=((base, lean),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
         )
-        for name in ("default", method) if METHODS[method].every_rollout else ("default",):
+        for name in ("default", method) if find_method(method).every_rollout else ("default",):
             solve(chosen, budget=Evaluations(40), seed=0, method=name)
-    if METHODS[method].every_rollout:
+    if find_method(method).every_rollout:
         solve(example, budget=Evaluations(20), seed=0, method=method)
         return
     # A target of zero is never reached, so that no kernel is left out.

@@ -28,7 +28,7 @@ from pipeloom.runtime.coordination import Patience, first_says
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.runtime.links import find_hosts, measure_links
 from pipeloom.runtime.processes import Joined
-from pipeloom.search import METHODS, SearchParams
+from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_dealt
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
@@ -118,9 +118,7 @@ class TrainingRun(Job):
             When no layout fits into memory.
         """
         config = self.config
-        if config.planner.method not in METHODS:
-            known = ", ".join(METHODS)
-            raise InputError(f"{self.file}: planner.method", f"{config.planner.method!r} is none of {known}")
+        find_method(config.planner.method, f"{self.file}: planner.method")
         with _default_dtype_kept():
             model = self._checked_model()
             with self._in_file():

@@ -14,7 +14,6 @@ _NAMES = (
     "pipeloom.training.run",
     "pipeloom.cli.planner",
     "pipeloom.cli.progress",
-    "pipeloom.lab",
     "torch._dynamo",  # optimisers import it when they are made
 )
 """What ranks and planner import."""

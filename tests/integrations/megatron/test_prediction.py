@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 import pytest
 
+from pipeloom.compare.model_on_cluster import put_on_cluster
+from pipeloom.compare.now import now_system
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import module_parameters
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import Setup, Timing, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
-from pipeloom.lab.systems.model_on_cluster import put_on_cluster
-from pipeloom.lab.systems.now import now_system
 from pipeloom.layout import blocks_of_stages
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster

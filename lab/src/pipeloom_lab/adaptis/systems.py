@@ -1,0 +1,196 @@
+"""What others run on a chain of layers: their partition, placement and order, on our costs, checker and memory.
+
+Orders that are fixed tables come from `pipeloom.search` and `pipeloom.compare.baselines`. Zero-bubble V and waves are
+found greedily in their papers too; here they are rules of the chain kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
+from pipeloom.errors import InputError
+from pipeloom.layout.cooptimise.evaluate import NEVER, arrays_of, evaluate, schedule_of
+from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, graph_of
+from pipeloom.layout.cooptimise.rules import PriorityRule
+from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks, round_robin, stages, wave
+from pipeloom.layout.cooptimise.starts import natural_keys
+from pipeloom.search import gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, check, simulate
+from pipeloom_lab.adaptis.dualpipev import dual_pipe_v
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainResult:
+    """One system's answer for a chain.
+
+    Attributes
+    ----------
+    fits : bool
+        Whether it stays within the chain's memory limit; fixed orders do not ask.
+    """
+
+    name: str
+    placement: PartitionPlacement
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    fits: bool
+
+
+def run_system(name: str, chain: LayerChain) -> ChainResult:
+    """Lay out and order a chain as a published system does.
+
+    Parameters
+    ----------
+    name : str
+        One of `SYSTEMS`. Those that split backwards do so where the chain is split.
+    chain : LayerChain
+
+    Raises
+    ------
+    InputError
+        The name is unknown, or the system cannot take the chain (too few layers or microbatches).
+    """
+    if name not in SYSTEMS:
+        raise InputError("system", f"{name!r} is unknown", f"use one of {', '.join(SYSTEMS)}")
+    return SYSTEMS[name](chain)
+
+
+def _fixed(
+    name: str, chain: LayerChain, placement: PartitionPlacement, order: Callable[[TaskGraph], Schedule]
+) -> ChainResult:
+    graph = graph_of(chain, placement)
+    schedule = order(graph)
+    return _result(name, placement, graph, schedule)
+
+
+def _ruled(name: str, chain: LayerChain, placement: PartitionPlacement, rules: list[PriorityRule]) -> ChainResult:
+    """Run the best of some rules within memory; memory that fits none is left to the checker to refuse."""
+    best = min(rules, key=lambda rule: evaluate(chain, placement, rule))
+    fits = evaluate(chain, placement, best) < NEVER
+    within = chain if fits else chain.with_capacity(None)
+    _, schedule = schedule_of(within, placement, best, method=name)
+    return _result(name, placement, graph_of(chain, placement), schedule)
+
+
+def _result(name: str, placement: PartitionPlacement, graph: TaskGraph, schedule: Schedule) -> ChainResult:
+    timeline = simulate(graph, schedule)
+    fits = not any(violation.kind == "memory" for violation in check(graph, schedule, timeline))
+    return ChainResult(name, placement, graph, schedule, timeline, fits)
+
+
+def _s_1f1b(chain: LayerChain) -> ChainResult:
+    return _fixed("S-1F1B", chain, stages(chain), one_f_one_b)
+
+
+def _gpipe(chain: LayerChain) -> ChainResult:
+    return _fixed("GPipe", chain, stages(chain), gpipe)
+
+
+def _i_1f1b(chain: LayerChain) -> ChainResult:
+    """The number of chunks a rank, from two up to what there are layers for, that is fastest within memory."""
+    # Too few layers for two chunks a rank are refused by the first.
+    counts = range(2, max(2, chain.num_layers // chain.num_ranks) + 1)
+    found = [_fixed("I-1F1B", chain, round_robin(chain, chunks), interleaved_one_f_one_b) for chunks in counts]
+    return min(found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
+
+
+def _mist(chain: LayerChain) -> ChainResult:
+    return _fixed("Mist", chain, mist_stages(chain), one_f_one_b)
+
+
+def _dual(chain: LayerChain) -> ChainResult:
+    return _fixed("DualPipeV", chain, wave(chain), dual_pipe_v)
+
+
+def _zero_bubble(chain: LayerChain) -> ChainResult:
+    """Zero-bubble H1 on 1F1B's stages in its memory: the published order, or a greedy one where that is faster."""
+    placement = stages(chain)
+    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain).max()))
+    greedy = _ruled("ZB-H1", within, placement, [_backward_first(chain, placement)])
+    graph = graph_of(chain, placement)
+    table = _result("ZB-H1", placement, graph, zero_bubble_h1(graph))
+    found = _result("ZB-H1", placement, graph, greedy.schedule)
+    return min(table, found, key=lambda result: (not result.fits, result.timeline.makespan_ns))
+
+
+def _zero_bubble_v(chain: LayerChain) -> ChainResult:
+    """Zero-bubble with V placement, in 1F1B's memory on its fullest rank."""
+    placement = wave(chain)
+    within = _limit(chain, np.full(chain.num_ranks, one_f_one_b_peaks(chain).max()))
+    found = _ruled("ZB-V", within, placement, _rules(chain, placement))
+    return _result("ZB-V", placement, graph_of(chain, placement), found.schedule)
+
+
+def _hanayo(chain: LayerChain) -> ChainResult:
+    """Two waves (four chunks a rank) where there are layers for them, else one."""
+    placement = wave(chain, 4 if chain.num_layers >= 4 * chain.num_ranks else 2)
+    return _ruled("Hanayo", chain, placement, _rules(chain, placement))
+
+
+SYSTEMS: dict[str, Callable[[LayerChain], ChainResult]] = {
+    "GPipe": _gpipe,
+    "S-1F1B": _s_1f1b,
+    "I-1F1B": _i_1f1b,
+    "ZB-H1": _zero_bubble,
+    "ZB-V": _zero_bubble_v,
+    "Hanayo": _hanayo,
+    "DualPipeV": _dual,
+    "Mist": _mist,
+}
+"""By name, as the field writes them."""
+
+
+def _limit(chain: LayerChain, bytes_: IntArray) -> LayerChain:
+    return chain.with_capacity(np.minimum(bytes_, chain.room_bytes))
+
+
+def _backward_first(chain: LayerChain, placement: PartitionPlacement) -> PriorityRule:
+    far = 4.0 * chain.num_microbatches
+    keys = natural_keys(chain, placement, arrays_of(chain).stride_ns, far)
+    return PriorityRule(keys, np.zeros_like(keys))
+
+
+def _rules(chain: LayerChain, placement: PartitionPlacement) -> list[PriorityRule]:
+    """Oldest microbatch first, or backwards before forwards."""
+    stride = arrays_of(chain).stride_ns
+    keys = [natural_keys(chain, placement, stride, early) for early in (0.0, 1.0, 4.0 * chain.num_microbatches)]
+    return [PriorityRule(key, np.zeros_like(key)) for key in keys]
+
+
+def mist_stages(chain: LayerChain) -> PartitionPlacement:
+    """One stage per rank with the least possible largest load that fits 1F1B's memory.
+
+    Mist tunes much more (sharding, recomputation, offloading); AdaPtis compares with its partition, and so do we.
+    Dynamic programming over the position of the last cut; where nothing fits, memory is left out.
+    """
+    p, n, m = chain.num_ranks, chain.num_layers, chain.num_microbatches
+    if n < p:
+        raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
+    load = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])])
+    held = np.concatenate([[0], np.cumsum(chain.activation_bytes[:, 0])])
+    static = np.concatenate([[0], np.cumsum(chain.static_bytes)])
+    for room in (chain.room_bytes, np.full(p, NEVER)):
+        best = np.full((p + 1, n + 1), NEVER, np.int64)
+        cut = np.zeros((p + 1, n + 1), np.int64)
+        best[0, 0] = 0
+        for rank in range(p):
+            flying = min(p - rank, m)
+            for end in range(rank + 1, n - (p - rank - 1) + 1):
+                begin = np.arange(rank, end)
+                need = (held[end] - held[begin]) * flying + static[end] - static[begin]
+                worst = np.maximum(best[rank, begin], load[end] - load[begin])
+                worst = np.where(need <= room[rank], worst, NEVER)
+                best[rank + 1, end] = worst.min()
+                cut[rank + 1, end] = begin[int(worst.argmin())]
+        if best[p, n] < NEVER:
+            break
+    cuts = [n]
+    for rank in range(p, 0, -1):
+        cuts.append(int(cut[rank, cuts[-1]]))
+    return PartitionPlacement(tuple(reversed(cuts)), tuple(range(p)))

@@ -1,0 +1,136 @@
+"""Why anything is to be tuned: Fig. 1 (bubbles), Fig. 3 (three steps), Fig. 4 (how many cases there are)."""
+
+from __future__ import annotations
+
+from math import comb, factorial, log10
+
+from pipeloom.report import make_track, timeline_svg
+from pipeloom.report.figures import Axis, bar_figure, panel_figure
+from pipeloom_lab.reproduce.adaptis.setups import (
+    BASELINES,
+    GENERATOR,
+    MOST_SEARCH,
+    PaperSetup,
+    bubble_share,
+    device,
+    generated,
+    generated_s,
+    ours,
+    ours_s,
+    run_baseline,
+    seconds_of,
+)
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+
+_FIGURE_1 = {
+    "LLaMA-2": ("llama2-7b", (18.0, 2.7, 11.5, 6.8)),
+    "Gemma": ("gemma-small", (36.2, 30.3, 34.9, 20.7)),
+    "DeepSeek": ("deepseek-medium", (44.7, 39.5, 43.8, 25.6)),
+    "Nemotron-H": ("nemotron-h-small", (47.9, 51.1, 47.2, 41.5)),
+}
+
+
+def figure_1(options: Options) -> Outcome:
+    """Bubble ratios of the published systems, and of ours."""
+    bars: dict[str, list[float]] = {name: [] for name in (*BASELINES, GENERATOR, "ours")}
+    table: list[tuple[str, ...]] = []
+    for family, (model, paper) in _FIGURE_1.items():
+        setup = PaperSetup(model, 4, 2, 16, 4096)
+        cells = [family]
+        for (name, system), theirs in zip(BASELINES.items(), paper, strict=True):
+            share = 100 * bubble_share(run_baseline(system, setup))
+            bars[name].append(share)
+            cells += [f"{share:.1f} %", f"{theirs:.1f} %"]
+        bars[GENERATOR].append(100 * bubble_share(generated(setup, MOST_SEARCH * options.search_s)))
+        one = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+        bars["ours"].append(100 * bubble_share(one))
+        table.append((*cells, f"{bars[GENERATOR][-1]:.1f} %", f"{bars['ours'][-1]:.1f} %"))
+    rows = tuple(table)
+    columns = ("model", *(c for name in BASELINES for c in (name, f"paper: {name}")), GENERATOR, "ours")
+    note = (
+        "AdaPtis is its generator written again from the paper, whose figure does not show it. "
+        "P = 4, T = 2, 16 microbatches as in the paper; sequences of 4096 tokens (not stated). The Nemotron-H of the "
+        "zoo that is nearest to 32 layers has 28. Costs are emulated from a device table, so the shares differ where a "
+        "layer's relative cost does."
+    )
+    svg = bar_figure(list(_FIGURE_1), bars, y=Axis("bubble share, %"))
+    return Outcome(
+        (Table("Bubble ratio", columns, rows, note),),
+        (Figure("figure-1", "Bubble ratio by system and model", svg),),
+        devices=device(),
+    )
+
+
+def figure_3(options: Options) -> Outcome:
+    """Tune the schedule, then the partition too, then the placement too, on a model with a large head."""
+    setup = PaperSetup("gemma-small", 4, 2, 4, 4096)
+    base = run_baseline("S-1F1B", setup)
+    start = seconds_of(base)
+    steps = (
+        ("+ schedule", ("schedule",), "1.28"),
+        ("+ partition", ("schedule", "partition"), "1.49"),
+        ("+ placement", ("schedule", "partition", "placement"), "1.74"),
+    )
+    rows = [("S-1F1B", f"{1e3 * start:.1f} ms", "1.00", "1.00", "1.00")]
+    tracks = [make_track("S-1F1B", base.graph, base.schedule, base.timeline)]
+    for name, phases, paper in steps:
+        value = ours_s(setup, options, phases)
+        theirs = start / generated_s(setup, options, phases)
+        rows.append((name, f"{1e3 * value:.1f} ms", f"{start / value:.2f}", f"{theirs:.2f}", paper))
+        one = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s, phases)
+        tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
+    note = (
+        "Gemma small (32 layers, 256K words), P = 4, 4 microbatches of one sequence of 4096 tokens, T = 2. "
+        "AdaPtis is its generator written again from the paper; timelines are ours."
+    )
+    return Outcome(
+        (Table("Speedup, step by step", ("step", "ours, iteration", "ours", GENERATOR, "paper"), tuple(rows), note),),
+        (Figure("figure-3", "Four timelines", timeline_svg(tracks)),),
+        devices=device(),
+    )
+
+
+def partitions(layers: int, ranks: int) -> int:
+    """Ways to cut a chain into one stage for each rank."""
+    return comb(layers - 1, ranks - 1)
+
+
+def placements(stages: int, ranks: int) -> int:
+    """Ways to put stages on ranks so that none is empty, ranks being alike (Stirling, second kind)."""
+    terms = ((-1) ** k * comb(ranks, k) * (ranks - k) ** stages for k in range(ranks + 1))
+    return int(sum(terms) // factorial(ranks))
+
+
+def schedules(microbatches: int) -> int:
+    """Orders of F, B and W of all microbatches on one rank, each microbatch's own three in that order."""
+    return int(factorial(3 * microbatches) // 6**microbatches)
+
+
+def figure_4(options: Options) -> Outcome:
+    """Count partitions, placements and orders."""
+    del options  # nothing is random
+    counts, microbatches = (30, 40, 50, 60, 70, 80), (5, 10, 15, 20, 25, 30)
+    ranks = (4, 8, 16, 32)
+    cut = {f"P = {p}": (counts, [log10(partitions(n, p)) if n > p else 0.0 for n in counts]) for p in ranks}
+    put = {f"P = {p}": (counts, [log10(max(1, placements(n, p))) for n in counts]) for p in ranks}
+    order = {"P = 1": (microbatches, [log10(schedules(n)) for n in microbatches])}
+    svg = panel_figure(
+        {"partition": cut, "placement": put, "schedule": order},
+        x=Axis("layers, stages, microbatches"),
+        y=Axis("cases, log10"),
+    )
+    rows = tuple((f"P = {p}", f"{cut[f'P = {p}'][1][-1]:.0f}", f"{put[f'P = {p}'][1][-1]:.0f}") for p in ranks)
+    orders = Table(
+        "log10 of the orders on one rank",
+        ("microbatches", "orders"),
+        tuple((str(n), f"{log:.0f}") for n, log in zip(microbatches, order["P = 1"][1], strict=True)),
+    )
+    table = Table(
+        "log10 of the cases at 80 layers or stages",
+        ("ranks", "partitions", "placements"),
+        rows,
+        "The paper does not say how it counts: here a partition is a set of cuts, a placement a set of non-empty "
+        "groups of stages, an order keeps F before B before W of a microbatch. Its curves end near 10^23, 10^109 and "
+        "10^100.",
+    )
+    return Outcome((table, orders), (Figure("figure-4", "Size of the search space", svg),))

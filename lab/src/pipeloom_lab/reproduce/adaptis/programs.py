@@ -1,0 +1,140 @@
+"""Fig. 13's integer programs for three sizes: for the schedule alone, and with partition and placement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pipeloom.layout.cooptimise import LayerChain, cooptimise, graph_of
+from pipeloom.layout.cooptimise.cuts import equal_cuts
+from pipeloom.layout.cooptimise.standard import stages
+from pipeloom.report.figures import Axis, line_figure
+from pipeloom.search import Evaluations, gpipe
+from pipeloom.taskgraph import IntArray
+from pipeloom.timeline import simulate
+from pipeloom_lab.reproduce.adaptis.generation import ENOUGH, MODELS, continued
+from pipeloom_lab.reproduce.adaptis.setups import PaperSetup, chains, device
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.solvers.milp import milp
+from pipeloom_lab.solvers.whole_program import whole_program
+
+SHARE = 0.25
+"""Of `Options.solver_s` that each program here gets, since there are many of them."""
+COUNTS = (1, 2, 3, 4, 6, 8)
+"""Microbatches that a program is tried with, until it is cut."""
+BLOCKS = (4, 6, 8)
+"""Blocks of layers of the small model that the whole program is also tried with: there it ends at times."""
+_TRIED = 1000
+"""Placements that ours tries, to compare with what a program has found."""
+_WHOLE = "partition and placement too"
+
+Solve = Callable[[LayerChain, float], tuple[int, int, bool]]
+"""A chain and seconds: what was found, what was proved to be a bound, and whether that is the best."""
+
+
+def figure_13_programs(options: Options) -> Outcome:
+    """Put ever more microbatches to both programs, on all three sizes, until each is cut."""
+    limit, lines = SHARE * options.solver_s, dict[str, tuple[list[float], list[float]]]()
+    tables = []
+    for title, solve in (("the schedule alone", _schedule), (_WHOLE, _whole)):
+        rows, ends = list[tuple[str, ...]](), list[tuple[str, ...]]()
+        cases = {label: (model, ranks, 0) for label, (model, ranks) in MODELS.items()}
+        if title == _WHOLE:
+            cases |= {f"S in {blocks} blocks": (MODELS["S"][0], 2, blocks) for blocks in BLOCKS}
+        for label, case in cases.items():
+            solved, more = _until_cut(label, case, solve, limit, options.seeds[0])
+            rows += more
+            ends.append((label, more[-1][1], more[-1][3], more[-1][4]))
+            if solved[0]:
+                lines[f"{label}, {title}"] = solved
+            if len(solved[0]) >= ENOUGH:
+                beyond, times = continued(*solved)
+                lines[f"{label}, {title}, extrapolated"] = beyond, times
+                rows += [
+                    (label, f"{x:g}", "", f"{t:.2g} s", "extrapolated", "", "")
+                    for x, t in zip(beyond, times, strict=True)
+                ]
+        ended = ("case", "microbatches at last", "seconds at last", "result at last")
+        tables.append(Table(f"How {title} ended", ended, tuple(ends)))
+        columns = ("case", "microbatches", "layers, P", "seconds", "result", "open", "ours is faster by")
+        tables.append(Table(f"Integer program for {title}", columns, tuple(rows), _NOTES[title].format(limit=limit)))
+    svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("seconds", log=True))
+    return Outcome(tuple(tables), (Figure("figure-13-programs", "Integer programs", svg),), devices=device())
+
+
+_NOTES = {
+    "the schedule alone": "HiGHS orders the tasks of equal stages (the paper's ILP Solver (Simple)), cut after "
+    "{limit:g} s of the clock and not tried on more microbatches then. It gets no bound and no schedule of ours. Open "
+    "is what lies between its answer and its own bound. Memory is not stated, backwards are whole. One microbatch "
+    "leaves nothing to order. Ours chooses partition and placement too, under the same terms.",
+    _WHOLE: "As above, but the program also says on which rank each layer lies, every layer being a chunk. Blocks are "
+    "neighbouring layers put together, so that some of its cases end. A program of which stating the rows alone takes "
+    "longer than {limit:g} s is cut there. All that it is told is its horizon, equal stages under GPipe. One "
+    "microbatch is fastest on one rank alone, which saves all messages; ours has layers on every rank.",
+}
+
+
+def blocks_of(chain: LayerChain, count: int) -> LayerChain:
+    """Put neighbouring layers together into so many blocks of equally many."""
+    starts = np.array(equal_cuts(chain, count)[:-1])
+
+    def summed(table: IntArray) -> IntArray:
+        return np.add.reduceat(table, starts, axis=0)
+
+    return replace(
+        chain,
+        layer_names=tuple(f"block {i}" for i in range(count)),
+        forward_ns=summed(chain.forward_ns),
+        backward_ns=summed(chain.backward_ns),
+        weight_ns=summed(chain.weight_ns),
+        activation_bytes=summed(chain.activation_bytes),
+        gradient_bytes=summed(chain.gradient_bytes),
+        static_bytes=summed(chain.static_bytes),
+        strategies=(("keep",),) * count,
+    )
+
+
+def _until_cut(
+    label: str, case: tuple[str, int, int], solve: Solve, limit: float, seed: int
+) -> tuple[tuple[list[float], list[float]], list[tuple[str, ...]]]:
+    """Seconds by microbatches of what was solved, and a row for each try."""
+    model, ranks, blocks = case
+    solved: tuple[list[float], list[float]] = ([], [])
+    rows: list[tuple[str, ...]] = []
+    for count in COUNTS:
+        chain = chains(PaperSetup(model, ranks, 2, count, 4096))[0].with_capacity(None)
+        chain = blocks_of(chain, blocks) if blocks else chain
+        begin = time.monotonic()
+        found, bound, proved = solve(chain, limit)
+        took = time.monotonic() - begin
+        ours = cooptimise(chain, budget=Evaluations(_TRIED), seed=seed).timeline.makespan_ns
+        rows.append(
+            (
+                label,
+                str(count),
+                f"{chain.num_layers}, {ranks}",
+                f"{took:.2f} s",
+                "optimal" if proved else "cut",
+                "" if proved else f"{100 * (found / bound - 1):.1f} %" if bound else "no bound",
+                f"{100 * (found / ours - 1):+.1f} %",
+            )
+        )
+        if not proved:
+            break
+        solved[0].append(float(count))
+        solved[1].append(max(took, 1e-3))
+    return solved, rows
+
+
+def _schedule(chain: LayerChain, limit: float) -> tuple[int, int, bool]:
+    graph = graph_of(chain, stages(chain))
+    found = milp(graph, seconds=limit, hint=gpipe(graph), bound_ns=0)
+    return simulate(graph, found.schedule).makespan_ns, found.bound_ns, found.proved
+
+
+def _whole(chain: LayerChain, limit: float) -> tuple[int, int, bool]:
+    found = whole_program(chain, seconds=limit)
+    return found.makespan_ns, found.bound_ns, found.proved

@@ -1,0 +1,331 @@
+"""Systems by name on the evaluation's iterations; what was timed for one part is not timed again for another."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pipeloom.compare.baseline import (
+    SIZES,
+    System,
+    any_size,
+    fixed_system,
+    in_turn,
+    replica_seconds,
+    searched_system,
+    sized,
+    standing,
+)
+from pipeloom.compare.baselines.dip import dip_layout
+from pipeloom.compare.gain import own_system
+from pipeloom.compare.iterations import TOKENS
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.compare.recomputation import per_module_recomputation
+from pipeloom.compare.registry import BASELINES
+from pipeloom.compare.repacking import reordered
+from pipeloom.errors import InfeasibleError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.layout.choose import CHAIN, nearest
+from pipeloom.planner import Finishing
+from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b
+from pipeloom.taskgraph import NS_PER_S, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
+from pipeloom_lab.reproduce.dip.jitter import jittered_s
+from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
+from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
+from pipeloom_lab.reproduce.part import Options
+
+_ENTRIES = {entry.title: entry for entry in BASELINES.values()}
+MEGATRON, MEGATRON_EVEN = BASELINES["interleaved"].title, BASELINES["interleaved-time"].title
+NNSCALER, OPTIMUS = BASELINES["nnscaler"].title, BASELINES["optimus"].title
+PUBLISHED, PRIORITY = BASELINES["dip"].title, BASELINES["dip-priority"].title
+OURS, OURS_SAME = BASELINES["pipeloom"].title, BASELINES["pipeloom-dip-layout"].title
+OURS_GIVEN = "Pipeloom, microbatches given"
+"""Ours in all but the microbatches, which are those that the others are given."""
+UNSEARCHED = "Pipeloom's layouts and packings, no search"
+"""What ours would be with Megatron-LM's interleaved order, and one setting of recomputation for each module."""
+BASELINE_NAMES = (
+    "1f1b",
+    "1f1b-time",
+    "interleaved",
+    "interleaved-time",
+    "zero-bubble",
+    "nnscaler",
+    "optimus",
+    "optimus-fine",
+    "megascale-omni",
+)
+"""Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
+somebody adds a system to compare with."""
+BASELINE_TITLES = tuple(BASELINES[name].title for name in BASELINE_NAMES)
+PAPERS_BASELINES = (MEGATRON, NNSCALER, OPTIMUS)
+"""Those that DIP's paper itself compares with."""
+STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
+FROM_UNIFORM = "DIP from the best uniform strategies"
+FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
+"""DIP in both published forms; with rollouts that start from the uniform strategies that first in, first out does best
+with; searching orders under these alone; and no search at all, but the dual queue under them."""
+BEST_FORM = "DIP, best of its forms"
+SEARCHED = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES)
+FIFO = "first in, first out"
+MOST_SEARCH = 10
+"""Times ``search_s`` for planning an iteration from its samples on, as the paper gives its planner ten seconds."""
+FEW_BOUNDS = 3
+"""Layouts of the least lower bounds on the sampled iterations, of which the least is taken on the timed ones."""
+MOST_TRIED = 3
+"""Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
+CHOICE = Deadline(2.0, "cpu")
+"""To plan each sampled iteration under each of them."""
+
+_PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
+    STATIC: partitioned,
+    NO_SEARCH: lambda c, t: unadaptive_system(NO_SEARCH, c, dip_layout(c, t), FIFO),
+    NO_STRATEGIES: lambda c, t: unadaptive_system(NO_STRATEGIES, c, dip_layout(c, t), "mcts", threads()),
+    PUBLISHED: lambda c, t: searched_system(PUBLISHED, c, dip_layout(c, t), "mcts", threads=threads()),
+    PRIORITY: lambda c, t: searched_system(PRIORITY, c, dip_layout(c, t), "mcts priority", threads=threads()),
+    FROM_UNIFORM: lambda c, t: searched_system(FROM_UNIFORM, c, dip_layout(c, t), "mcts uniform", threads=threads()),
+}
+
+
+def threads() -> int:
+    """Half of the cores at hand, as DIP's planner takes (`dip.txt` §6.2)."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+_OF_DIP = frozenset({*_PARTS, OURS_SAME})
+"""On DIP's layout: their microbatches have one size, the best of it."""
+
+
+def planning_s(name: str, search_s: float) -> float:
+    """Processor seconds that a system has for planning an iteration, from its samples to the plan: one rule for all.
+
+    Ours has ten times ``search_s`` on one, and ``search_s`` where the microbatches are given; every search of DIP has
+    ten times ``search_s`` on each of its threads.
+    """
+    return search_s * (MOST_SEARCH * threads() if name in SEARCHED else MOST_SEARCH if name == OURS else 1)
+
+
+RULE = (
+    "Ours is allowed {most_s:g} s of one core's time to plan an iteration, from samples to a proved plan, and "
+    "{search_s:g} s of microbatches that are given; every search of DIP has {most_s:g} s on each of {threads} cores, "
+    "half of those at hand, as DIP takes."
+)
+
+
+def rule(options: Options) -> str:
+    """The rule of planning times in words."""
+    each = options.search_s
+    words = RULE.format(most_s=MOST_SEARCH * each, search_s=each, threads=threads())
+    return words.replace("of 1 cores", "of 1 core")
+
+
+def budget_of(name: str, search_s: float, finishing: Finishing | None = None) -> StoppingRule:
+    """The stopping rule of an iteration that is planned from now on.
+
+    Our search ends so early that the plan and its proof have their time too: by ``finishing``, or the planner's guess.
+    """
+    allowed = Deadline(planning_s(name, search_s), "cpu")
+    return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or Finishing()).task_s)).start())
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One iteration under one system.
+
+    Attributes
+    ----------
+    seconds : float
+        Of the iteration, without the update of the weights.
+    processor_s : float
+        Of planning it: costs, graph, search, strategies and simulation.
+    num_tasks : int
+    bound_s : float
+        The lower bound of the system's own graph, or of all packings that it has judged.
+    jittered_s : float
+        Mean seconds where passes take longer or shorter than planned, as the device's table says.
+    as_chosen : bool
+        Whether it ran under the layout that was chosen; it did not fit that otherwise.
+    """
+
+    seconds: float
+    processor_s: float
+    num_tasks: int
+    bound_s: float
+    jittered_s: float
+    as_chosen: bool
+
+
+def suits(name: str, setup: PaperSetup) -> bool:
+    """Whether a system can train a model. Those that only this evaluation has are forms of DIP, which train all."""
+    entry = _ENTRIES.get(name)
+    return entry is None or entry.suits(setup.case.model)
+
+
+@functools.lru_cache(maxsize=256)
+def system(setup: PaperSetup, name: str) -> System:
+    """A system by its title, with its layout chosen on the typical iterations.
+
+    Baselines have microbatches of the size that is best for an iteration, DIP's forms of that which is best on the
+    typical ones.
+
+    Raises
+    ------
+    InfeasibleError
+        Its layout cannot be made in memory.
+    """
+    case = setup.case
+    if name == OURS_GIVEN:
+        return searched_system(OURS_GIVEN, case, setup.layouts[0].layout)
+    if name == OURS:
+        fitting = [one for one in setup.layouts if not one.problem]
+        few = fitting[:1] if setup in LARGE.values() else nearest(fitting)[:MOST_TRIED]
+        return own_system(OURS, case, [one.layout for one in few], setup.typical, TOKENS, CHOICE)
+    if name == UNSEARCHED:
+        return _unsearched(setup)
+    make = _PARTS.get(name) or _ENTRIES[name].make
+    made = make(case, setup.typical)
+    return any_size(made) if name in BASELINE_TITLES else sized(made, _size_of_dip(setup)) if name in _OF_DIP else made
+
+
+def _unsearched(setup: PaperSetup) -> System:
+    """Our layouts and packings under Megatron-LM's interleaved order."""
+    case = setup.case
+    fitting = [one for one in setup.layouts if not one.problem]
+    chains = [one for one in fitting if one.name.startswith(CHAIN)]
+    layouts = {one.layout.chunks: one.layout for one in (*nearest(fitting)[:MOST_TRIED], *chains)}.values()
+    options = [
+        fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts
+    ]
+    return reordered(in_turn(UNSEARCHED, options, setup.typical), case)
+
+
+@functools.lru_cache(maxsize=64)
+def _size_of_dip(setup: PaperSetup) -> int:
+    """How many of the given microbatches are best as one on DIP's layout, by its form that does not search."""
+    plain = _PARTS[NO_SEARCH](setup.case, setup.typical)
+    return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical))
+
+
+def chunks_a_rank(setup: PaperSetup, name: str) -> int:
+    """Most stages that a rank has under a system's first layout; neighbouring chunks of one rank are one stage."""
+    ranks = [rank for rank, _ in itertools.groupby(chunk.rank for chunk in system(setup, name).layout.chunks)]
+    return max(ranks.count(rank) for rank in ranks)
+
+
+def chunks_note(setup: PaperSetup) -> str:
+    """How many chunks a rank Megatron-LM has, in words."""
+    found = []
+    for words, name in (("by parameters", MEGATRON), ("by time", MEGATRON_EVEN)):
+        with suppress(InfeasibleError):
+            found.append(f"{chunks_a_rank(setup, name)} {words}")
+    return f"Megatron-LM interleaved has {', '.join(found)} chunks a rank."
+
+
+def run(one: System, groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult | None:
+    """Plan one iteration and judge it by the independent checker; None: it does not fit."""
+    try:
+        found = one.run(groups, budget, seed)
+    except InfeasibleError:
+        return None
+    judge(found)
+    return found
+
+
+def judge(found: BaselineResult) -> None:
+    """Refuse what the independent checker refuses."""
+    refuse_faults(found.name, found.graph, found.schedule, found.timeline)
+
+
+def refuse_faults(name: str, graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> None:
+    """Refuse what the independent checker refuses of somebody's schedule."""
+    faults = check(graph, schedule, timeline)
+    if faults:
+        raise AssertionError(f"{name}: {faults[0]}")
+
+
+@functools.cache
+def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> Timed | None:
+    """Time iteration ``number`` of a seed under a system by its title; None: it does not fit."""
+    groups = setup.groups(seed, number)
+    try:
+        one = system(setup, name)
+    except InfeasibleError:
+        return None
+    begin = time.process_time()
+    try:
+        found = one.run(groups, budget_of(name, search_s), seed)
+    except InfeasibleError:
+        return None
+    spent = time.process_time() - begin
+    judge(found)
+    return Timed(
+        found.iteration_s,
+        spent,
+        found.graph.num_tasks,
+        found.lower_bound.ns / NS_PER_S + found.after_s,
+        jittered_s(found, setup.case.cluster.device.jitter, number),
+        found.layout == one.layout,
+    )
+
+
+def iterations(options: Options, count: int | None = None) -> list[tuple[int, int]]:
+    """Seed and number of every timed iteration: ``options.iterations`` (or ``count``) for each seed."""
+    return [(seed, number) for seed in options.seeds for number in range(count or options.iterations)]
+
+
+def planned_iterations(options: Options, name: str) -> list[tuple[int, int]]:
+    """Iterations that a system is timed on: the first of each seed for DIP's, whose searches take longest."""
+    few = name in (*FORMS, OURS_SAME) and not options.full
+    return iterations(options, 1 if few else None)
+
+
+def best_form(
+    setup: PaperSetup, numbers: Sequence[tuple[int, int]], search_s: float, forms: Sequence[str] = FORMS
+) -> tuple[str, float] | None:
+    """The form of DIP with the least mean time, and that; None: none fits all iterations."""
+    means = []
+    for name in forms:
+        found = seconds_of(setup, name, numbers, search_s)
+        if found is not None:
+            means.append((sum(found) / len(found), name))
+    if not means:
+        return None
+    value, name = min(means)
+    return name, value
+
+
+def each_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed | None]:
+    """Time several iterations under a system; None in the place of one that does not fit."""
+    return [timed(setup, name, *number, search_s) for number in numbers]
+
+
+def all_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed] | None:
+    """Time several iterations under a system; None: one of them does not fit."""
+    out = []
+    for number in numbers:
+        found = timed(setup, name, *number, search_s)
+        if found is None:
+            return None
+        out.append(found)
+    return out
+
+
+def seconds_of(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[float] | None:
+    """Seconds of several iterations under a system; None: one of them does not fit."""
+    found = all_timed(setup, name, numbers, search_s)
+    return None if found is None else [one.seconds for one in found]
+
+
+def least_bound_s(setup: PaperSetup, groups: Microbatches) -> float:
+    """No schedule of these microbatches is shorter, under any layout that was tried for ours."""
+    fitting = sorted((one for one in setup.layouts if not one.problem), key=lambda one: one.bound_s)
+    bounds = []
+    for one in fitting[:FEW_BOUNDS]:
+        bound = assignable_bound(assignable_of(setup.case, one.layout, groups, "bound"))
+        bounds.append(bound.ns / NS_PER_S + replica_seconds(setup.case, one.layout))
+    return min(bounds)

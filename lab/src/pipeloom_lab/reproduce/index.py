@@ -1,0 +1,186 @@
+"""The index: every claim of the papers beside ours, from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from pipeloom.report import markdown_table
+from pipeloom_lab.reproduce.claims import (
+    RULES,
+    SUBJECTS,
+    VERDICTS,
+    Claim,
+    Judged,
+    NotThereError,
+    OwnFigure,
+    command_of,
+    judge,
+    told,
+)
+from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of
+from pipeloom_lab.reproduce.record import Record
+
+Records = Mapping[str, Mapping[str, Record]]
+"""Records by paper and part."""
+
+_HEAD = """\
+# The papers' claims, and ours
+
+Every claim of the four papers, the paper's figure, ours, and whether it was reached. Written by `pipeloom reproduce`
+from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTune](pipetune.md) and
+[AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated
+([emulator](../emulator.md)): no claim is measured on GPUs. Times of tuning and solving are of this machine's
+processor; losses, and runs of ranks that sleep, are real ones. What two papers say alike is one claim.
+[When each part was made](#when-each-was-made) is at the end. Systems outside the four papers are in
+[notes](../notes/outside-systems.md).
+
+*Of* says whose figure ours is: of Pipeloom; of a paper's system, or of baselines, written again from the papers; or of
+the setting, that is models, data and hardware.
+
+`pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
+it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
+what is recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at
+a time as there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the
+clock run alone. The time left is told as parts begin and end, by what they took the last time.
+"""
+
+
+_CORES, _MOST_MINUTES = 2, 90
+"""What the whole evaluation is to take, and on how many cores."""
+
+
+def claims_of(paper: str) -> tuple[Claim, ...]:
+    """All claims of a paper's evaluation, in its order."""
+    claims: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.claims").CLAIMS
+    return claims
+
+
+def own_of(paper: str) -> tuple[OwnFigure, ...]:
+    """Figures that no paper claims, and that our texts quote."""
+    own: tuple[OwnFigure, ...] = getattr(import_module(f"pipeloom_lab.reproduce.{paper}.claims"), "OWN", ())
+    return own
+
+
+def goals_of(paper: str) -> tuple[Claim, ...]:
+    """What we set out to reach in a paper's evaluation, judged as the paper's claims are."""
+    goals: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.goals").GOALS
+    return goals
+
+
+def judged_claims(records: Records) -> dict[str, list[Judged]]:
+    """Every claim of every paper with ours beside it; what cannot be looked up is not made."""
+    return {paper: [_judged(claim, paper, records.get(paper, {})) for claim in claims_of(paper)] for paper in PAPERS}
+
+
+def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
+    try:
+        return judge(claim, paper, records)
+    except NotThereError as error:  # a part that was made with little, or whose rows have other names now
+        return Judged(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
+
+
+def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
+    """Our own figures by name, told, with the commands that make them."""
+    found = {}
+    for paper in PAPERS:
+        for own in own_of(paper):
+            try:
+                text = told(own.ours, own.unit, records.get(paper, {}))
+            except LookupError:
+                text = "not made"
+            found[f"{paper}-{own.name}"] = own, text, f"pipeloom reproduce {paper} {own.ours[0].part}"
+    return found
+
+
+def index_page(records: Records) -> str:
+    """The whole page."""
+    found = judged_claims(records)
+    blocks = [_HEAD.strip(), "## How many", _tally(found), RULES.strip()]
+    blocks += ["## What was missed", _misses(found)]
+    blocks += ["## What we set out to reach", _goals(records)]
+    for paper, title in PAPERS.items():
+        columns = ("claim", "where", "paper", "ours", "of", "verdict", "why", "command")
+        rows = [_row(paper, one) for one in found[paper]]
+        blocks += [f"## {title}", markdown_table(columns, rows, words=True)]
+    own = [
+        (f'<a id="{name}"></a>{figure.text}', text, f"`{command}`")
+        for name, (figure, text, command) in own_figures(records).items()
+    ]
+    table = markdown_table(("figure", "ours", "command"), own, words=True)
+    blocks += ["## Our own figures", "No paper claims these.", table]
+    blocks += ["## When each was made", _makings(records)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _goals(records: Records) -> str:
+    """Our own goals, judged as claims are, and how long all of it takes."""
+    rows = list[tuple[str, ...]]()
+    for paper in PAPERS:
+        for goal in goals_of(paper):
+            one = _judged(goal, paper, records.get(paper, {}))
+            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.why, f"`{one.command}`"))
+    rows.append(_whole_evaluation(records))
+    return markdown_table(("goal", "to reach", "ours", "verdict", "why", "command"), rows, words=True)
+
+
+def _whole_evaluation(records: Records) -> tuple[str, ...]:
+    """How long all of it takes, of what it should take."""
+    seconds = {True: 0.0, False: 0.0}
+    for _, part, record in _every_part(records):
+        seconds[part.alone] += 0.0 if record is None else record.made.seconds
+    minutes = (seconds[True] + seconds[False] / _CORES) / 60
+    return (
+        "The whole evaluation, on two cores",
+        f"{_MOST_MINUTES} min",
+        f"{minutes:.0f} min",
+        "reached" if minutes <= _MOST_MINUTES else "partly",
+        f"Seconds of all parts that are recorded; of those that do not run alone {_CORES} at a time.",
+        "`pipeloom reproduce all`",
+    )
+
+
+def _every_part(records: Records) -> list[tuple[str, Part, Record | None]]:
+    """All parts of all papers, and what is recorded of them."""
+    return [(paper, part, records.get(paper, {}).get(part.name)) for paper in PAPERS for part in parts_of(paper)]
+
+
+def _makings(records: Records) -> str:
+    """Which parts were made by which state of the source, the newest first, and those that were not made."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for paper, part, record in _every_part(records):
+        made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")
+        names.setdefault(made, []).append(f"{paper} {part.name}")
+    rows = [(day, commit, ", ".join(parts)) for (day, commit), parts in sorted(names.items(), reverse=True)]
+    return markdown_table(("day", "commit", "parts"), rows, words=True)
+
+
+def _row(paper: str, one: Judged) -> tuple[str, ...]:
+    claim = one.claim
+    name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
+    return name, claim.where, claim.paper, one.ours, claim.of, one.verdict, one.why, f"`{one.command}`"
+
+
+def _tally(found: Mapping[str, list[Judged]]) -> str:
+    every = [one for each in found.values() for one in each]
+    groups = {PAPERS[paper]: each for paper, each in found.items()}
+    groups |= {f"*of* {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
+    groups["all"] = every
+    rows = [
+        (name, str(len(each)), *(str(sum(one.verdict == verdict for one in each)) for verdict in VERDICTS))
+        for name, each in groups.items()
+    ]
+    return markdown_table(("claims", "number", *VERDICTS), rows)
+
+
+def _misses(found: Mapping[str, list[Judged]]) -> str:
+    lines = []
+    for verdict in ("not reached", "not made"):
+        names = [
+            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.of})"
+            for paper, each in found.items()
+            for one in each
+            if one.verdict == verdict
+        ]
+        lines.append(f"{verdict.capitalize()}:\n\n" + ("\n".join(names) or "- none"))
+    return "\n\n".join(lines)

@@ -1,0 +1,137 @@
+"""Pages from records alone: one for each paper, and files of the tables that are too long for it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from importlib import import_module
+
+from pipeloom.report import markdown_table
+from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table
+from pipeloom_lab.reproduce.record import Record
+
+MOST_ROWS = 20
+"""Of a table on a page; a longer one is a file beside it."""
+_ABOUT = """# {title}: the evaluation again
+
+Written by `pipeloom reproduce {paper}`, a section for every part, from the data in `{paper}/PART.json`;
+`pipeloom reproduce {paper} PART` makes one again. [All claims](index.md) says which of the paper's figures were
+reached, and why not. Every section names its seeds and the kind of its times. Columns headed "paper" are quotations and
+enter no computation.
+"""
+_WORDS = {
+    "dip": """\
+- *Pipeloom* or *ours*: our planner. *DIP*, *PipeWeaver*: their searches written again from the papers. *As
+  published*: their layout, their order search and a strategy for every pair, but strategies are chosen by our solver
+  from our candidates; the papers' integer program and memory rule to the letter are in the part `literal`.
+- *nnScaler\\**: the paper's own form of it, static stages under 1F1B with a recomputation for each. *Coarse* and
+  *fine* Optimus: encoders filled into bubbles by whole stages or by layers.
+- *vision 4 x2, lm all x4*: instances of a module go together four at a time, or all of a microbatch; and its layers
+  are two or four segments on every rank. *Instances dealt*: every device of a rank has the whole encoder and a share
+  of the images.
+- *Standstill*: under the paper's memory rule no rank can go on.
+- *Seconds of search* in a section's last line are those that ours has for given microbatches. It has ten times as
+  many to plan an iteration from its samples on, as every search of DIP has on each of its threads.
+""",
+    "pipetune": """\
+- *Original*: samples in the order drawn, as many contexts to a microbatch as memory has room for, under 1F1B.
+  *Balanced*: the paper's packing. *PipeTune*: its packing, order and encoder pre-computation, written again.
+  *Pipeloom* or *ours*: our planner.
+- *Context*: the most tokens of one sequence; a microbatch has one or several. *DataMix1*, *2*, *3*: a tenth, six and
+  nine tenths of the samples have images.
+""",
+    "adaptis": """\
+- *S-1F1B*, *I-1F1B*, *ZB*: 1F1B with one stage a rank, interleaved 1F1B, and zero-bubble with split backwards.
+  *Mist*: stages and recomputation chosen together. *AdaPtis* or *its generator*: the paper's search for partition,
+  placement and schedule, written again. *Pipeloom* or *ours*: our planner.
+- *P*: ranks of the pipeline.
+""",
+}
+"""Names that the tables of a page use."""
+_KINDS = {
+    "emulated": "emulated (no accelerator was used)",
+    "planned": "planned: schedules simulated on measured layer costs",
+    "measured": "measured on this machine",
+    "processor": "processor seconds of this machine",
+}
+
+
+def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
+    """The picture that a paper's page opens with, drawn from its records; None: what it shows is not recorded."""
+    try:
+        figure: Figure = import_module(f"pipeloom_lab.reproduce.{paper}.goals").opening(records)
+    except LookupError:
+        return None
+    return figure
+
+
+def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
+    """The page of a paper: the picture that it opens with, its figures and short tables."""
+    head = [_ABOUT.format(title=PAPERS[paper], paper=paper).strip()]
+    if opening is not None:
+        head.append(f"![{opening.title}]({paper}/{opening.name}.svg)\n\n*{opening.title}.*")
+    head += ["**Words**", _WORDS[paper].strip()]
+    return "\n\n".join([*head, *(section(paper, record) for record in records.values())]) + "\n"
+
+
+def long_tables(record: Record) -> dict[str, str]:
+    """Tables that are too long for the page, as CSV by the name of their file."""
+    return {_file_of(record, table): _csv(table) for table in record.tables if len(table.rows) > MOST_ROWS}
+
+
+def section(paper: str, record: Record) -> str:
+    """One part as Markdown: pictures, short tables, links to long ones, notes, and how it was made."""
+    blocks = [f"## {record.title}"]
+    blocks += [f"![{title}]({paper}/{name}.svg)\n\n*{title}*" for name, title in record.figures.items()]
+    for table in record.tables:
+        if len(table.rows) > MOST_ROWS:
+            rows = f"[{len(table.rows)} rows]({paper}/{_file_of(record, table)}): {'; '.join(table.columns)}."
+            blocks.append(f"**{table.title}**: {rows}")
+        else:
+            blocks.append(f"**{table.title}**\n\n{markdown_table(table.columns, table.rows)}")
+        if table.note:
+            blocks.append(table.note)
+    blocks += [f"- {note}" for note in record.notes]
+    return "\n\n".join([*blocks, _facts(record)])
+
+
+def _facts(record: Record) -> str:
+    """Source, kind of time, settings, devices, and how the record was made."""
+    made = record.made
+    spent = "" if made.processor_seconds is None else f", {made.processor_seconds:.0f} s of processor time"
+    facts = [f"Repeats {record.source}. Times are {_KINDS[record.time]}.", *_amounts(record.settings, record.searched)]
+    if record.devices:
+        facts.append(f"Devices: {'; '.join(record.devices)}.")
+    commit = f" at {made.commit}" if made.commit else ""
+    facts.append(
+        f"Made in {made.seconds:.0f} s{spent}, on {made.machine}, {made.day}, Pipeloom {made.version}{commit}."
+    )
+    return " ".join(facts)
+
+
+def _amounts(settings: Settings, searched: str) -> list[str]:
+    """The settings as one sentence, or none."""
+    words = []
+    if settings.seeds is not None:
+        words.append(f"seeds {', '.join(map(str, settings.seeds))}")
+    if settings.iterations is not None:
+        words.append(f"{settings.iterations} iteration{'s' if settings.iterations > 1 else ''}")
+    if settings.search_s is not None:
+        words.append(f"{settings.search_s:g} s of search {searched}")
+    if settings.solver_s is not None:
+        words.append(f"solvers cut after {settings.solver_s:g} s")
+    if settings.full and words:
+        words.append("as large as in the paper")
+    sentence = "; ".join(words)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
+
+
+def _file_of(record: Record, table: Table) -> str:
+    return f"{record.part}-{record.tables.index(table) + 1}.csv"
+
+
+def _csv(table: Table) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    return text.getvalue()

@@ -1,0 +1,163 @@
+"""What a part of an evaluation is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+from pipeloom.errors import InputError
+
+PAPERS = {"dip": "DIP and PipeWeaver", "pipetune": "PipeTune", "adaptis": "AdaPtis"}
+"""Names of the packages beside this file, and whose evaluation they repeat."""
+
+Setting = Literal["seeds", "iterations", "search", "solver"]
+TimeKind = Literal["emulated", "planned", "measured", "processor"]
+"""Emulated: all times are the emulator's. Planned: schedules of profiled costs. Measured: real runs, of computation
+or of sleeping ranks. Processor: CPU time of our own programs (search, tuning)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much work a reproduction does."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the sampled batches and of the searches."""
+    iterations: int = 10
+    """Batches for every mean, where the paper has more."""
+    search_s: float = 1.0
+    """Processor seconds of our search for one batch; in DIP's evaluation a tenth of those from its samples on."""
+    solver_s: float = 60.0
+    """Seconds after which an exact solver is cut."""
+    full: bool = False
+    """As many iterations, seconds and sizes as the paper; may take days."""
+
+    def __post_init__(self) -> None:
+        """Refuse runs of nothing."""
+        if not self.seeds:
+            raise InputError("--seeds", "is 0", "use at least 1")
+        for name, value in (
+            ("--iterations", self.iterations),
+            ("--search", self.search_s),
+            ("--solver", self.solver_s),
+        ):
+            if not 0 < value < 1e7:
+                raise InputError(name, f"{value:g} is not above 0 and below 10000000")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options as one part has used them; None: it makes no use of that one."""
+
+    seeds: tuple[int, ...] | None = None
+    iterations: int | None = None
+    search_s: float | None = None
+    solver_s: float | None = None
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text; ours and the paper's numbers in columns of their own."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    """Why numbers differ, assumptions."""
+
+    def __post_init__(self) -> None:
+        """Refuse rows that do not fit, and columns of one name, which nobody could look up."""
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError(f"table {self.title!r}: two columns of {self.columns} have the same name")
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.title!r}: {row} has not {len(self.columns)} cells")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A picture, and what it shows."""
+
+    name: str
+    """Stem of its file."""
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one part found."""
+
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    """Device tables that the times rest on, by name; and whether each is of a data sheet or calibrated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One table or figure of a paper, or a few that are made together."""
+
+    name: str
+    """On the command line, for example ``table-5``."""
+    title: str
+    source: str
+    """Paper and place, for example ``dip.txt`` Table 5, section 7.3."""
+    time: TimeKind
+    run: Callable[[Options], Outcome]
+    uses: tuple[Setting, ...] = ("seeds", "iterations", "search")
+    """Which of the options make a difference to it; its section states these."""
+    searched: str = "a batch"
+    """What our search is given its time for."""
+    search_factor: float = 1.0
+    """Times ``search_s`` that this gets."""
+    shares: str = ""
+    """Parts with the same word time the same things, so that one process makes them one after the other."""
+    alone: bool = False
+    """It reads a clock that other work on the machine disturbs, so nothing runs beside it."""
+    most_iterations: int | None = None
+    """More batches are timed with ``--full`` alone."""
+
+    def given(self, options: Options) -> Options:
+        """What it is run with."""
+        if self.most_iterations is None or options.full:
+            return options
+        return replace(options, iterations=min(options.iterations, self.most_iterations))
+
+    def settings(self, options: Options) -> Settings:
+        """Those of the options that make a difference to it."""
+        return Settings(
+            options.seeds if "seeds" in self.uses else None,
+            self.given(options).iterations if "iterations" in self.uses else None,
+            self.search_factor * options.search_s if "search" in self.uses else None,
+            options.solver_s if "solver" in self.uses else None,
+            options.full,
+        )
+
+
+def parts_of(paper: str) -> tuple[Part, ...]:
+    """Return all parts of a paper's evaluation, in the order of the paper.
+
+    Raises
+    ------
+    InputError
+        No such paper.
+    """
+    parts: tuple[Part, ...] = _package(paper).PARTS
+    return parts
+
+
+def full_of(paper: str) -> Options:
+    """As many iterations, seeds and seconds as the paper has."""
+    full: Options = getattr(_package(paper), "FULL", Options(full=True))
+    return full
+
+
+def _package(paper: str) -> ModuleType:
+    if paper not in PAPERS:
+        raise InputError("paper", f"{paper!r} is none of {', '.join(PAPERS)}")
+    return import_module(f"pipeloom_lab.reproduce.{paper}")

@@ -1,0 +1,87 @@
+"""DIP's planner as its paper prints it: its memory rule, a program for every rank of every rollout (`dip.txt` §5).
+
+What the paper leaves open is settled so: an order that comes to a standstill, since every rank's forward queue is
+disabled and nobody can go on, scores nothing; the first order is the one that our admission finds, so that there is an
+answer whatever the rule does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from pipeloom.search.context import begin
+from pipeloom.search.kernels import codes
+from pipeloom.search.kernels.tables import Tables
+from pipeloom.search.params import DEFAULTS, StrategyParams
+from pipeloom.search.plain import leanest
+from pipeloom.search.state import Search
+from pipeloom.search.stopping import Evaluations, Stretch
+from pipeloom.search.strategies import StrategyChooser
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule, simulate
+from pipeloom_lab.solvers.integer_program import program_choice
+from pipeloom_lab.solvers.sequences import Sequences, published_choice, try_first
+from pipeloom_lab.solvers.tree import mcts_sequence
+
+_REMEMBERED = 64
+
+
+class ProgramChooser(StrategyChooser):
+    """Chooses strategies by the papers' integer program, where `StrategyChooser` has its Lagrangian.
+
+    What was chosen last is remembered, since a search asks again for the order that it keeps.
+    """
+
+    def __init__(
+        self, graph: TaskGraph, params: StrategyParams = DEFAULTS.strategies, tables: Tables | None = None
+    ) -> None:
+        super().__init__(graph, params, tables)
+        self._known: OrderedDict[bytes, tuple[int, IntArray]] = OrderedDict()
+        self._chosen: IntArray = np.zeros(graph.num_pairs, np.int64)
+
+    def another(self) -> ProgramChooser:
+        """One for another thread, with the same memory of what was chosen."""
+        made = ProgramChooser(self.graph, self.params, self.tables)
+        made._known = self._known
+        return made
+
+    def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
+        """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results."""
+        del rounds
+        key, graph = sequence.tobytes(), self.graph
+        if key not in self._known:
+            orders = tuple(sequence[graph.rank[sequence] == rank] for rank in range(graph.num_ranks))
+            self._chosen = program_choice(self, orders)
+            makespan = simulate(graph, Schedule(orders, self._chosen, "program")).makespan_ns
+            self._known[key] = self._judged(sequence, makespan), self._chosen
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        makespan, self._chosen = self._known[key]
+        return makespan
+
+    def choice(self) -> IntArray:
+        """The chosen candidate of every pair."""
+        return self._chosen
+
+
+def dip_literal(search: Search, stretch: Stretch) -> None:
+    """DIP's tree search, with its own memory rule and a program for every rank of every rollout."""
+    if search.chooser is not None:
+        search.chooser = ProgramChooser(search.chooser.graph, search.chooser.params, search.chooser.tables)
+    try_first(search)
+    if search.limited:
+        search.rule = codes.FITS
+    mcts_sequence(search, stretch)
+
+
+def standstills(graph: TaskGraph, orders: int, seed: int) -> int:
+    """How many of so many random orders come to a standstill under the papers' memory rule, all pairs the leanest."""
+    search = Search(graph.with_candidates(leanest(graph)), begin(Evaluations(1)))
+    if not search.limited:
+        return 0
+    sequences, choice = Sequences(search), published_choice(search)
+    choice[codes.RULE] = codes.FITS
+    random = np.random.default_rng(seed)
+    return sum(search.play(sequences.order(random.permutation(sequences.chain)), choice) < 0 for _ in range(orders))

@@ -1,0 +1,235 @@
+"""Claims: looked up in records, judged by one rule; what texts quote is what is recorded."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom_lab.reproduce import PAPERS, Outcome, Part, Record, Settings, Table, parts_of
+from pipeloom_lab.reproduce.claims import Claim, Found, NotThereError, Rule, Verdict, judge, paper_numbers, told
+from pipeloom_lab.reproduce.dip.claims.words import T2V, VLM
+from pipeloom_lab.reproduce.index import claims_of, goals_of, index_page, judged_claims, own_figures, own_of
+from pipeloom_lab.reproduce.page import opening_of
+from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.record import make_record, read_records
+
+ROOT = Path(__file__).parents[3]
+RECORDS = {paper: read_records(ROOT / "docs" / "results", paper) for paper in PAPERS}
+FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+SYSTEMS = Table(
+    "Seconds of systems",
+    ("model", "system", "seconds", "seconds, longest", "gain", "alike"),
+    (
+        ("S", "one", "2.0", "3.5", "+10.5 % (a)", "3 of 4"),
+        ("S", "two: best form", "4.00", "9", "-2 %", "4 of 4"),
+        ("L", "one", "out of memory", "", "", "DP 8, TP 2"),
+    ),
+)
+
+
+def _records(*tables: Table) -> dict[str, Record]:
+    part = Part("part", "", "", "emulated", lambda _: Outcome(tables), uses=())
+    return {"part": make_record(part, Options())[0]}
+
+
+BESIDE = _records(SYSTEMS, Table("Seconds of others", ("model", "seconds"), (("S", "8"),)))
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Found("part", "seconds", ("S", "one")), "2.0"),
+        (Found("part", "seconds", ("S", "two")), "4.00"),
+        (Found("part", "seconds, l", ("S", "one")), "3.5"),
+        (Found("part", "seconds", ("S",), "Seconds of systems", "mean"), "3.00"),
+        (Found("part", "seconds", (("S", "L"), ("one", "two")), how="least"), "2.00"),
+        (Found("part", "seconds", how="most"), "8.00"),
+        (Found("part", "gain", ("S", "two"), negated=True), "2"),
+        (Found("part", "gain", ("S", "one"), minus=Found("part", "gain", ("S", "two"))), "12.5"),
+        (Found("part", "alike", ("S", "one")), "75"),
+        (Found("part", "alike", ("L", "one"), nth=1), "2"),
+    ],
+)
+def test_a_figure_is_looked_up(found: Found, text: str) -> None:
+    assert told((found,), "", BESIDE) == text
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Found("part", "hours", ("S", "one")),
+        Found("part", "seconds", ("M",)),
+        Found("part", "seconds", ("S",), "Nothing"),
+        Found("part", "seconds", ("S",), "Seconds of systems"),  # which of the two?
+        Found("part", "seconds", ("L", "one"), "Seconds of systems"),
+        Found("part", "gain", ("S", "one"), nth=3),
+    ],
+)
+def test_what_is_not_there_is_an_error(found: Found) -> None:
+    with pytest.raises(NotThereError):
+        found.number(BESIDE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "paper", "ours", "speedup", "verdict"),
+    [
+        ("at least", "10 %", ("10",), False, "reached"),
+        ("at least", "10 %", ("9.9",), False, "partly"),
+        ("at least", "10 %", ("4.9",), False, "not reached"),
+        ("at least", "above 0 %", ("0",), False, "not reached"),
+        ("at least", "above 0 %", ("0.1",), False, "reached"),
+        ("at least", "1.34 times", ("1.17",), True, "partly"),
+        ("at least", "1.34 times", ("1.16",), True, "not reached"),
+        ("at least", "10 to 20 %", ("12", "19"), False, "partly"),
+        ("at least", "10 to 20 %", ("12", "21"), False, "reached"),
+        ("at least", "10 to 20 %", ("1", "21"), False, "partly"),
+        ("at most", "below 10 s", ("10",), False, "reached"),
+        ("at most", "below 10 s", ("19",), False, "partly"),
+        ("at most", "below 10 s", ("21",), False, "not reached"),
+        ("near", "0.400", ("0.440",), False, "reached"),
+        ("near", "0.400", ("0.31",), False, "partly"),
+        ("near", "0.400", ("0.29",), False, "not reached"),
+        ("rises", "grows", ("1", "2", "3"), False, "reached"),
+        ("rises", "grows", ("1", "2", "2"), False, "not reached"),
+        ("rises", "grows", ("2", "1"), False, "not reached"),
+        ("says", "TP 2", ("DP 8, TP 2",), False, "reached"),
+        ("says", "TP 2", ("DP 8, TP 1",), False, "not reached"),
+    ],
+)
+def test_the_rule(rule: Rule, paper: str, ours: tuple[str, ...], speedup: bool, verdict: Verdict) -> None:
+    columns = tuple(f"column {i}" for i in range(len(ours)))
+    records = _records(Table("t", columns, (ours,)))
+    claim = Claim("c", "Text", "Fig. 1", paper, tuple(Found("part", c) for c in columns), rule, "Why.", speedup=speedup)
+    judged = judge(claim, "dip", records)
+    assert judged.verdict == verdict
+    assert judged.command == "pipeloom reproduce dip part"
+    assert judge(replace(claim, incomparable=True), "dip", records).verdict == "not comparable"
+    assert judge(claim, "dip", {}).verdict == judge(replace(claim, ours=(), command="x"), "dip", records).verdict
+    assert judge(claim, "dip", {}).verdict == "not made"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_claim_is_whole(paper: str) -> None:
+    claims, names = claims_of(paper), {part.name for part in parts_of(paper)}
+    known = [claim.name for claim in claims] + [own.name for own in own_of(paper)]
+    assert len(set(known)) == len(known)
+    for claim in claims:
+        assert all((claim.text, claim.where, claim.paper, claim.why)), claim.name
+        assert claim.ours or claim.command, f"{claim.name} has no command"
+        assert {found.part for found in (*claim.ours, *claim.also.values())} <= names, claim.name
+        if claim.ours and claim.rule not in ("says", "rises"):
+            assert len(paper_numbers(claim)) == len(claim.ours), claim.name
+        assert not re.search(r"\d\.\d|\d %", claim.why), f"{claim.name}: its figures of ours are typed, not looked up"
+        assert set(re.findall(r"\{(\w+)\}", claim.why)) == set(claim.also), claim.name
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_figure_of_a_claim_stands_in_the_records(paper: str) -> None:
+    for claim in claims_of(paper):
+        judged = judge(claim, paper, RECORDS[paper])
+        recorded = all(found.part in RECORDS[paper] for found in claim.ours)
+        assert (judged.verdict == "not made") == (not claim.ours or not recorded), claim.name
+        beside = all(found.part in RECORDS[paper] for found in claim.also.values())
+        assert "not made" not in judged.why or not beside, claim.name
+    for name, (own, text, _) in own_figures(RECORDS).items():
+        # What is built and not recorded yet is told as not made.
+        recorded = all(found.part in RECORDS[name.partition("-")[0]] for found in own.ours)
+        assert recorded == (text != "not made"), name
+
+
+def test_the_index_has_all_claims_and_no_empty_cell() -> None:
+    page = index_page(RECORDS)
+    rows = [line for line in page.splitlines() if line.startswith('| <a id="')]
+    assert len(rows) == sum(len(claims_of(paper)) + len(own_of(paper)) for paper in PAPERS)
+    for row in rows:
+        assert all(re.split(r"(?<!\\)\|", cell)[0].strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]), row
+    missed = page.partition("## What was missed")[2].partition("\n## ")[0]
+    for paper, found in judged_claims(RECORDS).items():
+        for one in found:
+            assert (f"(#{paper}-{one.claim.name})" in missed) == (one.verdict in ("not reached", "not made"))
+
+
+def test_an_index_without_records_makes_nothing_up() -> None:
+    assert {one.verdict for found in judged_claims({}).values() for one in found} == {"not made"}
+    bare = {"dip": {"table-5": replace(BESIDE["part"], part="table-5", settings=Settings())}}
+    (one,) = (one for one in judged_claims(bare)["dip"] if one.claim.name == "table-5-ours")
+    assert one.verdict == "not made"
+    assert "Not in the record" in one.why
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_goals_are_judged_from_the_records(paper: str) -> None:
+    page = index_page(RECORDS)
+    for goal in goals_of(paper):
+        judged = judge(goal, paper, RECORDS[paper])
+        assert judged.verdict in ("reached", "partly", "not reached")
+        assert f"| {goal.text} | {goal.paper} | {judged.ours} | {judged.verdict} |" in page
+        assert "not made" not in judged.why
+
+
+def test_what_the_bound_allows_over_megatron() -> None:
+    gains = ("over the best baseline", "room to the lower bound", "of it closed", "over Megatron-LM interleaved")
+    rows = tuple((model, "+20.0 %", "25.0 %", "80 %", "+50.0 %") for model in (*VLM, *T2V))
+    table = Table("Gain of ours", ("model", *gains), rows)
+    records = {"figure-8a": _records(table)["part"]}
+    # Theirs takes 1.5, the best baseline 1.2 and the bound 0.96 of ours.
+    assert "allows 56.2, 56.2, 56.2 %" in judge(goals_of("dip")[0], "dip", records).why
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_opens_with_a_picture_of_what_is_recorded(paper: str) -> None:
+    assert opening_of(paper, {}) is None
+    first = opening_of(paper, RECORDS[paper])
+    assert first is not None
+    assert "<svg" in first.svg
+
+
+LINK = re.compile(r"\[([^\]]*)\]\(((?:docs/|\.\./)?results/[^)]*)\)")
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "notes").glob("*.md"))]
+
+
+def _blocks(text: str) -> list[str]:
+    """Paragraphs and items, and every row of a table by itself."""
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*] )", text):
+        lines = block.splitlines()
+        rows = [line for line in lines if line.startswith("|")]
+        found += rows or [" ".join(lines)]
+    return found
+
+
+@functools.cache
+def _lines() -> dict[str, str]:
+    """What the index has as ours, by the name of the line."""
+    lines = {f"{p}-{j.claim.name}": j.ours for p, found in judged_claims(RECORDS).items() for j in found}
+    return lines | {name: text for name, (_, text, _) in own_figures(RECORDS).items()}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_a_quoted_figure_is_the_recorded_one(path: Path) -> None:
+    """A result of the evaluation is quoted as the text of a link to its line in the index, and nowhere else."""
+    lines = _lines()
+    for block in _blocks(path.read_text()):
+        links = LINK.findall(block)
+        for words, target in links:
+            figures = FIGURE.findall(words)
+            if not figures:
+                continue
+            page, _, name = target.partition("#")
+            assert page.endswith("results/index.md"), f"{path.name} quotes {words!r}: link it to its line in the index"
+            assert name in lines, f"{path.name} quotes {words!r} of {name!r}, which is none of the index"
+            recorded = [float(figure) for figure in FIGURE.findall(lines[name])]
+            assert len(figures) == len(recorded), f"{path.name} quotes {words!r} of {name}, recorded is {lines[name]}"
+            said = [
+                f"{round(value, len(text.partition('.')[2])):.{len(text.partition('.')[2])}f}"
+                for value, text in zip(recorded, figures, strict=True)
+            ]
+            assert figures == said, f"{path.name} quotes {words!r} of {name}, recorded is {lines[name]}"
+        if links:
+            left = LINK.sub("", block)
+            assert not re.search(r"\d %", left), f"{path.name} quotes a result beside a link, not in it: {left}"

@@ -1,0 +1,47 @@
+"""DIP's ablation steps and the jitter of its passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.compare.baseline import searched_system
+from pipeloom.compare.baselines.dip import dip_layout, our_layout
+from pipeloom.compare.model_on_cluster import draw_iteration
+from pipeloom.search import Evaluations
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.timeline import check
+from pipeloom_lab.reproduce.dip.jitter import jittered_s
+from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
+from tests.compare.cases import vlm_on_h800
+
+
+@pytest.fixture(scope="module")
+def timed():
+    case = vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=16, lm=18)
+    typical = [draw_iteration(case, 8, 100)]
+    systems = {
+        "modality-aware, static order": partitioned(case, typical),
+        "interleaving": unadaptive_system("interleaving", case, dip_layout(case, typical), "first in, first out"),
+        "ours": searched_system("ours", case, our_layout(case, typical)),
+    }
+    groups = draw_iteration(case, 8, 0)
+    return {name: system.run(groups, Evaluations(100), 0) for name, system in systems.items()}
+
+
+@pytest.mark.parametrize("name", ["modality-aware, static order", "interleaving"])
+def test_ablation_step_is_feasible_and_slower_than_ours(timed, name):
+    result = timed[name]
+    assert result.name == name
+    assert check(result.graph, result.schedule, result.timeline) == ()
+    assert (result.timeline.peak_bytes <= result.graph.capacity_bytes).all()
+    assert result.timeline.makespan_ns >= result.lower_bound.ns
+    assert result.timeline.makespan_ns > timed["ours"].timeline.makespan_ns
+
+
+def test_jitter_lengthens_iterations(timed):
+    for one in timed.values():
+        assert jittered_s(one, 0.0, 0) == pytest.approx(one.iteration_s)
+        assert jittered_s(one, 0.3, 0) == jittered_s(one, 0.3, 0) != jittered_s(one, 0.3, 1)
+    # A makespan is convex in the times of its passes.
+    ours = timed["ours"]
+    assert jittered_s(ours, 0.3, 0, draws=300) > ours.iteration_s

@@ -1,0 +1,207 @@
+"""FSDP2 with ZeRO-3 on the devices of a case: no pipeline, whole microbatches on every device (`dip.txt` Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.compare.baseline import System
+from pipeloom.compare.model_on_cluster import (
+    LEVELS,
+    Microbatches,
+    ModelOnCluster,
+    most_workspace_bytes,
+    pack_microbatches,
+    put_on_cluster,
+)
+from pipeloom.cost import StrategyCost
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.search import StoppingRule
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.taskgraph import BACKWARD, FORWARD, Edges, PairLabel, Pairs, Tasks, make_graph, to_ns
+from pipeloom.timeline import Schedule, lower_bound, simulate
+
+NAME = "FSDP2, ZeRO-3"
+Pass = tuple[float, float]
+"""Seconds of a module's forward and backward on one microbatch, gathers and reductions overlapped."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A model whole on every device, weights sharded.
+
+    ``rows``: per microbatch and module, per part the costs under every strategy.
+    """
+
+    layout: Layout
+    rows: list[list[list[tuple[StrategyCost, ...]]]]
+    static_bytes: int
+    room_bytes: int
+    """For activations."""
+
+
+def fsdp_time(case: ModelOnCluster, groups: Microbatches, num_devices: int) -> tuple[float, str]:
+    """Seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data, slowest replica first.
+
+    Microbatches are dealt out in turn; the fastest strategy whose largest microbatch fits is taken.
+
+    Raises
+    ------
+    InfeasibleError
+        The largest microbatch does not fit.
+    """
+    seconds, level = _fastest(_whole(case, groups, num_devices), num_devices)
+    return seconds, str(LEVELS[level])
+
+
+def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
+    """FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
+
+    All replicas begin a module's pass together, since they gather its weights together. What the update takes beyond
+    the pipeline's is counted.
+    """
+    devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
+    degrees = Degrees(data=devices * case.degrees.data, zero=3)
+
+    def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        whole = _whole(case, groups, degrees.num_devices)
+        _, level = _fastest(whole, devices)
+        update_s = put_on_cluster(case.architecture, case.cluster, degrees).update_s
+        return _timeline(case, whole, devices, level, update_s - case.update_s)
+
+    modules = case.model.modules
+    chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
+    return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
+
+
+def _whole(case: ModelOnCluster, groups: Microbatches, num_replicas: int) -> _Whole:
+    costs = EmulatedCosts(case.architecture, case.cluster, Degrees(data=num_replicas, zero=3), LEVELS, split=False)
+    modules = case.model.modules
+    wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
+    layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
+    packing = pack_microbatches(case, layout, groups)
+    static = sum(costs.static_bytes(c) for c in wholes)
+    rows = [
+        [[costs.chunk_costs(c, part.workload) for part in parts] for c, parts in zip(wholes, m.parts, strict=True)]
+        for m in packing.microbatches
+    ]
+    room = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
+    return _Whole(layout, rows, static, room)
+
+
+def _fastest(whole: _Whole, num_replicas: int) -> tuple[float, int]:
+    """Seconds and number of the fastest strategy that fits."""
+    steps = -(-len(whole.rows) // num_replicas)
+    best: tuple[float, int] | None = None
+    for level in range(len(LEVELS)):
+        if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.room_bytes:
+            continue
+        passes = [[_pass(column, level) for column in row] for row in whole.rows]
+        empty = [(0.0, 0.0)] * len(whole.layout.chunks)
+        passes += [empty] * (steps * num_replicas - len(passes))
+        seconds = fsdp_seconds([passes[r::num_replicas] for r in range(num_replicas)])
+        best = min(best or (seconds, level), (seconds, level))
+    if best is None:
+        raise InfeasibleError("FSDP: the largest microbatch does not fit on one device")
+    return best
+
+
+def _held(column: list[tuple[StrategyCost, ...]], level: int) -> int:
+    return sum(options[level].activation_bytes for options in column)
+
+
+def _pass(column: list[tuple[StrategyCost, ...]], level: int) -> tuple[float, float]:
+    return sum(o[level].forward_s for o in column), sum(o[level].backward_s for o in column)
+
+
+def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
+    """Every device a rank; a pass begins when all of the pass before have ended."""
+    kind: list[int] = []
+    rank: list[int] = []
+    duration: list[int] = []
+    pair: list[int] = []
+    microbatch: list[int] = []
+    module: list[int] = []
+    held: list[int] = []
+    labels: list[PairLabel] = []
+    source: list[int] = []
+    target: list[int] = []
+    order: list[list[int]] = [[] for _ in range(num_replicas)]
+    before: list[int] = []
+    numbers = range(len(whole.layout.chunks))
+    for first in range(0, len(whole.rows), num_replicas):
+        together = whole.rows[first : first + num_replicas]
+        pairs: dict[tuple[int, int], int] = {}
+        for backward, m in [(False, m) for m in numbers] + [(True, m) for m in reversed(numbers)]:
+            now = []
+            for device, row in enumerate(together):
+                if not row[m]:
+                    continue
+                if not backward:
+                    pairs[device, m] = len(held)
+                    held.append(_held(row[m], level))
+                    labels.append(PairLabel(m, first + device, 0))
+                now.append(len(kind))
+                order[device].append(len(kind))
+                kind.append(BACKWARD if backward else FORWARD)
+                rank.append(device)
+                duration.append(to_ns(_pass(row[m], level)[backward]))
+                pair.append(pairs[device, m])
+                microbatch.append(first + device)
+                module.append(m)
+            source += [a for a in before for _ in now]
+            target += [b for _ in before for b in now]
+            before = now or before
+    graph = make_graph(
+        name=NAME,
+        num_ranks=num_replicas,
+        tasks=Tasks(
+            kind=kind,
+            rank=rank,
+            duration_ns=duration,
+            pair=pair,
+            segment=np.arange(len(kind)),
+            microbatch=microbatch,
+            module=module,
+            module_names=tuple(m.name for m in case.model.modules),
+        ),
+        pairs=Pairs(activation_bytes=held, weight_gradient_bytes=None, labels=tuple(labels)),
+        edges=Edges(source=source, target=target, delay_ns=np.zeros(len(source), np.int64)),
+        static_bytes=[whole.static_bytes] * num_replicas,
+        capacity_bytes=[whole.room_bytes + whole.static_bytes] * num_replicas,
+    )
+    schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None, NAME)
+    timeline = simulate(graph, schedule)
+    return BaselineResult(NAME, whole.layout, graph, schedule, timeline, lower_bound(graph), after_s)
+
+
+def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:
+    """Time of an iteration of sharded data parallelism.
+
+    Weights are gathered by all replicas together, so no replica begins a module before the slowest has come to
+    it: a step takes, module by module, what its slowest replica takes.
+
+    Parameters
+    ----------
+    replicas : per replica, per microbatch, per module in order
+        All replicas have the same number of microbatches (an empty one is a row of zeros) and of modules.
+
+    Raises
+    ------
+    InputError
+        No replica, or unequal numbers of microbatches.
+    """
+    if not replicas:
+        raise InputError("replicas", "is empty", "give at least one")
+    if len({len(steps) for steps in replicas}) != 1:
+        raise InputError("replicas", "have unequal numbers of microbatches", "pad with empty ones")
+    total = 0.0
+    for together in zip(*replicas, strict=True):
+        for column in zip(*together, strict=True):
+            total += max(forward for forward, _ in column) + max(backward for _, backward in column)
+    return total

@@ -1,0 +1,171 @@
+"""nnScaler*: the best static stages for one representative microbatch, for 1F1B (`dip.txt` §7.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compare.baseline import System, by_parameters, fixed_systems, in_turn
+from pipeloom.compare.model_on_cluster import (
+    Microbatches,
+    ModelOnCluster,
+    graph_of,
+    most_workspace_bytes,
+    pack_microbatches,
+)
+from pipeloom.compare.recomputation import level_tables, per_rank_recomputation
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.layout import chain_of_stages
+from pipeloom.search import StoppingRule, one_f_one_b
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.units import size_text
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class StaticStages(NamedTuple):
+    """Stages of a chain of layers: ``cuts`` has one more entry than stages, ``levels`` one strategy each."""
+
+    cuts: tuple[int, ...]
+    levels: tuple[int, ...]
+    slowest_s: float
+
+
+def best_stages(
+    seconds: FloatArray, activation_bytes: FloatArray, static_bytes: FloatArray, num_stages: int, capacity_bytes: float
+) -> StaticStages:
+    """Cut a chain of layers for 1F1B so that the slowest stage is as fast as can be and every stage fits.
+
+    Stage s of p holds p - s microbatches. Dynamic programming over (stages so far, layers so far), each stage with
+    the fastest of its strategies that fits; exact for this model of time and memory.
+
+    Parameters
+    ----------
+    seconds : array, shape (num_levels, num_layers)
+        Forward and backward of every layer under every memory strategy, on the representative microbatch.
+    activation_bytes : array, shape (num_levels, num_layers)
+    static_bytes : array, shape (num_layers,)
+    capacity_bytes : float
+        Infinite: no limit.
+
+    Raises
+    ------
+    InputError
+        Fewer layers than stages, or arrays that do not belong together.
+    InfeasibleError
+        No cut fits.
+    """
+    num_layers = seconds.shape[1]
+    if activation_bytes.shape != seconds.shape or static_bytes.shape != (num_layers,):
+        raise InputError("layers", "times and bytes have not the same number of layers")
+    if not 1 <= num_stages <= num_layers:
+        raise InputError("num_stages", f"{num_stages} is not in 1..{num_layers}", "use fewer ranks")
+    time = np.pad(np.cumsum(seconds, axis=1), ((0, 0), (1, 0)))
+    held = np.pad(np.cumsum(activation_bytes, axis=1), ((0, 0), (1, 0)))
+    fixed = np.pad(np.cumsum(static_bytes), (1, 0))
+    slowest = np.full((num_stages + 1, num_layers + 1), np.inf)
+    slowest[0, 0] = -np.inf
+    cut = np.zeros((num_stages + 1, num_layers + 1), np.int64)
+    picked = np.zeros((num_stages + 1, num_layers + 1), np.int64)
+    for stage in range(1, num_stages + 1):
+        in_flight = num_stages - stage + 1
+        for end in range(stage, num_layers - (num_stages - stage) + 1):
+            begin = np.arange(stage - 1, end)
+            here = time[:, end, None] - time[:, begin]
+            need = (held[:, end, None] - held[:, begin]) * in_flight + fixed[end] - fixed[begin]
+            here = np.where(need <= capacity_bytes, here, np.inf)
+            level = here.argmin(axis=0)
+            worst = np.maximum(slowest[stage - 1, begin], here[level, np.arange(len(begin))])
+            at = int(worst.argmin())
+            slowest[stage, end], cut[stage, end], picked[stage, end] = worst[at], begin[at], level[at]
+    if not np.isfinite(slowest[num_stages, num_layers]):
+        raise InfeasibleError(
+            f"no cut of {num_layers} layers into {num_stages} stages fits {size_text(int(capacity_bytes))}"
+        )
+    cuts, levels = [num_layers], []
+    for stage in range(num_stages, 0, -1):
+        levels.append(int(picked[stage, cuts[-1]]))
+        cuts.append(int(cut[stage, cuts[-1]]))
+    return StaticStages(tuple(reversed(cuts)), tuple(reversed(levels)), float(slowest[num_stages, num_layers]))
+
+
+def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+    """nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B.
+
+    Stages made for the mean may leave too little memory for an iteration of large microbatches, so others are made for
+    less memory, to be taken where the first do not fit; and at last stages of equal parameters.
+    """
+
+    def system(layout: Layout, levels: tuple[int, ...]) -> System:
+        def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+            graph = graph_of(case, layout, groups, "nnScaler*", case.levels)
+            return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(levels))
+
+        return System("nnScaler*", layout, run)
+
+    planned = [static_stages(case, batches)]
+    for share in ROOMS:
+        with suppress(InfeasibleError):
+            planned.append(static_stages(case, batches, room_share=share))
+    even = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
+    last = fixed_systems("nnScaler*", case, [even], one_f_one_b)
+    return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
+
+
+ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Shares of memory that static stages are also planned for, to leave room for microbatches larger than the mean."""
+
+
+def static_stages(
+    case: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, room_share: float = 1.0
+) -> tuple[Layout, tuple[int, ...]]:
+    """The best stages for 1F1B on the mean microbatch that fit, and the setting of recomputation of each.
+
+    Parameters
+    ----------
+    alike : bool
+        All stages have one setting.
+    room_share : float
+        Of the devices' memory, to plan with.
+
+    Raises
+    ------
+    InfeasibleError
+        No cut fits.
+    """
+    layers = [(m.name, i, layer) for m in case.model.modules for i, layer in enumerate(m.flat_layers)]
+    seconds, held = level_tables(case, batches)
+    kept = np.array([case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
+    plain = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
+    need = most_workspace_bytes(case.levels, plain, pack_microbatches(case, plain, batches[0]))
+    room = int(room_share * case.capacity_bytes) - need
+    found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
+    for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
+        with suppress(InfeasibleError):
+            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, room)
+            found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
+    if not found:
+        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(int(room))} on the mean microbatch")
+    _, cuts, levels = min(found)
+    chunks: list[Chunk] = []
+    for rank in range(case.num_ranks):
+        here = layers[cuts[rank] : cuts[rank + 1]]
+        for name in dict.fromkeys(module for module, _, _ in here):
+            numbers = [i for module, i, _ in here if module == name]
+            chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
+    modules = tuple(ModuleLayout.of(m) for m in case.model.modules)
+    return Layout(case.num_ranks, modules, tuple(chunks)), levels
+
+
+def stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+    """The best stages with one setting of recomputation for all, in all memory and in less and less; what there is."""
+    found = []
+    for share in (1.0, *ROOMS) if batches else ():
+        with suppress(InfeasibleError):
+            found.append(static_stages(case, batches, alike=True, room_share=share)[0])
+    return found

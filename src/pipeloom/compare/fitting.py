@@ -1,0 +1,96 @@
+"""Degrees of parallelism, and the number of devices, with which a model that does not fit would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import log2
+
+import msgspec
+
+from pipeloom.compare.answer import Question
+from pipeloom.compare.comparison import compare_case
+from pipeloom.compare.model_on_cluster import ModelOnCluster, num_experts, put_on_cluster
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.emulator.static import GRADIENT_BYTES, OPTIMISER_BYTES, WEIGHT_BYTES
+from pipeloom.errors import InputError
+from pipeloom.search import Evaluations
+from pipeloom.spec import Chunk
+from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.parallelism import Degrees
+
+TRIED = "1f1b"
+"""The system that must fit: the plainest of those that recompute what they have to."""
+_MOST_DEVICES = 1 << 17
+_MOST_TRIALS = 4
+"""Degrees that are tried on each number of devices, the nearest first."""
+
+
+def fitting_degrees(question: Question) -> Degrees | None:
+    """Find the fewest devices on which a model fits, and on these the degrees nearest to those that do not.
+
+    Numbers of devices are the cluster's own, and that doubled again and again; degrees are powers of two.
+
+    Returns
+    -------
+    Degrees or None
+        Their product is the number of devices. None: nothing was found.
+    """
+    cluster, given = question.case.cluster, question.iterations
+    least = _least_bytes(question.case) / question.case.capacity_bytes
+    nodes = cluster.num_nodes
+    while nodes * cluster.devices_per_node < least:
+        nodes *= 2
+    while nodes * cluster.devices_per_node <= _MOST_DEVICES:
+        larger = msgspec.structs.replace(cluster, num_nodes=nodes)
+        for degrees in itertools.islice(_candidates(question.case, larger), _MOST_TRIALS):
+            try:
+                case = put_on_cluster(question.case.architecture, larger, degrees)
+                (one,) = compare_case(case, given.typical, given.groups, [TRIED], budget=Evaluations(1))
+            except InputError:
+                continue
+            if one.result is not None:
+                return degrees
+        nodes *= 2
+    return None
+
+
+def _least_bytes(case: ModelOnCluster) -> int:
+    """Bytes of weights, gradients and optimizer states that all devices together hold at least."""
+    trained = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMISER_BYTES
+    return sum(
+        layer.num_parameters * (WEIGHT_BYTES if module.frozen else trained)
+        for module in case.model.modules
+        for layer in module.flat_layers
+    )
+
+
+def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]:
+    """Degrees that use all devices and leave room for weights and optimizer states, the nearest first."""
+    asked, experts = case.degrees, num_experts(case.architecture)
+    powers = [1 << k for k in range(cluster.num_devices.bit_length())]
+    found = []
+    for tensor, pipeline, expert in itertools.product(powers, powers, powers):
+        data, left = divmod(cluster.num_devices, tensor * pipeline * asked.context)
+        if left or not data or tensor > cluster.devices_per_node or experts % expert:
+            continue
+        if expert > 1 and (data * asked.context * tensor) % expert:
+            continue
+        pairs = ((tensor, asked.tensor), (pipeline, asked.pipeline), (expert, asked.expert))
+        steps = sum(abs(log2(new / old)) for new, old in pairs)
+        found.append((steps, pipeline, tensor, expert, data))
+    for _, pipeline, tensor, expert, data in sorted(found):
+        degrees = msgspec.structs.replace(asked, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
+        if _has_room(case, cluster, degrees):
+            yield degrees
+
+
+def _has_room(case: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
+    """Whether weights and optimizer states fit, if they are divided evenly over the pipeline."""
+    try:
+        costs = EmulatedCosts(case.architecture, cluster, degrees, split=False)
+        wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in case.model.modules]
+        total = sum(costs.static_bytes(whole) for whole in wholes)
+    except InputError:
+        return False
+    return total / degrees.pipeline <= case.capacity_bytes

@@ -1,0 +1,185 @@
+"""What somebody runs now as a system, and the same trainer with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from pipeloom.compare.baseline import System, in_turn, loads_by_time
+from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
+from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, num_experts, pack_microbatches
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.layout import encoders_in_first_stage, layout_of_stages
+from pipeloom.packing import Packing
+from pipeloom.search import (
+    StoppingRule,
+    check_group_size,
+    gpipe,
+    group_sizes,
+    interleaved_as_megatron,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    uniform_settings,
+)
+from pipeloom.spec import ChunkStrategy, Layout
+from pipeloom.spec.current_run import CurrentRun
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.taskgraph.iteration import iteration_graph
+from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
+
+NOW, NOW_TITLE = "now", "Your setup"
+TUNED, TUNED_TITLE = "now-tuned", "Your trainer with other settings"
+MOST_CHUNKS = 8
+"""Stages a rank that are tried with a trainer's other settings, at most."""
+
+
+def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
+    """What somebody runs now.
+
+    Where that needs more memory than there is, it is timed all the same: it runs, so the emulator errs.
+
+    Raises
+    ------
+    InputError
+        The layout is none of the model, or the model's experts cannot be divided so.
+    """
+    experts = num_experts(case.architecture)
+    if experts % run.ep:
+        has = f"has {experts} experts a layer" if experts > 1 else "has no experts"
+        raise InputError("ep", f"{run.ep}, {case.model.name} {has}", "give a divisor, or leave it out")
+    if run.layout:
+        layout = layout_of_stages(case.model, case.num_ranks, run.layout)
+    else:
+        layout = encoders_in_first_stage(case.model, case.num_ranks, run.num_chunks, counted=False)
+    return _timed_as(run, NOW_TITLE, case, layout, anyway=True)
+
+
+def check_groups(run: CurrentRun, num_microbatches: int) -> None:
+    """Raise `InputError` for groups of microbatches that Megatron's interleaved schedule rejects.
+
+    A run of torchtitan has PyTorch's schedule, which takes other numbers.
+    """
+    if run.order == "interleaved" and run.num_chunks > 1 and not _pytorch(run):
+        check_group_size("group", run.group or run.pp, run.pp, num_microbatches)
+
+
+def megatron_group(run: CurrentRun, num_microbatches: int) -> int | None:
+    """Return the group size of Megatron's interleaved schedule where the number of ranks does not suit; else None."""
+    size = next(iter(group_sizes(run.pp, num_microbatches)), run.pp)
+    return None if size == run.pp or _pytorch(run) else size
+
+
+def _pytorch(run: CurrentRun) -> bool:
+    return run.source.endswith("of torchtitan")
+
+
+def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
+    """The same trainer with the last module's layers balanced by time, recomputing as little as fits.
+
+    Encoders are in the first stage still. 1F1B may become interleaved and the other way round, with the number of
+    stages a rank that is fastest on the sampled iterations.
+    """
+    several = run.order in ("1f1b", "interleaved")
+    most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
+    if several and run.only == "1f1b":
+        most = 1
+    least = min(most, 2 if run.only == "interleaved" else 1) if several else most
+    systems: dict[object, System] = {}
+    for chunks in range(least, most + 1):
+        schedule = ("interleaved" if chunks > 1 else "1f1b") if several else run.order
+        same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, group=None, layout=(), recompute=None)
+        for load in loads_by_time(case, batches):
+            layout = encoders_in_first_stage(case.model, case.num_ranks, chunks, load)
+            systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, case, layout))
+    return in_turn(TUNED_TITLE, list(systems.values()), batches)
+
+
+def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
+    costs = run_costs(case, run)
+
+    def time(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        graph = static_graph(case, layout, pack_microbatches(case, layout, groups), costs)
+        try:
+            return under_static_order(name, run, layout, graph, or_leaner=not anyway)
+        except InfeasibleError:
+            if not anyway:
+                raise
+            unlimited = under_static_order(name, run, layout, replace(graph, capacity_bytes=None))
+            return replace(unlimited, graph=graph)
+
+    return System(name, layout, time)
+
+
+def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
+    """Costs with a run's way of holding activations first, and behind it those that Megatron-LM has."""
+    own = () if run.strategy is None else (run.strategy,)
+    strategies = (*own, *(level for level in LEVELS if level not in own))
+    split = run.order == "zero_bubble"
+    return EmulatedCosts(case.architecture, case.cluster, case.degrees, strategies, split=split)
+
+
+def static_graph(case: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:
+    """Task graph of one packing, all backwards split where the costs know the halves."""
+    return iteration_graph(layout, packing, costs, case.model.name, case.memory, or_whole=False).graph
+
+
+def under_static_order(
+    name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_leaner: bool = True
+) -> BaselineResult:
+    """Time a run's schedule on a graph with `run_costs`, under the run's recomputation; of several forms the fastest.
+
+    Parameters
+    ----------
+    or_leaner : bool
+        Where the run's own way of holding activations does not fit, the fastest that does.
+
+    Raises
+    ------
+    InfeasibleError
+        Nothing fits.
+    """
+    settings = uniform_settings(graph)
+    if run.strategy is not None:
+        settings = [0, *settings] if or_leaner else [0]
+    orders = [make(graph) for make in static_orders(run, layout)]
+    for setting in settings:
+        best: BaselineResult | None = None
+        for order in orders:
+            schedule = Schedule(order.order, np.full(graph.num_pairs, setting), name)
+            timeline = simulate(graph, schedule)
+            if within_limits(graph, schedule, timeline) and (
+                best is None or timeline.makespan_ns < best.timeline.makespan_ns
+            ):
+                best = BaselineResult(name, layout, graph, schedule, timeline, lower_bound(graph))
+        if best is not None:
+            return best
+    raise InfeasibleError(f"{name}: does not fit, whatever is recomputed")
+
+
+def static_orders(run: CurrentRun, layout: Layout) -> list[Callable[[TaskGraph], Schedule]]:
+    """A run's schedule; where ranks have several stages, the schedule that can run them."""
+    ranks = [chunk.rank for chunk in layout.chunks]
+    stages = [rank for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank]
+    if run.order == "gpipe":
+        return [gpipe]
+    if run.order == "interleaved" or len(set(stages)) < len(stages):
+        if run.group is None and not _pytorch(run):
+            return [interleaved_as_megatron]
+        return [partial(interleaved_one_f_one_b, group_size=run.group)]
+    if run.order == "1f1b":
+        return [one_f_one_b]
+    # Weight gradients as late as is best, since with recomputation much memory waits for them.
+    return [partial(zero_bubble_h1, most_behind=behind) for behind in range(layout.num_ranks)]
+
+
+def held_as(costs: EmulatedCosts, result: BaselineResult) -> ChunkStrategy:
+    """How a result of `under_static_order` holds activations."""
+    if result.schedule.candidate is None or not len(result.schedule.candidate):
+        return costs.strategies[0]
+    return costs.strategies[int(result.schedule.candidate[0])]

@@ -1,0 +1,157 @@
+"""What a comparison came to: rows of numbers, and tracks to draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeloom.compare.answer import Question
+from pipeloom.compare.baseline import mfu
+from pipeloom.compare.comparison import Comparison
+from pipeloom.compare.gain import GainStep
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
+from pipeloom.compare.now import NOW
+from pipeloom.errors import InfeasibleError
+from pipeloom.explain.compare import track_of
+from pipeloom.layout.choose import LayoutEvaluation
+from pipeloom.report import Track, key_figures
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.taskgraph import NS_PER_S
+
+UNTOLD = "interleaved"
+"""Over which system gains are, where nobody says what he runs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Several systems on one iteration of a model on a cluster.
+
+    Attributes
+    ----------
+    question : Question
+    systems : tuple of Comparison
+    steps : tuple of GainStep
+        From what somebody runs now to Pipeloom's; empty where neither or only one of them is there.
+    would_fit : Degrees or None
+        Where no system fits: degrees with which one does, on as many devices as their product.
+    """
+
+    question: Question
+    systems: tuple[Comparison, ...]
+    steps: tuple[GainStep, ...] = ()
+    would_fit: Degrees | None = None
+
+    @property
+    def case(self) -> ModelOnCluster:
+        """What was compared on."""
+        return self.question.case
+
+    @property
+    def title(self) -> str:
+        """Model, cluster and degrees."""
+        return f"{self.case.architecture.name} on {self.case.cluster.name}, {degrees_text(self.case.degrees)}"
+
+    @property
+    def baseline(self) -> Comparison | None:
+        """Over which gains are: what somebody runs now; untold, Megatron-LM's interleaved, or the first that fits."""
+        fitting = {one.name: one for one in self.systems if one.result is not None}
+        if NOW in {one.name for one in self.systems}:
+            return fitting.get(NOW)
+        return fitting.get(UNTOLD) or next(iter(fitting.values()), None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Numbers of every system, fastest first and behind them those that do not fit."""
+        rows = [self.row(one) for one in self.systems]
+        return sorted(rows, key=lambda row: row.get("iteration_s", float("inf")))
+
+    def row(self, one: Comparison) -> dict[str, Any]:
+        """Numbers of one system, as ``pipeloom compare --json`` prints them."""
+        tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
+        if one.result is None:
+            problem = {"problem": one.problem, "can_run": one.can_run}
+            return {"system": one.name, "title": one.title} | problem | tried
+        numbers = key_figures(self.track(one))
+        base = self.baseline
+        capacity = self.case.capacity_bytes
+        return {
+            "system": one.name,
+            "title": one.title,
+            "iteration_s": numbers.iteration_ns / NS_PER_S,
+            "gain": None if base is None else self.iteration_s(base) / self.iteration_s(one) - 1,
+            "tokens_per_s": numbers.tokens_per_s,
+            "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.case.degrees.num_devices,
+            "mfu": mfu(self.case, self.question.iterations.real, one.result.iteration_s),
+            "bubble_share": numbers.bubble_share,
+            "peak_memory_bytes": numbers.peak_bytes,
+            "fits": numbers.peak_bytes <= capacity,
+            "gap": numbers.gap,
+        } | tried
+
+    def iteration_s(self, one: Comparison) -> float:
+        """Seconds of an iteration with what follows the pipeline."""
+        assert one.result is not None
+        return one.result.iteration_s + self.case.update_s
+
+    def step_rows(self) -> list[dict[str, Any]]:
+        """Seconds after every step from what is run now to Pipeloom's, what each saves, and its part of all saved."""
+        base = self.baseline
+        if not self.steps or base is None or base.name != NOW:
+            return []
+        before = first = self.iteration_s(base)
+        saved_all = first - (self.steps[-1].iteration_s + self.case.update_s)
+        rows = []
+        for step in self.steps:
+            seconds = step.iteration_s + self.case.update_s
+            share = (before - seconds) / saved_all if saved_all else 0.0
+            rows.append(
+                {
+                    "step": step.name,
+                    "iteration_s": seconds,
+                    "saved_s": before - seconds,
+                    "share": share,
+                    "note": step.note,
+                }
+            )
+            before = seconds
+        return rows
+
+    def track(self, one: Comparison) -> Track:
+        """A system that fits, to be drawn."""
+        assert one.result is not None
+        named = replace(one.result, name=f"{one.name}: {one.title}")
+        tokens = backbone_tokens(self.case, self.question.iterations.real)
+        return track_of(named, update_s=self.case.update_s, num_tokens=tokens)
+
+    def tracks(self) -> list[Track]:
+        """What can be drawn: the systems that fit, fastest first.
+
+        Raises
+        ------
+        InfeasibleError
+            None does.
+        """
+        fitting = [one for one in self.systems if one.result is not None]
+        if not fitting:
+            raise InfeasibleError(f"{self.title}: no system fits: {self.systems[-1].problem}")
+        return [self.track(one) for one in sorted(fitting, key=self.iteration_s)]
+
+
+def degrees_text(degrees: Degrees) -> str:
+    """Degrees as titles have them."""
+    more = "".join(f" {word} {n}" for word, n in (("cp", degrees.context), ("ep", degrees.expert)) if n > 1)
+    return f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}{more}"
+
+
+def backbone_tokens(case: ModelOnCluster, groups: Microbatches) -> int:
+    """Tokens that the last module sees in an iteration, on all replicas."""
+    backbone = case.model.modules[-1]
+    one = sum(sum(backbone.instance_lengths(sample)) for group in groups for sample in group)
+    return one * case.degrees.data
+
+
+def _tried(trial: LayoutEvaluation) -> dict[str, Any]:
+    """A layout that was tried before training; seconds of one that was ruled out early are what it takes at least."""
+    if trial.problem:
+        return {"layout": trial.name, "problem": trial.problem}
+    key = "more_than_s" if trial.ruled_out else "planned_s"
+    return {"layout": trial.name, key: trial.seconds, "lower_bound_s": trial.bound_s}

@@ -1,0 +1,97 @@
+"""Recomputation for orders that know none: the fastest setting that fits, for all, by rank or by module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
+from pipeloom.errors import InfeasibleError
+from pipeloom.explain.compare import BaselineResult
+from pipeloom.layout import chain_of_stages
+from pipeloom.search import uniform_settings
+from pipeloom.spec import Chunk, ChunkStrategy, Layout, Strategy
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_limits
+
+
+def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
+    """Run an order with one setting for the backbone and one for all encoders, the fastest pair that fits.
+
+    Raises
+    ------
+    InfeasibleError
+        None fits.
+    """
+    ladder = uniform_settings(graph)
+    backbone = graph.module[graph.forward_of] == len(graph.module_names) - 1
+    best: tuple[Timeline, IntArray] | None = None
+    # The leaner the encoders, the more the backbone may keep, so one walk down both ladders sees all pairs.
+    at = len(ladder) - 1
+    for encoders in ladder:
+        while at >= 0:
+            choice = np.where(backbone, ladder[at], encoders)
+            chosen = Schedule(schedule.order, choice, name)
+            timeline = simulate(graph, chosen)
+            if not within_limits(graph, chosen, timeline):
+                break
+            if best is None or timeline.makespan_ns < best[0].makespan_ns:
+                best = timeline, choice
+            at -= 1
+    if best is None:
+        raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+    chosen = Schedule(schedule.order, best[1], name)
+    return BaselineResult(name, layout, graph, chosen, best[0], lower_bound(graph))
+
+
+def per_rank_recomputation(
+    name: str, layout: Layout, graph: TaskGraph, schedule: Schedule, levels: IntArray
+) -> BaselineResult:
+    """Run an order with one setting per rank; where the data at hand do not fit, a rank recomputes more."""
+    ladder = uniform_settings(graph)
+    step = np.array([ladder.index(level) if level in ladder else len(ladder) - 1 for level in levels.tolist()])
+    home = graph.rank[graph.forward_of]
+    while True:
+        choice = np.array(ladder)[step][home]
+        chosen = Schedule(schedule.order, choice, name)
+        timeline = simulate(graph, chosen)
+        capacity = graph.with_candidates(choice).capacity_bytes
+        assert capacity is not None
+        full = np.flatnonzero(timeline.peak_bytes > capacity)
+        if not full.size:
+            return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
+        if (step[full] == len(ladder) - 1).any():
+            raise InfeasibleError(f"{name}: rank {full[0]} does not fit even with full recomputation")
+        step[full] += 1
+
+
+def level_tables(case: ModelOnCluster, batches: Sequence[Microbatches]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of every layer on the mean microbatch, shape (levels, layers).
+
+    Where a level is of a share of the layers, each layer has that share of it.
+    """
+    layout = chain_of_stages(case.model, 1, 1, lambda _module, _layer: 1.0)
+    levels = case.levels.strategies
+    packed = [pack_microbatches(case, layout, groups) for groups in batches]
+    count = sum(len(p.microbatches) for p in packed)
+    seconds: list[list[float]] = []
+    held: list[list[float]] = []
+    for column, module in enumerate(case.model.modules):
+        parts = [part for p in packed for m in p.microbatches for part in m.parts[column]]
+        known: dict[str, tuple[list[float], list[float]]] = {}
+        for i, layer in enumerate(module.flat_layers):
+            if layer.kind not in known:
+                each = [case.levels.chunk_costs(Chunk(module.name, (i, i), 0), part.workload) for part in parts]
+                # A layer alone does one thing or the other, so shares of it are in proportion.
+                at = {level.first: k for k, level in enumerate(levels) if level.share == 1}
+                time = {s: sum(o[k].forward_s + o[k].backward_s for o in each) / count for s, k in at.items()}
+                size = {s: sum(o[k].activation_bytes for o in each) / count for s, k in at.items()}
+                known[layer.kind] = _spread_levels(time, levels), _spread_levels(size, levels)
+            seconds.append(known[layer.kind][0])
+            held.append(known[layer.kind][1])
+    return np.array(seconds).T, np.array(held).T
+
+
+def _spread_levels(values: dict[Strategy, float], levels: Sequence[ChunkStrategy]) -> list[float]:
+    return [values[level.others] * (1 - level.share) + values[level.first] * level.share for level in levels]

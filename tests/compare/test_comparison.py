@@ -1,0 +1,93 @@
+"""One table of systems: who adds to it adds to the comparison, and the page that lists the names has all of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeloom.compare import comparison
+from pipeloom.compare.baselines.megatron import megatron_1f1b
+from pipeloom.compare.chosen_layout import choose_layout
+from pipeloom.compare.comparison import compare_case
+from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
+from pipeloom.compare.registry import BASELINES, Baseline, suitable
+from pipeloom.integrations.models import load_model
+from pipeloom.search import Evaluations
+from pipeloom.spec import Sample
+from pipeloom.spec.parallelism import Degrees
+
+PAGE = Path(__file__).parents[3] / "docs" / "compare.md"
+
+
+def _on_cluster(model: str) -> ModelOnCluster:
+    return put_on_cluster(model, "dip-h800-64", Degrees(tensor=2, pipeline=2))
+
+
+def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _on_cluster("vlm-7b")
+    typical = [draw_iteration(case, 3, 100)]
+    before = suitable(case)
+    monkeypatch.setitem(BASELINES, "mine", Baseline("Mine, as an example", megatron_1f1b))
+    monkeypatch.setitem(BASELINES, "never", Baseline("Suits nothing", megatron_1f1b, lambda _model: False))
+    assert suitable(case) == (*before, "mine")
+    told: list[str] = []
+    compared = list(
+        compare_case(
+            case, typical, draw_iteration(case, 3, 0), ["1f1b", "mine"], budget=Evaluations(1), on_system=told.append
+        )
+    )
+    assert [one.title for one in compared] == told == [BASELINES["1f1b"].title, "Mine, as an example"]
+    theirs, mine = (one.result for one in compared)
+    assert theirs is not None
+    assert mine is not None
+    assert mine.name == "Mine, as an example"
+    assert mine.iteration_s == theirs.iteration_s
+
+
+def test_titles_tell_systems_apart() -> None:
+    assert len({entry.title for entry in BASELINES.values()}) == len(BASELINES)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        ("vlm-7b", set()),
+        ("t2v-s", {"optimus", "optimus-fine", "megascale-omni"}),  # text before videos
+        ("dit-5b", {"optimus", "optimus-fine", "megascale-omni"}),  # one module
+    ],
+)
+def test_optimus_wants_encoders(model: str, missing: set[str]) -> None:
+    assert set(BASELINES) - set(suitable(_on_cluster(model))) == missing
+
+
+def test_the_page_lists_every_system() -> None:
+    _, _, page = PAGE.read_text().partition("## The systems")
+    first_cells = re.findall(r"^\| (`[^|]*`) \|", page.partition("## ")[0], re.MULTILINE)
+    listed = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert sorted(listed) == sorted(BASELINES)
+
+
+IMAGE = Sample("image", 40, (392,), (1568,))
+PICTURE = Sample("picture", 0, (98,), (392,))
+TEXT = Sample("text", 900)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "groups", [[[TEXT, TEXT], [TEXT], [TEXT]], [[IMAGE, IMAGE, IMAGE], [TEXT], [PICTURE]]], ids=["texts", "uneven"]
+)
+def test_no_system_is_ended_by_what_samples_lack(
+    groups: list[list[Sample]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = json.loads((PAGE.parents[1] / "examples" / "compare" / "config.json").read_text())
+    config["num_hidden_layers"], config["vision_config"]["depth"] = 4, 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
+    monkeypatch.setattr(comparison, "choose_layout", quick)
+    case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
+    found = compare_case(case, [groups], groups, list(BASELINES), budget=Evaluations(2))
+    assert [one.problem for one in found if not one.can_run] == []

@@ -1,0 +1,165 @@
+"""MegaScale-Omni's way: encoders on every rank, dealt by time; microbatches made anew; the joint pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeloom.compare.baseline import any_size, by_time
+from pipeloom.compare.baselines.megascale_omni import dealt_in_groups, megascale_omni
+from pipeloom.compare.baselines.megascale_omni_costs import LongShortCosts
+from pipeloom.compare.baselines.megascale_omni_order import joint_pipeline
+from pipeloom.compare.baselines.megatron import megatron_1f1b
+from pipeloom.compare.baselines.optimus import optimus_bubbles
+from pipeloom.compare.baselines.optimus_orders import optimus_coarse
+from pipeloom.compare.model_on_cluster import assignable_of, draw_iteration, graph_of
+from pipeloom.compare.repacking import Reordering, reordered
+from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.layout import ModulePlacement, replicated, separate
+from pipeloom.search import Evaluations
+from pipeloom.spec import Chunk, Workload
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.timeline import check, simulate
+from tests.compare.cases import vlm_on_h800
+
+
+@pytest.fixture(scope="module")
+def case():
+    return vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=8, lm=10)
+
+
+@pytest.fixture(scope="module")
+def typical(case):
+    return [draw_iteration(case, 6, 100)]
+
+
+@pytest.fixture(scope="module")
+def made(case, typical):
+    return megascale_omni(case, typical)
+
+
+@pytest.fixture(scope="module")
+def layout(case, typical):
+    places = {"vision": ModulePlacement(1, 4), "lm": ModulePlacement(2)}
+    return replicated(separate(case.model, case.num_ranks, places, by_time(case, typical)), ["vision"])
+
+
+def test_it_is_sound_and_ahead_of_what_it_builds_on(case, typical, made):
+    groups = draw_iteration(case, 6, 0)
+    found = made.run(groups, Evaluations(1), 0)
+    assert check(found.graph, found.schedule, found.timeline) == ()
+    assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
+    assert found.layout.module("vision").on_ranks == "replicated"
+    assert found.after_s > 0
+    assert found.iteration_s < optimus_bubbles(case, typical).run(groups, Evaluations(1), 0).iteration_s
+
+
+def test_every_image_is_encoded_once(case, made):
+    """However microbatches were made anew, the work is that of the samples given."""
+    groups = draw_iteration(case, 6, 1)
+    found = made.run(groups, Evaluations(1), 0)
+    parts = {(label.microbatch, label.sub_microbatch) for label in found.graph.labels if label.chunk < case.num_ranks}
+    images = sum(len(s.image_tokens) for group in groups for s in group)
+    size = found.layout.module("vision").sub_microbatch
+    assert images / size <= len(parts) <= images
+
+
+@pytest.mark.full
+def test_what_does_not_fit_whole_on_every_device_runs_in_another_way(case, typical, made):
+    groups = draw_iteration(case, 6, 0)
+    whole = int(made.run(groups, Evaluations(1), 0).graph.static_bytes.max())
+    small = replace(case, capacity_bytes=int(0.95 * whole))
+    found = megascale_omni(small, typical).run(groups, Evaluations(1), 0)
+    assert check(found.graph, found.schedule, found.timeline) == ()
+    assert found.graph.static_bytes.max() < whole
+    with pytest.raises(InfeasibleError):
+        megascale_omni(replace(case, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
+
+
+def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, layout):
+    graph = graph_of(case, layout, draw_iteration(case, 8, 2), "joint", case.levels)
+    orders = {size: joint_pipeline(graph, size) for size in (1, 4, 8)}
+    for order in orders.values():
+        timeline = simulate(graph, order)
+        assert check(graph, order, timeline) == ()
+    # One group is what Optimus does.
+    assert simulate(graph, orders[8]).makespan_ns == simulate(graph, optimus_coarse(graph)).makespan_ns
+    start = simulate(graph, orders[4]).start_ns
+    encodes, first = graph.module == 0, graph.microbatch < 4
+    # The backbone begins before the second group is encoded, and then less is held.
+    assert start[~encodes].min() < start[encodes & ~first & (graph.kind == 0)].max()
+    assert simulate(graph, orders[4]).peak_bytes.max() <= simulate(graph, orders[8]).peak_bytes.max()
+    with pytest.raises(InputError, match="group_size"):
+        joint_pipeline(graph, 0)
+
+
+def test_every_group_is_dealt_evenly(case, layout):
+    dealt = dealt_in_groups(assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4).graph
+    encodes = dealt.module == 0
+    for group in (0, 1):
+        mine = encodes & (dealt.microbatch // 4 == group)
+        load = np.bincount(dealt.rank[mine], weights=dealt.duration_ns[mine], minlength=4)
+        assert load.max() - load.min() <= 2 * dealt.duration_ns[mine].max()
+
+
+def test_short_images_are_dealt_to_devices_and_long_ones_divided(case):
+    costs = LongShortCosts(case)
+    chunk = Chunk("vision", (0, 8), 0)
+    short, one = Workload((256,) * 8), Workload((16384,))
+    divided = case.levels.chunk_costs(chunk, short)[0]
+    dealt = costs.chunk_costs(chunk, short)[0]
+    assert dealt.forward_s + dealt.backward_s < divided.forward_s + divided.backward_s
+    # A single image cannot be dealt, so it is divided; and the backbone is as it was.
+    assert costs.chunk_costs(chunk, one) == case.levels.chunk_costs(chunk, one)
+    backbone = Chunk("lm", (0, 3), 0)
+    assert costs.chunk_costs(backbone, short) == case.levels.chunk_costs(backbone, short)
+    assert costs.static_bytes(backbone) == case.levels.static_bytes(backbone)
+    # Whole on every device, but for the optimiser's state.
+    assert costs.static_bytes(chunk) > 0.5 * case.levels.static_bytes(chunk)
+
+
+def test_alone_on_a_device_encoders_cost_what_they_did():
+    case = vlm_on_h800(Degrees(pipeline=2), vision=4, lm=4)
+    chunk, workload = Chunk("vision", (0, 4), 0), Workload((256, 1024))
+    assert LongShortCosts(case).chunk_costs(chunk, workload) == case.levels.chunk_costs(chunk, workload)
+
+
+def test_reordering_keeps_all_samples_and_is_even(case):
+    groups = draw_iteration(case, 8, 3)
+    made = Reordering(case, groups)
+    for number in (8, 12):
+        packed = made.even(number)
+        assert sorted(s.id for g in packed for s in g) == sorted(s.id for g in groups for s in g)
+        assert len(packed) >= number
+        tokens = [sum(s.sequence_tokens for s in g) for g in packed]
+        assert max(tokens) <= made.spec.token_budget
+    # As many as eight of the given ones together, as ours may have.
+    assert made.spec.token_budget == 8 * max(sum(s.sequence_tokens for s in g) for g in groups)
+    # Of images and text together, as given and made anew.
+    work = made.loads.backbone + made.loads.encoder
+    place = {id(sample): i for i, sample in enumerate(made.samples)}
+    given, again = ([sum(work[place[id(s)]] for s in g) for g in each] for each in (groups, made.even(12)))
+    assert max(again) < max(given)
+    assert sum(again) == pytest.approx(sum(given))
+
+
+def test_a_reordered_system_is_no_slower(case, typical):
+    groups = draw_iteration(case, 6, 4)
+    plain = megatron_1f1b(case, typical, "time")
+    found = reordered(plain, case).run(groups, Evaluations(1), 0)
+    assert found.iteration_s <= any_size(plain).run(groups, Evaluations(1), 0).iteration_s
+    assert any_size(reordered(plain, case)).run(groups, Evaluations(1), 0).iteration_s == found.iteration_s
+    with pytest.raises(InfeasibleError):
+        reordered(megatron_1f1b(replace(case, capacity_bytes=10**9), []), case).run(groups, Evaluations(1), 0)
+
+
+def test_a_frozen_encoder_has_no_gradients_to_add_up(case, typical):
+    frozen = msgspec.structs.replace(case.model.modules[0], frozen=True)
+    model = msgspec.structs.replace(case.model, modules=(frozen, *case.model.modules[1:]))
+    costs = LongShortCosts(case)
+    places = {"lm": ModulePlacement(1)}
+    layout = replicated(separate(model, case.num_ranks, places, by_time(case, typical)), ["vision"])
+    assert costs.reduction_s(layout, {"vision": 10**9, "lm": 10**9}) == 0.0

@@ -1,0 +1,8 @@
+"""The search methods that tests try: Pipeloom's own, and what other installed distributions add."""
+
+from pipeloom.plugins import SEARCH_METHODS, installed
+from pipeloom.search import METHODS
+
+ALL = METHODS | installed(SEARCH_METHODS)
+SEARCHES = sorted(name for name, method in ALL.items() if method.finish is None)
+"""Those that are no exact solvers."""
