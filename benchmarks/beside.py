@@ -22,18 +22,9 @@ from pipeloom.plan import Delivery
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
-from pipeloom.runtime import (
-    Checkpoints,
-    Executor,
-    Model,
-    Module,
-    TcpPlanStore,
-    TorchTransport,
-    Trainer,
-    TrainerOptions,
-    launch,
-)
-from pipeloom.runtime.coordination import PLAN_AT_ONCE, hand_out, scatter_bytes
+from pipeloom.runtime import Checkpoints, Executor, Model, Module, TcpPlanStore, TorchTransport, Trainer, TrainerOptions
+from pipeloom.runtime.launch.coordination import PLAN_AT_ONCE, hand_out, scatter_bytes
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, ModelSpec
 

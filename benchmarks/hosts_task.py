@@ -17,7 +17,7 @@ from pipeloom.cost import Correction
 from pipeloom.cost.correction import host_link
 from pipeloom.plan import Answer
 from pipeloom.plan.measured import Measured, fit_links
-from pipeloom.runtime.result import Calibrator
+from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.spec import host_pair
 
 __all__ = ["batches", "build_model", "describe"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeloom.integrations.pipelining import PlannedSchedule, Planning
 from pipeloom.plan import schedule_from_pytorch_csv
 from pipeloom.report import markdown_table
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 

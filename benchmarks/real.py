@@ -36,11 +36,11 @@ from pipeloom.runtime import (
     TorchTransport,
     choose_device,
     group_device,
-    launch,
     profile_model,
 )
-from pipeloom.runtime.device import synchronise
-from pipeloom.runtime.result import Calibrator, gather_times
+from pipeloom.runtime.execute.result import Calibrator, gather_times
+from pipeloom.runtime.launch.device import synchronise
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Deadline, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import pipeloom as pl
 from pipeloom.cost.fits import FloatArray
 from pipeloom.io import write_layout
-from pipeloom.runtime.result import Calibrator
+from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.spec import Layout
 from pipeloom.training.relayout import Relayout
 

@@ -1,8 +1,8 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
-No circle between files, type-checking imports included; no line kept from the formatter; no test of the product that
-imports the laboratory; outside compiled kernels no function of more than seven parameters or eighty lines. What a command line declares as an option or argument is not
-counted as a parameter, since every option is one.
+No circle between files, type-checking imports included. No line kept from the formatter. No test of the product that
+imports the laboratory. Outside compiled kernels, no function of more than seven parameters or eighty lines. What a
+command line declares as an option or argument is not counted as a parameter, since every option is one.
 """
 
 from __future__ import annotations

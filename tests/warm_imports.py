@@ -13,8 +13,8 @@ for name in (
     "pipeloom.cli.planner",
     "pipeloom.packing.kernels",
     "pipeloom.planner",
-    "pipeloom.runtime.measure",
-    "pipeloom.runtime.trainer",
+    "pipeloom.runtime.measure.measure",
+    "pipeloom.runtime.train.trainer",
     "pipeloom.timeline.kernels",
     "pipeloom.training.rank",
 ):

@@ -60,11 +60,11 @@ if TYPE_CHECKING:
         TrainerOptions,
         batch_of,
         find_shapes,
-        launch,
         load_weights,
         profile_model,
         run_undivided,
     )
+    from pipeloom.runtime.launch.processes import launch
     from pipeloom.search import Deadline, Evaluations, Solution, solve
     from pipeloom.spec import Batch, Chunk, Layout, Parallelism, RankSpec, Sample, TensorShape
     from pipeloom.taskgraph import Edges, Pairs, TaskGraph, Tasks, make_graph

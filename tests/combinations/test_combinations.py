@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeloom.plan import from_text
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.training import TrainingRun
 from tests.warm import begin_warm
 

@@ -11,7 +11,8 @@ import torch
 from pipeloom.cli.app import run
 from pipeloom.layout import single_rank
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.runtime import MeasureOptions, launch, measure_layers
+from pipeloom.runtime import MeasureOptions, measure_layers
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec import batch_from_dicts
 from tests.examples.on_ranks import EXAMPLES, SIZES, losses_over_ranks, losses_undivided, task_of
 

@@ -40,9 +40,9 @@ from pipeloom.plan.text import from_msgpack, to_msgpack
 from pipeloom.planner import Setup, check_setup
 from pipeloom.planner.messages import Request, answer_of, decode, encode
 from pipeloom.planner.planning import plan_batch
-from pipeloom.runtime.checkpoint_files import PlainReader, find_damage, write_digests
-from pipeloom.runtime.safetensors_files import TensorFiles
-from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.runtime.checkpoint.digests import PlainReader, find_damage, write_digests
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.launch.store import TcpPlanStore
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.spec import ModelSpec, RankSpec
 from pipeloom.spec.catalog import load_architecture, load_cluster, load_device

@@ -8,7 +8,7 @@ import pytest
 from pipeloom.errors import InputError
 from pipeloom.integrations.torchtitan import split_by_costs
 from pipeloom.integrations.torchtitan.costs import completed
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 
 COSTS = {"vision_encoder.layers.0": 4.0, "vision_encoder.layers.1": 4.0, "tok_embeddings": 0.0} | {
     f"layers.{i}": 1.0 for i in range(6)

@@ -20,8 +20,8 @@ from pipeloom.plan import Measured, MessageTime, fit_links, to_text
 from pipeloom.planner import Setup, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.planning import PlannedBatch
-from pipeloom.runtime.links import rounds
-from pipeloom.runtime.result import Calibrator
+from pipeloom.runtime.execute.result import Calibrator
+from pipeloom.runtime.launch.host_links import rounds
 from pipeloom.search import Evaluations
 from pipeloom.spec import HostLink, RankSpec, host_pair
 from pipeloom.taskgraph import to_ns

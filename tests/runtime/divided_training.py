@@ -24,9 +24,9 @@ from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions, load_weights
-from pipeloom.runtime.dataset import LazySample
-from pipeloom.runtime.divide import Sharding, layers_with_tied
-from pipeloom.runtime.prefetch import DescribedBatch
+from pipeloom.runtime.data.dataset import LazySample
+from pipeloom.runtime.data.prefetch import DescribedBatch
+from pipeloom.runtime.train.divide import Sharding, layers_with_tied
 from pipeloom.spec import Parallelism, batch_from_dicts
 
 from .training import CLIP, check_report, data, drawn, model, optimizer, prefetched, setup, task

@@ -26,9 +26,9 @@ from pipeloom.runtime import (
     save_checkpoint,
     sums_over_ranks,
 )
-from pipeloom.runtime.coordination import FirstPlan
-from pipeloom.runtime.tied import SumOver
-from pipeloom.runtime.transport import Handle, Transport
+from pipeloom.runtime.launch.coordination import FirstPlan
+from pipeloom.runtime.launch.transport import Handle, Transport
+from pipeloom.runtime.model.tied import SumOver
 from tests.plan.cases import Case, RandomCosts, dealt_units, earliest, graph_of_units, random_layout, random_schedule
 
 from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime import Emit, Executor, ExecutorOptions, Model, Module, Part, ThreadHub
-from pipeloom.runtime.evaluate import forwards_of
+from pipeloom.runtime.train.evaluate import forwards_of
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
 from tests.runtime.test_counts import Live

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pipeloom.runtime import launch
-from pipeloom.runtime.coordination import SharedClock, measure_offset
+from pipeloom.runtime.launch.coordination import SharedClock, measure_offset
+from pipeloom.runtime.launch.processes import launch
 from tests.runtime.other_data import DealsHere, dealt, told
 from tests.runtime.training import DOCUMENTS, losses_undivided
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
-from pipeloom.runtime.memory import Offloaded
+from pipeloom.runtime.execute.memory import Offloaded
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients

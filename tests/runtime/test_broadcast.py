@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime import coordination, launch
-from pipeloom.runtime.coordination import AT_ONCE, broadcast_bytes, scatter_bytes
+from pipeloom.runtime.launch import coordination
+from pipeloom.runtime.launch.coordination import AT_ONCE, broadcast_bytes, scatter_bytes
+from pipeloom.runtime.launch.processes import launch
 
 pytestmark = pytest.mark.ranks
 

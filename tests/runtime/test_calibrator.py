@@ -11,7 +11,7 @@ import pytest
 from pipeloom.cost import Correction
 from pipeloom.plan import Measured
 from pipeloom.planner import answer_of, plan_batch
-from pipeloom.runtime.result import Calibrator
+from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.search import Evaluations
 from tests.cases import random_batch
 from tests.planner.cases import random_setup

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime import Executor, ThreadHub, launch, load_checkpoint, save_checkpoint
+from pipeloom.runtime import Executor, ThreadHub, load_checkpoint, save_checkpoint
+from pipeloom.runtime.launch.processes import launch
 
 from .cases import Run, random_run
 from .on_ranks import train_save_resume

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.runtime.coordination import Exchange, estimate_offset
+from pipeloom.runtime.launch.coordination import Exchange, estimate_offset
 
 WAYS = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6))
 

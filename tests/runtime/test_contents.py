@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeloom.runtime.ahead import Coming
-from pipeloom.runtime.contents import contents_digest
+from pipeloom.runtime.data.contents import contents_digest
+from pipeloom.runtime.data.read_ahead import Coming
 
 
 @dataclass
@@ -43,6 +43,6 @@ def test_ranks_see_other_contents_only_where_they_are_to_compare_them() -> None:
     def coming(token: int) -> Coming:
         return Coming([document(token)], 0, lambda sample: {"id": "a", "text_tokens": len(sample.ids)})
 
-    assert coming(3).compared(False) == coming(4).compared(False) == coming(4).fingerprint
+    assert coming(3).compared(False) == coming(4).compared(False) == coming(4).digest
     assert coming(3).compared(True) == coming(3).compared(True) != coming(4).compared(True)
-    assert len(coming(3).compared(True)) == len(coming(3).fingerprint)
+    assert len(coming(3).compared(True)) == len(coming(3).digest)

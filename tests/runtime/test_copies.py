@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 
 from .failing_copies import copy_in_spite, keep_on_hosts
 

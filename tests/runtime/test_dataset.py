@@ -11,8 +11,8 @@ import pytest
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime import Dataset, LazySample, Part
-from pipeloom.runtime.dataset import load_part
-from pipeloom.runtime.loads import Loader
+from pipeloom.runtime.data.dataset import load_part
+from pipeloom.runtime.execute.loads import Loader
 
 from .cases import Run, assert_equal_gradients, expected, random_run, run_threads, take_gradients, total_loss
 

@@ -14,9 +14,10 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.layout.layouts import dealt
 from pipeloom.packing import PackingSpec, pack
-from pipeloom.runtime import Executor, launch
-from pipeloom.runtime.dealt import Dealer
-from pipeloom.runtime.random_state import ForwardSeeds
+from pipeloom.runtime import Executor
+from pipeloom.runtime.launch.processes import launch
+from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.spec import Batch, Chunk, Parallelism, Sample, TensorShape
 from tests.cases import vlm_spec
 

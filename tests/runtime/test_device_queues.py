@@ -13,7 +13,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
-from pipeloom.runtime.device import DeviceQueues, StalledError, await_marks, moved
+from pipeloom.runtime.launch.device import DeviceQueues, StalledError, await_marks, moved
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 
 

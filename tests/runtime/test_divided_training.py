@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.runtime import launch
-from pipeloom.runtime.divide import check_divisible
+from pipeloom.runtime.launch.processes import launch
+from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.spec import Parallelism
 
 from .divided_training import (

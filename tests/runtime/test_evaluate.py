@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, StepResult, ThreadHub, run_undivided
-from pipeloom.runtime.evaluate import evaluating, forwards_of, random_kept
+from pipeloom.runtime.train.evaluate import evaluating, forwards_of, random_kept
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import RandomCosts, earliest, random_schedule
 from tests.runtime.cases import Run, copied, random_run, take_gradients, total_loss

@@ -12,8 +12,8 @@ from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
-from pipeloom.runtime.blocks import block_bounds
-from pipeloom.runtime.tied import tied_over_ranks
+from pipeloom.runtime.execute.blocks import block_bounds
+from pipeloom.runtime.model.tied import tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
-from pipeloom.runtime.device import CudaQueues
+from pipeloom.runtime.launch.device import CudaQueues
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients

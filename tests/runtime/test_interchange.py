@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 
 from .interchange import exchange
 

@@ -11,7 +11,8 @@ import torch
 
 from pipeloom.errors import ExecutionError
 from pipeloom.plan import Verb
-from pipeloom.runtime import launch, processes
+from pipeloom.runtime.launch import processes
+from pipeloom.runtime.launch.processes import launch
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import random_run
@@ -92,7 +93,7 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.
 
 STARTER = """
 import subprocess, sys
-child = "import time; from pipeloom.runtime.processes import end_with_starter as end; "
+child = "import time; from pipeloom.runtime.launch.processes import end_with_starter as end; "
 child += "end('gone'); print(1, flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child]).wait()
 """

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.blocks import ChunkActivation
-from pipeloom.runtime.memory import Offloaded
+from pipeloom.runtime.execute.blocks import ChunkActivation
+from pipeloom.runtime.execute.memory import Offloaded
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner import Setup, plan_batch
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
 from pipeloom.spec import RankSpec, Strategy, batch_from_dicts
 from tests.runtime.memory_training import ITERATIONS, SEED, capped_trainings, measured_setup

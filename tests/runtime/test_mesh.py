@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 
 from .on_mesh import Shape, run_on_mesh, train_through
 from .parallel_page import train_page

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import DescribedBatch, Prefetched, Size
-from pipeloom.runtime.ahead import Ahead
-from pipeloom.runtime.prefetch import batch_of
+from pipeloom.runtime.data.prefetch import batch_of
+from pipeloom.runtime.data.read_ahead import Ahead
 
 SIZES = {"text_tokens": Size("ids"), "image_tokens": Size("images", (), 1), "image_patches": Size("images", (1, 2), 4)}
 

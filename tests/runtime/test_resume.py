@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
-from pipeloom.runtime.checkpoint_files import write_digests
-from pipeloom.runtime.resume import TrainerState, fingerprint
+from pipeloom.runtime.checkpoint.digests import write_digests
+from pipeloom.runtime.checkpoint.resume import TrainerState
+from pipeloom.runtime.data.contents import batch_digest
 from tests.cases import random_batch
 
 from .cases import random_run
@@ -45,12 +46,12 @@ def test_what_is_removed_is_the_folder_or_the_link_and_not_what_that_leads_to(tm
     assert (elsewhere / "file").exists()
 
 
-def test_a_fingerprint_is_of_the_samples_and_not_of_the_iteration() -> None:
+def test_a_batch_digest_is_of_the_samples_and_not_of_the_iteration() -> None:
     batch = random_batch(3)
-    assert fingerprint(batch) == fingerprint(msgspec.structs.replace(batch, iteration=batch.iteration + 1))
-    others = {fingerprint(random_batch(seed)) for seed in range(20)}
+    assert batch_digest(batch) == batch_digest(msgspec.structs.replace(batch, iteration=batch.iteration + 1))
+    others = {batch_digest(random_batch(seed)) for seed in range(20)}
     assert len(others) == 20
-    assert fingerprint(msgspec.structs.replace(batch, samples=batch.samples[::-1])) != fingerprint(batch) or (
+    assert batch_digest(msgspec.structs.replace(batch, samples=batch.samples[::-1])) != batch_digest(batch) or (
         len(batch.samples) == 1
     )
 

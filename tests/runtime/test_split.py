@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeloom.runtime.split import backward_inputs
+from pipeloom.runtime.execute.split import backward_inputs
 
 
 class CountProducts(TorchDispatchMode):

@@ -1,6 +1,6 @@
 import pytest
 
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from tests.runtime.training import Step, losses_undivided, steps_on_rank
 
 pytestmark = pytest.mark.ranks

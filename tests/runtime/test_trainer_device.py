@@ -18,7 +18,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import Problem, answer_of, plan_batch
 from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
-from pipeloom.runtime.device import Place, join_group
+from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, TensorShape
 

@@ -11,7 +11,7 @@ from pipeloom.errors import ExecutionError
 from pipeloom.plan import joined_posts
 from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import BatchedTransport, ThreadHub, TorchTransport
-from pipeloom.runtime.transport import MatchOrder, Post, joins
+from pipeloom.runtime.launch.transport import MatchOrder, Post, joins
 from tests.plan.cases import EVERY_STRATEGY
 
 from .cases import assert_equal_gradients, expected, random_run, run_threads, take_gradients

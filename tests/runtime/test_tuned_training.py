@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from tests.runtime.tuned_training import losses, setup
 
 pytestmark = pytest.mark.ranks

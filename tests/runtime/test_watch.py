@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.addresses import address_towards, interface_towards
-from pipeloom.runtime.processes import _meet
-from pipeloom.runtime.watch import Watch, _read, watch
+from pipeloom.runtime.launch.addresses import address_towards, interface_towards
+from pipeloom.runtime.launch.failure_detector import Watch, _read, watch
+from pipeloom.runtime.launch.processes import _meet
 
 from .test_torchrun import STARTED
 
@@ -26,7 +26,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 from pipeloom.errors import InputError
-from pipeloom.runtime.watch import watch
+from pipeloom.runtime.launch.failure_detector import watch
 rank, size, how = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
 class Store:
@@ -82,7 +82,7 @@ def test_a_killed_rank_is_named_once_and_all_end(tmp_path: Path, lost: int) -> N
 JOINING = """
 import os, sys, time
 from pipeloom.errors import PipeloomError
-from pipeloom.runtime import processes
+from pipeloom.runtime.launch import processes
 if os.environ["RANK"] == "1":
     processes.join_group = lambda *_: os._exit(9)
 try:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.rates import Rates, make_optimizer
+from pipeloom.runtime.train.rates import Rates, make_optimizer
 from pipeloom.training import OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 from pipeloom.training.loop_config import EvaluationConfig, check_loop
 from pipeloom.training.optimizers import (

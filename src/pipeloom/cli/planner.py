@@ -24,7 +24,7 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     from pipeloom.planner import serve
     from pipeloom.planner.process import STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
-    from pipeloom.runtime.processes import end_with_starter
+    from pipeloom.runtime.launch.processes import end_with_starter
 
     # The store tells that the trainer is gone only when it is asked, after a search.
     end_with_starter()

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.batches import Batches
-    from pipeloom.runtime.checkpoint import load_checkpoint, load_weights, save_checkpoint
-    from pipeloom.runtime.dataset import CorruptSampleError, Dataset, LazySample
-    from pipeloom.runtime.device import choose_device, group_device
-    from pipeloom.runtime.emulation import emulate, step_durations
-    from pipeloom.runtime.executor import Executor
-    from pipeloom.runtime.iteration import ExecutorOptions
-    from pipeloom.runtime.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
-    from pipeloom.runtime.mesh import Mesh, make_mesh
-    from pipeloom.runtime.model import Emit, Model, Module, Part, user_code
-    from pipeloom.runtime.prefetch import DescribedBatch, Prefetched, Size, batch_of
-    from pipeloom.runtime.processes import Worker, join_workers, launch, report, this_worker
-    from pipeloom.runtime.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
-    from pipeloom.runtime.reference import run_undivided
-    from pipeloom.runtime.result import ActionTime, StepReport, StepResult
-    from pipeloom.runtime.resume import Checkpoints
-    from pipeloom.runtime.shapes import find_shapes, with_shapes
-    from pipeloom.runtime.sharding import shard_layers
-    from pipeloom.runtime.store import TcpPlanStore
-    from pipeloom.runtime.tied import sums_over_ranks
-    from pipeloom.runtime.trainer import Trainer, TrainerOptions
-    from pipeloom.runtime.transport import BatchedTransport, HostTransport, ThreadHub, TorchTransport, Transport
+    from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
+    from pipeloom.runtime.checkpoint.resume import Checkpoints
+    from pipeloom.runtime.data.batches import Batches
+    from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
+    from pipeloom.runtime.data.prefetch import DescribedBatch, Prefetched, Size, batch_of
+    from pipeloom.runtime.execute.executor import Executor
+    from pipeloom.runtime.execute.iteration import ExecutorOptions
+    from pipeloom.runtime.execute.result import ActionTime, StepReport, StepResult
+    from pipeloom.runtime.launch.device import choose_device, group_device
+    from pipeloom.runtime.launch.mesh import Mesh, make_mesh
+    from pipeloom.runtime.launch.processes import Worker, join_workers, report, this_worker
+    from pipeloom.runtime.launch.store import TcpPlanStore
+    from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, ThreadHub, TorchTransport, Transport
+    from pipeloom.runtime.measure.emulation import emulate, step_durations
+    from pipeloom.runtime.measure.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
+    from pipeloom.runtime.measure.reference import run_undivided
+    from pipeloom.runtime.measure.shapes import find_shapes, with_shapes
+    from pipeloom.runtime.model.model import Emit, Model, Module, Part, user_code
+    from pipeloom.runtime.model.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
+    from pipeloom.runtime.model.sharding import shard_layers
+    from pipeloom.runtime.model.tied import sums_over_ranks
+    from pipeloom.runtime.train.trainer import Trainer, TrainerOptions
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
@@ -74,7 +74,6 @@ __all__ = [
     "global_targets",
     "group_device",
     "join_workers",
-    "launch",
     "load_checkpoint",
     "load_weights",
     "make_mesh",

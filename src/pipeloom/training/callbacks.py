@@ -11,7 +11,7 @@ from pipeloom.runtime import user_code
 from pipeloom.training.record import Row, Summary
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.evaluate import Evaluated
+    from pipeloom.runtime.train.evaluate import Evaluated
 
 
 class Callback:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pipeloom.runtime import Batches, user_code
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.training.job import Job
 
 _LOG = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from pipeloom.cost import Profile
 from pipeloom.errors import InputError
 from pipeloom.planner import Setup
 from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
-from pipeloom.runtime.coordination import broadcast_bytes, together
-from pipeloom.runtime.device import DeviceType, Place
+from pipeloom.runtime.launch.coordination import broadcast_bytes, together
+from pipeloom.runtime.launch.device import DeviceType, Place
 from pipeloom.spec import Layout, RankSpec
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.display import Display, Quiet

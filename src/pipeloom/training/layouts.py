@@ -15,7 +15,7 @@ from pipeloom.layout import encoder_first, layout_for, separate
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.layout.training import Preview, arrange_training_layout, choose_training_layout, training_layers
 from pipeloom.runtime import Model
-from pipeloom.runtime.divide import layers_with_tied
+from pipeloom.runtime.train.divide import layers_with_tied
 from pipeloom.search import OrderRule
 from pipeloom.spec import DTYPE_BYTES, Layout, Parallelism
 from pipeloom.training.job import AUTOCAST, Job

@@ -14,9 +14,9 @@ from pipeloom.cost import Profile
 from pipeloom.errors import PipeloomError
 from pipeloom.planner import Setup
 from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
-from pipeloom.runtime.batches import bound
-from pipeloom.runtime.device import DeviceType
-from pipeloom.runtime.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
+from pipeloom.runtime.data.batches import bound
+from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
+from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.job import AUTOCAST, Job

@@ -20,8 +20,8 @@ from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Batches as LoadedBatches
 from pipeloom.runtime import Model, this_worker
-from pipeloom.runtime.prefetch import Describe
-from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
+from pipeloom.runtime.data.prefetch import Describe
+from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.spec import Layout, RankSpec
 from pipeloom.training.callbacks import Callback
 from pipeloom.training.config import (

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.rates import MakeScheduler
+from pipeloom.runtime.train.rates import MakeScheduler
 from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 
 Named = Sequence[tuple[str, nn.Parameter]]

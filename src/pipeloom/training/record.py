@@ -17,11 +17,11 @@ import msgspec
 from pipeloom.bounds import Finite, Magnitude, Number, NumBytes, Seconds, Seed, SignedSeconds
 from pipeloom.errors import InputError
 from pipeloom.explain.difference import Difference
+from pipeloom.files import open_regular
 from pipeloom.io import write_text
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
-from pipeloom.runtime.evaluate import Evaluated
-from pipeloom.runtime.files import open_regular
+from pipeloom.runtime.train.evaluate import Evaluated
 
 
 class Summary(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from pipeloom.layout.slow_ranks import Relaid, layers_in_words, relaid
 from pipeloom.layout.training import Preview
 from pipeloom.planner import Setup
 from pipeloom.runtime import StepReport
-from pipeloom.runtime.coordination import Patience, broadcast_bytes, first_says
+from pipeloom.runtime.launch.coordination import Patience, broadcast_bytes, first_says
 from pipeloom.search import OrderRule
 from pipeloom.spec import Batch, Layout
 from pipeloom.training.job import Job

@@ -23,11 +23,11 @@ from pipeloom.outputs import check_input
 from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.printing import print_error
-from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch, this_worker
-from pipeloom.runtime.coordination import Patience, first_says
-from pipeloom.runtime.divide import check_divisible
-from pipeloom.runtime.links import find_hosts, measure_links
-from pipeloom.runtime.processes import Joined
+from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
+from pipeloom.runtime.launch.coordination import Patience, first_says
+from pipeloom.runtime.launch.host_links import find_hosts, measure_links
+from pipeloom.runtime.launch.processes import Joined, launch
+from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_dealt
 from pipeloom.training.config import read_config

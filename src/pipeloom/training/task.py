@@ -16,8 +16,8 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Batches, Model, user_code
-from pipeloom.runtime.prefetch import Describe
-from pipeloom.runtime.rates import MakeOptimizer, MakeScheduler
+from pipeloom.runtime.data.prefetch import Describe
+from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.training.callbacks import Callback
 
 

@@ -10,7 +10,7 @@ from pipeloom.training.callbacks import Callback
 from pipeloom.training.record import Row, Summary
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.evaluate import Evaluated
+    from pipeloom.runtime.train.evaluate import Evaluated
 
 SCALARS = {
     "loss": "loss/training",

@@ -19,7 +19,7 @@ from pipeloom.integrations.transformers.reference import double
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.runtime import ExecutorOptions, ThreadHub
-from pipeloom.runtime.batches import bound
+from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate

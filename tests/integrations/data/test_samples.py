@@ -22,8 +22,8 @@ from pipeloom.integrations.data.chat import conversation
 from pipeloom.integrations.data.processed import ProcessedDataset, _Media, _Outline
 from pipeloom.integrations.data.processors import Outline, SizedImages, decode, decode_wave, image_size, load_processor
 from pipeloom.integrations.data.sources import Shards
-from pipeloom.runtime.batches import bound
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.batches import bound
+from pipeloom.runtime.data.dataset import CorruptSampleError
 
 from . import made
 

@@ -16,7 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.data.processed import ProcessedDataset
 from pipeloom.integrations.data.processors import decode_wave
 from pipeloom.integrations.data.sources import Shards
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.dataset import CorruptSampleError
 
 from . import made, templates
 

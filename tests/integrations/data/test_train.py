@@ -13,7 +13,7 @@ import torch
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.runtime.batches import bound
+from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import Workload
 from pipeloom.training import read_history
 from pipeloom.training.first_sample import show_first_sample

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.explain.traces.read import explain_traces
-from pipeloom.runtime import launch
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
 from pipeloom.taskgraph import KIND_NAMES
 

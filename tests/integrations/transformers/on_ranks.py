@@ -18,7 +18,7 @@ from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.layout import separate
 from pipeloom.planner import Planner, Setup
 from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
-from pipeloom.runtime.divide import Sharding
+from pipeloom.runtime.train.divide import Sharding
 from pipeloom.spec import Parallelism
 
 from . import tiny

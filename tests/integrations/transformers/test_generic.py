@@ -14,7 +14,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import build
 from pipeloom.integrations.transformers.build import family_of
-from pipeloom.runtime import memory
+from pipeloom.runtime.execute import memory
 
 from . import tiny
 

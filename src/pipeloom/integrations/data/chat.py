@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.dataset import CorruptSampleError
 
 _ROLES = {
     "human": "user",

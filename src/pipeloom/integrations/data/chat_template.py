@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.chat import Message, parts
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.dataset import CorruptSampleError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The block in which a template writes what the assistant says."""

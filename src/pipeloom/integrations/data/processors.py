@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.transformers.weights import check_own_code
-from pipeloom.runtime.dataset import CorruptSampleError
+from pipeloom.runtime.data.dataset import CorruptSampleError
 
 _MEND = "mend it"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.pretrained import Pretrained, Saved
-from pipeloom.runtime.safetensors_files import TensorFiles
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.model.pretrained import Pretrained, Saved
 
 KIND = "diffusers"
 CONFIG = "config.json"
@@ -51,7 +51,7 @@ def load_into(model: Any, folder: Path) -> None:
 
 
 class TransformerWeights:
-    """What `pipeloom.runtime.pretrained.Pretrained` asks, of a transformer; keys of files are names of parameters.
+    """Implement `Pretrained` for a transformer; keys of files are names of parameters.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class PartWeights(Pretrained, Protocol):
 
 @dataclass(eq=False)
 class DiffusersWeights:
-    """What `pipeloom.runtime.pretrained.Pretrained` asks, of a pipeline: each part answers for its own sub-folder.
+    """Implement `Pretrained` for a pipeline: each part answers for its own sub-folder.
 
     Attributes
     ----------

@@ -23,7 +23,7 @@ from pipeloom.planner.forwards import forward_problem
 from pipeloom.planner.messages import Setup
 from pipeloom.planner.planning import proved_plan
 from pipeloom.planner.problem import Problem
-from pipeloom.runtime.store import TcpPlanStore
+from pipeloom.runtime.launch.store import TcpPlanStore
 from pipeloom.spec import Batch, LayerSpec, Layout, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph

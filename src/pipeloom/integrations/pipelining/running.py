@@ -24,12 +24,12 @@ from pipeloom.integrations.pipelining.shapes import (
     unbundle,
 )
 from pipeloom.plan import Verb
-from pipeloom.runtime.executor import Executor
-from pipeloom.runtime.iteration import ExecutorOptions, Iteration
-from pipeloom.runtime.linker import LinkedPlan
-from pipeloom.runtime.model import Model, Module, Part
-from pipeloom.runtime.transport import Handle, Transport
-from pipeloom.runtime.unit import MessageState, PartState, UnitState
+from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.execute.iteration import ExecutorOptions, Iteration
+from pipeloom.runtime.execute.linker import LinkedPlan
+from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState
+from pipeloom.runtime.launch.transport import Handle, Transport
+from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"

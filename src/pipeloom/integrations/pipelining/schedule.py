@@ -36,10 +36,10 @@ from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signa
 from pipeloom.integrations.pipelining.telling import StepMessage, StepReport, Telling
 from pipeloom.packing import Packing
 from pipeloom.plan import backend_of
-from pipeloom.runtime.evaluate import forwards_of
-from pipeloom.runtime.iteration import ExecutorOptions
-from pipeloom.runtime.result import StepResult
-from pipeloom.runtime.transport import TorchTransport
+from pipeloom.runtime.execute.iteration import ExecutorOptions
+from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch.transport import TorchTransport
+from pipeloom.runtime.train.evaluate import forwards_of
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism
 
 SizeOf = Callable[..., int]

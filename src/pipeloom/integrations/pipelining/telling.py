@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipeloom.errors import ExecutionError
 from pipeloom.integrations.pipelining.planning import Order
 from pipeloom.integrations.pipelining.shapes import Signature
-from pipeloom.runtime.coordination import broadcast_bytes
+from pipeloom.runtime.launch.coordination import broadcast_bytes
 
 _REPORT = 1024
 """Bytes of a report."""

@@ -22,8 +22,8 @@ from pipeloom.integrations.transformers.held import call_held
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
 from pipeloom.runtime import batch_of
-from pipeloom.runtime.model import Emit, Part
-from pipeloom.runtime.split import run_backward
+from pipeloom.runtime.execute.split import run_backward
+from pipeloom.runtime.model.model import Emit, Part
 from pipeloom.spec import STRATEGIES, Strategy
 from pipeloom.spec.model import num_instances
 

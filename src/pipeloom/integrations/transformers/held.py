@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.blocks import ChunkActivation, ChunkStreams
-from pipeloom.runtime.model import Emit
+from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
+from pipeloom.runtime.model.model import Emit
 from pipeloom.spec import Strategy
 
 

@@ -15,7 +15,8 @@ from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, Setup
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, TrainerOptions, launch
+from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table

@@ -1,0 +1,397 @@
+"""Checkpoints that know layers and not ranks: saved from one layout, resumed in any other.
+
+Built on `torch.distributed.checkpoint`. Every tensor is filed under the name of its parameter, module and layer
+first, so that a rank finds those of its own chunks whoever wrote them. Tensors in shards (FSDP2, DTensor) are filed
+as wholes: other degrees of data and tensor parallelism cut them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.optimizer_options import give_options, options_by_name
+from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.model.model import Model
+from pipeloom.runtime.model.sharding import is_dtensor
+from pipeloom.runtime.model.weights import give_memory
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.checkpoint.digests import PlainReader
+
+_MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
+_EMA = "ema"
+Weights = Literal["trained", "ema"]
+"""Which weights of a checkpoint: as they were trained, or their average."""
+
+
+def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trained") -> dict[str, str]:
+    """Under which key a checkpoint has each parameter and buffer of a model, whoever reads it.
+
+    Averages are kept of trained parameters alone: all else is the same in both.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` left.
+    names : iterable of str
+        ``module.layer.parameter`` each.
+    weights : "trained" or "ema"
+
+    Returns
+    -------
+    dict
+        From name to key, of ``torch.distributed.checkpoint``.
+
+    Raises
+    ------
+    InputError
+        When averages are asked for, and there are none.
+    """
+    if weights == "trained":
+        return {name: f"{_MODEL}.{name}" for name in names}
+    _, stored, _ = _opened(path, {})
+    if not any(key.startswith(f"{_EMA}.") for key in stored):
+        raise InputError(f"{path}: {_EMA}", "is missing: no average was kept", "take the trained weights, or add [ema]")
+    return {name: key if (key := f"{_EMA}.{name}") in stored else f"{_MODEL}.{name}" for name in names}
+
+
+def save_checkpoint(
+    path: Path | str,
+    executor: Executor,
+    optimizer: torch.optim.Optimizer | None,
+    iteration: int,
+    *,
+    averages: Averages | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write parameters, buffers and optimiser state; all processes call it together.
+
+    Parameters
+    ----------
+    path : path
+        A folder, made here. It counts as a checkpoint only once everything is written.
+    executor : Executor
+    optimizer : torch.optim.Optimizer or None
+        None on a rank without trained parameters.
+    iteration : int
+        The next one to run.
+    averages : Averages or None
+        Of the weights, saved with them.
+    group : torch.distributed.ProcessGroup or None
+        All processes that train; None: the default group, or a single process.
+
+    Raises
+    ------
+    InputError
+        When the optimiser has state or options that no checkpoint holds: anything but tensors, numbers and strings.
+    """
+    write_state(path, state_tensors(executor, optimizer, iteration, averages=averages), group=group)
+
+
+def state_tensors(
+    executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int, *, averages: Averages | None = None
+) -> dict[str, Tensor]:
+    """Return all that a checkpoint holds of this rank, by its keys; the tensors are those that training changes."""
+    state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
+    state |= _optimizer_tensors(executor, optimizer)
+    state |= _average_tensors(executor, averages)
+    for name, options in options_by_name(executor, optimizer).items():
+        state[f"{_OPTIONS}.{name}"] = torch.frombuffer(bytearray(json.dumps(options).encode()), dtype=torch.uint8)
+    state[_ITERATION] = torch.tensor(iteration)
+    return state
+
+
+def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `state_tensors` returned, or copies of it; all processes call it together.
+
+    Raises
+    ------
+    ExecutionError
+        On all of them, when one cannot write its part.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint.digests import DigestingWriter
+
+    remedy = "; make room, or give another folder"
+    with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}{remedy}")):
+        dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
+
+
+def load_checkpoint(
+    path: Path | str,
+    executor: Executor,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    averages: Averages | None = None,
+    group: dist.ProcessGroup | None = None,
+    checked: bool = False,
+) -> int:
+    """Read what this rank's chunks and optimiser need; all processes call it together.
+
+    Nothing that a file says is run, and every file is compared with the digest that was written with it, but where
+    ``checked`` says that this was done a moment ago. Averages of the weights that the checkpoint does not have begin
+    with the weights.
+
+    Returns
+    -------
+    int
+        The iteration to go on with.
+
+    Raises
+    ------
+    InputError
+        When there is no whole checkpoint, a file of it is damaged, or it lacks a tensor or has another shape of it, or
+        the optimiser puts parameters into one group that had different options.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint.digests import check_digests
+
+    state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
+    reader, stored, files = _opened(path, state)
+    slots = _empty_slots(executor, optimizer, stored)
+    state |= slots
+    texts = _empty_texts(executor, optimizer, stored)
+    state |= texts
+    # Stored in the precision of the averages; whoever averages from now on begins with the weights.
+    averaged = {key: tensor for key, tensor in _average_tensors(executor, averages).items() if key in stored}
+    state |= averaged
+    if _ITERATION not in stored:
+        raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
+    state[_ITERATION] = torch.tensor(0)
+    if not checked:
+        check_digests(Path(path), {file for name, file in files if name in state})
+    with _quiet_alone(), _read_of(path):
+        dcp.load(state, storage_reader=reader, process_group=group)  # type: ignore[attr-defined]
+    if averages is not None:
+        averages.begin(known={id(tensor) for tensor in averaged.values()})
+    if optimizer is not None:
+        options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
+        for name, parameter in executor.named_parameters():
+            prefix = f"{_OPTIMIZER}.{name}/"
+            found: dict[str, Any] = {
+                key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
+            }
+            found |= options.get(name, {}).get("state", {})
+            if found:
+                optimizer.state[parameter] = found
+        give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
+    return int(state[_ITERATION])
+
+
+def saved_iteration(path: Path | str) -> int:
+    """Return the iteration to go on with that the tensors of a checkpoint have; each process reads it for itself.
+
+    Raises
+    ------
+    InputError
+        When the checkpoint cannot be read, or does not have it.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    state = {_ITERATION: torch.tensor(0)}
+    reader, _, _ = _opened(path, state)
+    with _quiet_alone(), _read_of(path):
+        dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+    return int(state[_ITERATION])
+
+
+def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained") -> None:
+    """Read trained weights into a whole model, in one process, e.g. to evaluate it.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` or a training run left.
+    model : Model
+        Built as it was for training, perhaps on ``meta``.
+    weights : "trained" or "ema"
+        Those of the last iteration, or their average.
+
+    Raises
+    ------
+    InputError
+        When there is no whole checkpoint, a file of it is damaged, or it is of another model.
+    """
+    import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+    from pipeloom.runtime.checkpoint.digests import check_digests
+
+    give_memory(model)
+    tensors = model.saved_tensors()
+    keys = weight_keys(path, tensors, weights)
+    state = {keys[name]: tensor for name, tensor in tensors.items()}
+    reader, _, files = _opened(path, state)
+    check_digests(Path(path), {file for name, file in files if name in state})
+    with _quiet_alone(), _read_of(path):
+        dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read a few at a time.
+
+    Parameters
+    ----------
+    path : path
+        A folder that `save_checkpoint` or a training run left.
+    wanted : mapping
+        What is going to be read by name, as tensors of the right shape; they may be on ``meta``.
+    weights : "trained" or "ema"
+        Those of the last iteration, or their average.
+
+    Raises
+    ------
+    InputError
+        When there is no whole checkpoint, or it is of another model.
+    """
+
+    def __init__(self, path: Path | str, wanted: Mapping[str, Tensor], weights: Weights = "trained") -> None:
+        self._path = Path(path)
+        self._keys = weight_keys(path, wanted, weights)
+        asked = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
+        _, self._stored, self._files = _opened(path, asked)
+        self._checked: set[str] = set()
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of one."""
+        entry = self._stored[f"{_MODEL}.{name}"]
+        return int(entry.size.numel() * entry.properties.dtype.itemsize)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read some, in the dtypes that they were trained in.
+
+        Raises
+        ------
+        InputError
+            When a file is damaged.
+        """
+        import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
+
+        from pipeloom.runtime.checkpoint.digests import PlainReader, check_digests
+
+        keys = {self._keys[name]: name for name in names}
+        # Averages are kept in higher precision.
+        trained = {key: self._stored[f"{_MODEL}.{name}"] for key, name in keys.items()}
+        state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in trained.items()}
+        files = {file for name, file in self._files if name in state} - self._checked
+        check_digests(self._path, files)
+        self._checked |= files
+        with _quiet_alone(), _read_of(self._path):
+            dcp.load(state, storage_reader=PlainReader(str(self._path)))  # type: ignore[attr-defined]
+        return {keys[key]: tensor for key, tensor in state.items()}
+
+
+def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader, dict[str, Any], set[tuple[str, str]]]:
+    """Look into a checkpoint, and refuse one that lacks a tensor.
+
+    Returns
+    -------
+    reader : PlainReader
+    stored : dict
+        What there is by name.
+    files : set of (name, file)
+        In which files parts of it lie.
+    """
+    from pipeloom.runtime.checkpoint.digests import METADATA, PlainReader
+
+    if not (Path(path) / METADATA).exists():
+        raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")
+    reader = PlainReader(str(path))
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
+    for name, tensor in wanted.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            had = "is missing" if size is None else f"has shape {tuple(size)}"
+            raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
+    return reader, stored, {(index.fqn, info.relative_path) for index, info in metadata.storage_data.items()}
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Torch warns where one process reads or writes for itself; that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+@contextmanager
+def _told(make: Callable[[str], PipeloomError]) -> Iterator[None]:
+    """Turn what torch raises, a BaseException with the tracebacks of all ranks, into the cause in one line."""
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, PipeloomError):
+            raise cause from None
+        first = str(cause).partition("\n")[0]
+        raise make(f"rank {rank}: {type(cause).__name__}: {first}") from error
+
+
+def _read_of(path: Path | str) -> AbstractContextManager[None]:
+    remedy = "give a whole checkpoint, or an older one"
+    return _told(lambda reason: InputError(str(path), f"cannot be read: {reason}", remedy))
+
+
+def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    if optimizer is None:
+        return {}
+    return {
+        f"{_OPTIMIZER}.{name}/{slot}": value
+        for name, parameter in executor.named_parameters()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _average_tensors(executor: Executor, averages: Averages | None) -> dict[str, Tensor]:
+    """Averages of this rank's trained parameters, under all of their names."""
+    if averages is None:
+        return {}
+    found = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
+    return {f"{_EMA}.{name}": average for name, average in found if average is not None}
+
+
+def _empty_texts(
+    executor: Executor, optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Room for the options of this rank's parameters; a checkpoint of an older version has none."""
+    if optimizer is None:
+        return {}
+    keys = [f"{_OPTIONS}.{name}" for name, _ in executor.named_parameters()]
+    return {key: torch.empty(stored[key].size, dtype=torch.uint8) for key in keys if key in stored}
+
+
+def _empty_slots(
+    executor: Executor, optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Room for the optimiser state of this rank's parameters, as the checkpoint has it."""
+    if optimizer is None:
+        return {}
+    mine = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
+    slots = {}
+    for key, entry in stored.items():
+        name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
+        if key.startswith(f"{_OPTIMIZER}.") and slash and name in mine:
+            parameter, dtype = mine[name], entry.properties.dtype
+            if is_dtensor(parameter) and entry.size == parameter.shape:
+                slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                continue
+            # A counter of steps lives on the host, whatever holds the parameter.
+            device = parameter.device if len(entry.size) else torch.device("cpu")
+            slots[key] = torch.empty(entry.size, dtype=dtype, device=device)
+    return slots

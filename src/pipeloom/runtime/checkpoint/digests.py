@@ -1,0 +1,249 @@
+"""Files of a checkpoint: digests beside them, and metadata read without running what a file says.
+
+Imported where a checkpoint is written or read only, for `torch.distributed.checkpoint` is slow to import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.files import open_regular
+
+METADATA = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# All that the metadata of tensors are made of. Without BytesStorageMetadata: torch would unpickle what it stands for.
+_ALLOWED = {
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+_MAX_DIGESTS_BYTES = 64 << 20
+"""Largest file of digests that is read: an entry takes about 150 bytes."""
+_REMEDY = "remove this checkpoint and go on from an older one, or give another"
+
+
+class DigestingWriter(FileSystemWriter):
+    """Writes tensors as torch does, and a digest of every file beside them, before the metadata make it whole."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this process's tensors, and the digests of its files."""
+        written: Future[list[WriteResult]] = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.value()}
+        if names:
+            write_digests(Path(self.path), plan.storage_data.prefix.strip("_"), names)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what says where every tensor is; one process does."""
+        super().finish(metadata, results)
+        write_digests(Path(self.path), "metadata", [METADATA])
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes the classes of metadata and no others, so that reading a file runs nothing of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or type of numbers."""
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
+
+
+class PlainReader(FileSystemReader):
+    """Reads tensors as torch does, but metadata without running what the file says."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Read and check what says where every tensor is.
+
+        Raises
+        ------
+        InputError
+            The file is damaged, or holds what metadata of tensors do not.
+        """
+        file = Path(self.path) / METADATA
+        check_digests(Path(self.path), [METADATA])
+        try:
+            with file.open("rb") as stream:
+                metadata = _of_tensors(_PlainUnpickler(stream).load())
+        # A damaged pickle may raise anything.
+        except Exception as error:
+            raise InputError(str(file), f"is not the metadata of a checkpoint: {_reason(error)}", _REMEDY) from error
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors, one file after the other.
+
+        Raises
+        ------
+        InputError
+            Naming the file that holds anything but tensors.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        done: Future[None] = Future()
+        done.set_result(None)
+        for name, items in by_file.items():
+            file = Path(self.path) / name
+            try:
+                done = super().read_data(replace(plan, items=items), planner)
+            except PipeloomError:
+                raise
+            except pickle.UnpicklingError as error:
+                # Without torch's message, which advises to run what the file says.
+                raise InputError(str(file), "holds more than tensors", _REMEDY) from error
+            # A damaged file may raise anything.
+            except Exception as error:
+                raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
+        return done
+
+
+def _of_tensors(metadata: Any) -> Metadata:
+    """Refuse metadata of anything but tensors, and of files elsewhere than in the checkpoint's folder."""
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is a {type(entry).__name__}, not a tensor")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"{info.relative_path} is not in its folder")
+    return metadata
+
+
+def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
+    """Write the digests of some files of a checkpoint as one small file of its own, ``digests-WRITER.json``."""
+    digests = {name: _digest(folder / name) for name in sorted(names)}
+    with (folder / f"digests-{writer}.json").open("wb") as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(digests), indent=1))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def known_digests(folder: Path) -> dict[str, str]:
+    """What was written into a checkpoint: names of files, and the digest of each; empty where there are none.
+
+    Raises
+    ------
+    InputError
+        Naming a file of digests that cannot be read, or that names something outside the folder.
+    """
+    known: dict[str, str] = {}
+    for file in sorted(folder.glob("digests-*.json")):
+        try:
+            with open_regular(file) as stream:
+                content = stream.read(_MAX_DIGESTS_BYTES + 1)
+            if len(content) > _MAX_DIGESTS_BYTES:
+                raise ValueError(f"it is larger than {_MAX_DIGESTS_BYTES} bytes")
+            found = msgspec.json.decode(content, type=dict[str, str])
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
+        outside = next((name for name in found if not _is_inside(name)), None)
+        if outside is not None:
+            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is no file of its folder", _REMEDY)
+        known |= found
+    return known
+
+
+def check_digests(folder: Path, names: Iterable[str]) -> None:
+    """Refuse files of a checkpoint that are not as they were written, or no regular files.
+
+    A checkpoint without any digests, of an older version or made by other means, is not compared.
+
+    Raises
+    ------
+    InputError
+        Naming the file.
+    """
+    known = known_digests(folder)
+    for name in sorted(names):
+        problem = _problem(folder / name, known.get(name)) if known else _irregular(folder / name)
+        if problem:
+            raise InputError(str(folder / name), problem, _REMEDY)
+
+
+def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
+    """Files of a whole checkpoint that are missing, or not as they were written, and what is wrong with each.
+
+    Parameters
+    ----------
+    folder : Path
+    needed : iterable of str
+        Files that must be there beside tensors.
+    share : callable
+        Which of the files to look at, where several processes do.
+    """
+    try:
+        known = known_digests(folder)
+        # What is unlike its digest is found below.
+        stored = PlainReader(str(folder)).read_metadata().storage_data.values() if METADATA in known else ()
+    except InputError as error:
+        return {Path(error.entity).name: error.problem}
+    names = sorted({METADATA, *needed, *known, *(info.relative_path for info in stored)})
+    return {name: problem for name in share(names) if (problem := _problem(folder / name, known.get(name)))}
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in a folder or in a folder below it."""
+    path = PurePosixPath(name)
+    return name == str(path) and name.isprintable() and not path.is_absolute() and ".." not in path.parts
+
+
+def _irregular(file: Path) -> str:
+    """Why a file cannot be read; empty where it can."""
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        return f"cannot be read ({_reason(error)})"
+    return ""
+
+
+def _problem(file: Path, written: str | None) -> str:
+    """What is wrong with a file that was written with a digest; empty where nothing is."""
+    try:
+        found = _digest(file)
+    except OSError as error:
+        return f"cannot be read ({_reason(error)})"
+    if written is None:
+        return "has no digest beside it"
+    return "" if found == written else "is damaged: it is not what was written"
+
+
+def _digest(file: Path) -> str:
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.partition("\n")[0] or type(error).__name__

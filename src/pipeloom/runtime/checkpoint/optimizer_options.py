@@ -1,0 +1,93 @@
+"""What an optimiser knows beside tensors: options of its groups (learning rates, ...) and plain numbers in its state.
+
+Filed by parameter, as tensors are, so that another layout finds them; written as JSON, never pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.execute.executor import Executor
+
+_NO_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed is for the run that goes on to say; all else is what it computes."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """Per parameter of this rank that the optimiser trains: ``group``, its group's options; ``state``, plain slots.
+
+    Raises
+    ------
+    InputError
+        When an option or a slot is neither a tensor nor plain, or a parameter is of no layer of this rank.
+    """
+    if optimizer is None:
+        return {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in executor.named_parameters():
+        names.setdefault(id(parameter), []).append(name)
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"optimizer.param_groups[{number}]"
+        options = {key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS}
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise InputError(
+                    where,
+                    f"has a parameter of shape {tuple(parameter.shape)} that is of no layer of this rank",
+                    "give the optimiser the parameters of Executor.parameters alone",
+                )
+            for name in names[id(parameter)]:
+                state = {
+                    slot: _plain(value, f"optimizer.state[{name!r}][{slot!r}]")
+                    for slot, value in optimizer.state.get(parameter, {}).items()
+                    if not isinstance(value, Tensor)
+                }
+                found[name] = {"group": options, "state": state}
+    return found
+
+
+def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
+    """Put saved options into the groups of an optimiser, over what it was made with, as torch does when it loads.
+
+    Raises
+    ------
+    InputError
+        When one group has parameters that were saved with different options.
+    """
+    names = {id(parameter): name for name, parameter in executor.named_parameters() if name in saved}
+    for number, group in enumerate(optimizer.param_groups):
+        mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for name in mine:
+            if saved[name] != saved[mine[0]]:
+                differ = [key for key in saved[name] if saved[name][key] != saved[mine[0]].get(key)]
+                raise InputError(
+                    f"optimizer.param_groups[{number}]",
+                    f"has {mine[0]!r} and {name!r}, which the checkpoint has with different {', '.join(differ)}",
+                    "make the groups of the run that saved it",
+                )
+        for key, value in (saved[mine[0]] if mine else {}).items():
+            now = group.get(key)
+            if isinstance(now, Tensor):
+                now.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(each, where) for each in value]
+    if not isinstance(value, _PLAIN):
+        raise InputError(
+            where,
+            f"is a {type(value).__name__}, which no checkpoint holds",
+            "use an optimiser whose state is tensors, numbers and strings, or train without checkpoints",
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Batches and samples: data sets, reading ahead, digests of contents."""

@@ -1,0 +1,141 @@
+"""Batches of a `Dataset`: shuffled by seed, described ahead in a thread, the same in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
+from pipeloom.runtime.data.prefetch import DescribedBatch, Reading
+from pipeloom.runtime.model.model import Model, user_code
+from pipeloom.spec import batch_from_dicts
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of a dataset, for `fit` and `Trainer`; every rank iterates them, and loads what its layers need.
+
+    Which samples are in a batch follows from its number, the seed and the number of samples alone: not from the number
+    of ranks, and not from what was read before. So a resumed run begins with any batch at once, and its checkpoint need
+    hold no more than the iteration.
+
+    Parameters
+    ----------
+    dataset : Dataset
+    batch : int
+        Samples of a batch. The last of all may have fewer.
+    shuffle : bool
+        Every pass over the data in an order of its own.
+    seed : int
+        From which the orders are drawn.
+    epochs : int
+        Passes over the data. A batch goes over the end of one into the next.
+    limit : int or None
+        So many batches at most.
+    skip_corrupt : bool
+        Leave samples out whose sizes cannot be read, on all ranks alike; the batch then has fewer. Else they end
+        training.
+    depth : int
+        Batches that wait at most, described.
+    first : int
+        Number of the batch to begin with.
+    """
+
+    dataset: Dataset
+    batch: int
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int = 1
+    limit: int | None = None
+    skip_corrupt: bool = False
+    depth: int = 2
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what gives no batch."""
+        for name in ("batch", "epochs", "depth"):
+            check_count(name, getattr(self, name))
+        if self.limit is not None:
+            check_count("limit", self.limit)
+        if not len(self.dataset):
+            raise InputError("dataset", "has no samples", "give at least one")
+
+    def __len__(self) -> int:
+        """How many batches there are, beginning with the first of all."""
+        every = -(-self.epochs * len(self.dataset) // self.batch)
+        return every if self.limit is None else min(every, self.limit)
+
+    def __iter__(self) -> Reading:
+        """Begin to describe batches ahead, in a thread."""
+        return Reading(self._described(), None, self.depth)
+
+    def members(self, number: int) -> list[tuple[int, int]]:
+        """The pass and the sample of every place in a batch."""
+        size, end = len(self.dataset), self.epochs * len(self.dataset)
+        places = range(number * self.batch, min((number + 1) * self.batch, end))
+        return [
+            (p // size, int(_order(size, p // size, self.seed)[p % size]) if self.shuffle else p % size) for p in places
+        ]
+
+    def _described(self) -> Iterator[DescribedBatch]:
+        for number in range(self.first, len(self)):
+            yield self._describe(number)
+
+    def _describe(self, number: int) -> DescribedBatch:
+        samples: list[LazySample] = []
+        rows: list[dict[str, Any]] = []
+        skipped = []
+        seen: set[str] = set()
+        for epoch, index in self.members(number):
+            try:
+                with user_code(f"dataset.sizes({index})"):
+                    row = dict(self.dataset.sizes(index))
+            except CorruptSampleError as error:
+                if not self.skip_corrupt:
+                    remedy = f"{error.remedy or 'mend it'}; or skip_corrupt leaves damaged samples out"
+                    raise CorruptSampleError(error.entity, error.problem, remedy) from error
+                skipped.append(str(error))
+                if not (dist.is_initialized() and dist.get_rank()):
+                    _LOG.warning("batch %d: skipped %s: %s", number, error.entity, error.problem)
+                continue
+            name = str(row.get("id", index))
+            # The end of a pass and the beginning of the next may have the same sample, and two samples one name.
+            names = (name, f"{name}#{epoch}")
+            row["id"] = next((each for each in names if each not in seen), f"{name}#{epoch}.{index}")
+            seen.add(row["id"])
+            try:
+                targets = float(row.pop("targets"))
+            except KeyError as error:
+                raise InputError(
+                    f"dataset.sizes({index})", "says no targets", "return how many it counts in the loss"
+                ) from error
+            samples.append(LazySample(self.dataset, index, targets))
+            rows.append(row)
+        if not samples:
+            raise InputError(f"batch {number}", f"has no sample that is whole: {skipped[0]}", "mend the data")
+        found = DescribedBatch(samples)
+        found.metadata, found.num_skipped = batch_from_dicts(rows).samples, len(skipped)
+        return found
+
+
+@lru_cache(maxsize=4)
+def _order(size: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+def bound(batches: Iterable[Sequence[Any]], model: Model) -> Iterable[Sequence[Any]]:
+    """Batches of a `Dataset` told the model; others as they are."""
+    if isinstance(batches, Batches):
+        return dataclasses.replace(batches, dataset=batches.dataset.bind(model))
+    return batches

@@ -1,0 +1,115 @@
+"""Batches that were read and are not trained on yet, and how the replicas learn who trains on what."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from pipeloom.errors import InputError
+from pipeloom.plan import Delivery
+from pipeloom.runtime.data.contents import batch_digest, contents_digest
+from pipeloom.runtime.data.prefetch import Describe, batch_of, next_samples
+from pipeloom.runtime.launch.coordination import broadcast_bytes, together
+from pipeloom.spec import Batch
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A global batch, as a rank's loader gave it. Its metadata is counted when it is first asked for."""
+
+    samples: Sequence[Any]
+    iteration: int
+    describe: Describe | None
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Its metadata.
+
+        Raises
+        ------
+        InputError
+            When it is impossible; the iteration is named.
+        """
+        try:
+            return batch_of(self.samples, self.describe, self.iteration)
+        except InputError as error:
+            raise InputError(f"iteration {self.iteration}: {error.entity}", error.problem, error.remedy) from error
+
+    @cached_property
+    def digest(self) -> str:
+        """By which ranks compare what they have read."""
+        return batch_digest(self.batch)
+
+    def compared(self, contents: bool) -> str:
+        """By which ranks compare it, with what is in its samples where that is asked for."""
+        if not contents:
+            return self.digest
+        whole = f"{self.digest} {contents_digest(self.samples)}"
+        return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
+
+
+class Ahead:
+    """Reads batches one after the other, and some of them before they are taken.
+
+    Parameters
+    ----------
+    batches : iterable of sequence of samples
+    first_iteration : int
+    describe : callable or None
+    more : int
+        How many are read beyond the one that is taken.
+    """
+
+    def __init__(
+        self, batches: Iterable[Sequence[Any]], first_iteration: int, describe: Describe | None, more: int
+    ) -> None:
+        self.source = iter(batches)
+        self._next, self._describe, self._more = first_iteration, describe, more
+        self._read: deque[Coming] = deque()
+        self._ended = False
+
+    @property
+    def following(self) -> Coming | None:
+        """The batch after the one that was taken last, where it was read already."""
+        return self._read[0] if self._read else None
+
+    def take(self) -> Coming | None:
+        """The next batch; None after the last."""
+        while not self._ended and len(self._read) <= self._more:
+            samples = next_samples(self.source, f"iteration {self._next}")
+            if samples is None:
+                self._ended = True
+            else:
+                self._read.append(Coming(samples, self._next, self._describe))
+                self._next += 1
+        return self._read.popleft() if self._read else None
+
+
+# A replica's number for each of some thousands of samples.
+_AT_ONCE = 8 * 1024
+
+
+def tell_dealing(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
+    """Send how the next batch is dealt from rank 0, whose planner was asked, to all ranks of all replicas.
+
+    Parameters
+    ----------
+    delivery : Delivery or None
+        On rank 0: what was delivered for this iteration.
+    iteration : int
+
+    Returns
+    -------
+    tuple of int
+        The replica of every sample, on all ranks the same; empty where the planner has not said.
+    """
+    dealt = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
+    with together(f"iteration {iteration}: how the next batch is dealt"):
+        data = broadcast_bytes(dealt, at_once=_AT_ONCE)
+    return msgspec.msgpack.decode(data, type=tuple[int, ...])

@@ -1,0 +1,1 @@
+"""Execution of a rank's actions of a plan."""

@@ -1,0 +1,435 @@
+"""A chunk's layers at work on one (sub-)microbatch, in blocks that keep their activations or recompute them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.execute.memory import Offloaded, SelectiveRecompute
+from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, run_backward
+from pipeloom.runtime.model.model import Emit
+from pipeloom.runtime.model.random_state import RandomState
+from pipeloom.spec import TRAITS, Strategy, word_strategies
+
+Layer = Callable[..., Tensor | Emit]
+Bounds = tuple[tuple[int, int, Strategy], ...]
+"""Blocks of a chunk: first layer, one past the last, memory strategy."""
+
+
+@functools.cache
+def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bounds:
+    """Cut layers into blocks: maximal runs of one strategy.
+
+    Parameters
+    ----------
+    strategy : str
+        One word for all layers, or one per layer separated by commas.
+    num_layers : int
+    with_loss : bool
+        One more layer, the loss, goes with the last.
+
+    Returns
+    -------
+    tuple of (begin, end, strategy)
+
+    Raises
+    ------
+    ExecutionError
+        For a strategy that this runtime does not have, or a wrong number of them.
+    """
+    try:
+        chosen = word_strategies(strategy)
+    except InputError as error:
+        raise ExecutionError(f"memory {error}") from error
+    if len(chosen) == 1:
+        chosen *= num_layers
+    if len(chosen) != num_layers:
+        raise ExecutionError(f"memory strategy {strategy!r} is for {len(chosen)} layers, there are {num_layers}")
+    bounds, begin = [], 0
+    for one, run in itertools.groupby(chosen):
+        end = begin + len(list(run))
+        bounds.append((begin, end, one))
+        begin = end
+    if with_loss:
+        last = bounds[-1]
+        bounds[-1] = (last[0], last[1] + 1, last[2])
+    return tuple(bounds)
+
+
+def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    """Around an iteration under autocast: weights are cast once for all its passes, not once for each.
+
+    Torch drops the casts of weights where the outermost autocast region ends; without this one that is the end of every
+    pass, and each microbatch in flight would hold a copy of the weights for its backward.
+    """
+    if autocast is None:
+        return nullcontext()
+    kind = device.type
+    # It changes nothing else for what runs inside.
+    return torch.autocast(
+        kind,
+        torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStreams:
+    """Streams of a chunk, by its layers, counted within it.
+
+    Attributes
+    ----------
+    takes, emits : mapping of int to tuple of str
+        Layers without are absent.
+    gives : frozenset of str
+        Emitted by its layers and taken by other chunks.
+    first : int
+        Number of its first layer within the module, and ``module`` its name: for messages.
+    """
+
+    takes: Mapping[int, tuple[str, ...]]
+    emits: Mapping[int, tuple[str, ...]]
+    gives: frozenset[str] = frozenset()
+    first: int = 0
+    module: str = ""
+
+    def check(self, layer: int, result: object) -> None:
+        """Refuse what a layer returns where it is not what the module states that it emits."""
+        wanted = self.emits.get(layer, ())
+        found = tuple(result.streams) if isinstance(result, Emit) else ()
+        if set(found) != set(wanted):
+            where = f"module {self.module!r}, layer {self.first + layer}," if self.module else "a layer"
+            raise ExecutionError(
+                f"{where} emits {_listed(found)}, stated is {_listed(wanted)}; correct `emits` of the module, or "
+                "return Emit(output, streams)"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "no stream"
+
+
+NO_STREAMS = ChunkStreams({}, {})
+
+
+@dataclass(slots=True)
+class _Block:
+    layers: Sequence[Layer]
+    inputs: tuple[Any, ...]
+    """Arguments of its first layer; the tensors that need a gradient are leaves."""
+    strategy: Strategy
+    first: int = 0
+    """Number of its first layer within the chunk."""
+    edge: GradientEdge | Tensor | None = None
+    """End of its graph. The output itself is not held, but for a loss: the graph has what it needs of it."""
+    emitted: dict[str, Tensor] | None = None
+    """Streams of its layers, while it runs."""
+    loss: Tensor | None = None
+    """Sum of the losses that its layers emit; with its graph."""
+    edges: dict[str, GradientEdge] | None = None
+    """Ends of its graph where streams leave it."""
+    missing: bool = False
+    """Whether it has to be recomputed before its backward."""
+    random_state: RandomState | None = None
+    selective: SelectiveRecompute | None = None
+    offloaded: Offloaded | None = None
+    deferred: DeferredWeights | None = None
+
+
+@dataclass(slots=True)
+class ChunkActivation:
+    """One (sub-)microbatch on its way through a chunk, from F to the end of its backward.
+
+    Attributes
+    ----------
+    num_recomputed : int
+        Layers run a second time so far.
+    offloaded_bytes : int
+        Moved to the host so far.
+    """
+
+    device: torch.device
+    context: dict[str, Any]
+    autocast: torch.dtype | None = None
+    """Precision of autocast regions, forward and recomputed alike; None: none."""
+    ports: ChunkStreams = NO_STREAMS
+    streams: dict[str, Tensor] | None = None
+    """What its layers take from other chunks, and from blocks before their own: leaves."""
+    loss_scale: float = 1.0
+    """Gradient of the losses that layers emit."""
+    losses: tuple[Tensor, ...] = ()
+    """Those of the forward, one a block."""
+    given: dict[str, Tensor] | None = None
+    """Streams for other chunks, without their graphs, to be taken after the forward."""
+    blocks: list[_Block] = field(default_factory=list)
+    num_recomputed: int = 0
+    offloaded_bytes: int = 0
+
+    def forward(self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool) -> Tensor:
+        """Run all layers, and return the last one's output without its graph.
+
+        Parameters
+        ----------
+        layers : sequence of callables
+        bounds : sequence of (begin, end, strategy)
+            See `block_bounds`.
+        inputs : tuple
+            Arguments of the first layer.
+        trained : bool
+            False: nothing is saved, and there will be no backward.
+        """
+        if not trained:
+            whole = _Block(layers, inputs, "keep")
+            with torch.no_grad():
+                last = self._run(whole, keeps_casts=False)
+            if whole.emitted is not None or whole.loss is not None:
+                self._leave(whole)
+            return last
+        output: Tensor | None = None
+        flows = False
+        for begin, end, strategy in bounds:
+            if output is not None:
+                inputs = (output.detach().requires_grad_(flows),)
+            block = _Block(layers if len(bounds) == 1 else layers[begin:end], inputs, strategy, begin)
+            output = self._forward(block)
+            if block.emitted is not None or block.loss is not None:
+                self._leave(block)
+            # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
+            flows = output.is_floating_point() if block.missing else block.edge is not None
+            self.blocks.append(block)
+        if output is None:
+            raise AssertionError("a chunk has at least one block")
+        return output.detach()
+
+    def _forward(self, block: _Block) -> Tensor:
+        traits = TRAITS[block.strategy]
+        if traits.recomputes != "nothing":
+            block.missing = True
+            block.random_state = RandomState.now(self.device)
+            if traits.recomputes == "cheap":
+                block.selective = SelectiveRecompute()
+            with torch.no_grad() if block.selective is None else block.selective.forward():
+                return self._run(block, keeps_casts=False)
+        if traits.offloads:
+            weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
+            held = [*weights, *block.inputs, *self.context.values(), *(self.streams or {}).values()]
+            block.offloaded = Offloaded(held, self.autocast is not None)
+            with torch.enable_grad(), block.offloaded.saving():
+                output = self._run(block)
+        elif torch.is_grad_enabled():
+            output = self._run(block)
+        else:
+            with torch.enable_grad():
+                output = self._run(block)
+        _end(block, output)
+        return output
+
+    def _leave(self, block: _Block) -> None:
+        """Take the streams and losses that a block's forward emitted, and hold no graph but by its edges."""
+        if block.emitted is not None:
+            end = block.first + len(block.layers)
+            later = {name for number, names in self.ports.takes.items() if number >= end for name in names}
+            streams, given = dict(self.streams or {}), dict(self.given or {})
+            for name, tensor in block.emitted.items():
+                if name in self.ports.gives:
+                    given[name] = tensor.detach()
+                if name in later:
+                    # As with outputs between blocks.
+                    flows = tensor.is_floating_point() if block.missing else name in (block.edges or ())
+                    streams[name] = tensor.detach().requires_grad_(flows)
+            self.streams, self.given, block.emitted = streams, given, None
+        if block.loss is not None:
+            self.losses += (block.loss.detach(),)
+            if block.missing or not block.loss.requires_grad:
+                block.loss = None
+
+    def _run(self, block: _Block, keeps_casts: bool = True) -> Tensor:
+        """Run a block's layers; ``keeps_casts``: casts of weights may be kept for later passes.
+
+        Not where they are made without a graph, in which a later pass would lose its gradient; nor where every
+        operation is counted, of which the recomputation must not have more.
+        """
+        if self.autocast is None:
+            return self._call(block, block.inputs)
+        # Torch keeps casts of leaves, weights or not; those of inputs are to go when their microbatch does.
+        inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in block.inputs)
+        with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
+            return self._call(block, inputs)
+
+    def _call(self, block: _Block, inputs: tuple[Any, ...]) -> Tensor:
+        context, ports = self.context, self.ports
+        output: Any = None
+        if ports is NO_STREAMS:
+            for layer in block.layers:
+                output = layer(*inputs, **context)
+                if isinstance(output, Emit):
+                    ports.check(0, output)
+                    output = _apart(block, output)
+                inputs = (output,)
+            return output  # type: ignore[no-any-return]
+        for number, layer in enumerate(block.layers, block.first):
+            if number in ports.takes:
+                output = layer(*inputs, **context, **self._taken(block, number))
+            else:
+                output = layer(*inputs, **context)
+            if isinstance(output, Emit):
+                ports.check(number, output)
+                output = _apart(block, output)
+            elif number in ports.emits:
+                ports.check(number, output)
+            inputs = (output,)
+        found: Tensor = output
+        return found
+
+    def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
+        """Streams that a layer is called with: as emitted within the block, else leaves."""
+        found = {}
+        streams = self.streams or {}
+        for name in self.ports.takes[number]:
+            if block.emitted is not None and name in block.emitted:
+                found[name] = block.emitted[name]
+                continue
+            leaf = streams[name]
+            # Under autocast as the inputs.
+            found[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
+        return found
+
+    def recompute(self) -> None:
+        """Run the blocks that saved nothing once more, now with their graphs."""
+        for block in self.blocks:
+            if block.missing:
+                self._recompute(block)
+
+    def _recompute(self, block: _Block) -> None:
+        block.missing = False
+        state = RandomState.now(self.device)
+        if block.random_state is not None:
+            block.random_state.set(self.device)
+        with torch.enable_grad(), nullcontext() if block.selective is None else block.selective.again():
+            output = self._run(block)
+        state.set(self.device)
+        block.selective = block.random_state = None
+        _end(block, output)
+        block.emitted = None
+        self.num_recomputed += len(block.layers)
+
+    def offload(self) -> None:
+        """Move what offloading blocks saved to the host."""
+        for block in self.blocks:
+            if block.offloaded is not None:
+                block.offloaded.offload()
+                self.offloaded_bytes += block.offloaded.num_bytes
+
+    def load(self) -> None:
+        """Begin to bring back what was offloaded."""
+        for block in self.blocks:
+            if block.offloaded is not None:
+                block.offloaded.load()
+
+    def _roots(
+        self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
+    ) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
+        """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses.
+
+        A loss is its own end: autograd asks much more of an edge than of a scalar.
+        """
+        ends: list[GradientEdge | Tensor] = []
+        gradients: list[Tensor] = []
+        if flowing is not None and block.edge is not None:
+            ends.append(block.edge)
+            gradients.append(flowing)
+        if block.edges is None and block.loss is None:
+            block.edge = None
+            return ends, gradients
+        for name, edge in (block.edges or {}).items():
+            leaf = None if self.streams is None else self.streams.get(name)
+            for gradient in ((arrived or {}).get(name), None if leaf is None else leaf.grad):
+                if gradient is not None:
+                    ends.append(edge)
+                    gradients.append(gradient)
+        if block.loss is not None and block.loss.requires_grad:
+            ends.append(block.loss)
+            gradients.append(torch.full_like(block.loss, self.loss_scale))
+        block.edge = block.edges = block.loss = None
+        return ends, gradients
+
+    def backward(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
+        """Whole backward: gradients of the weights are accumulated, those of the inputs lie in their ``.grad``.
+
+        Parameters
+        ----------
+        gradient : torch.Tensor
+            Of the output.
+        arrived : dict or None
+            Of the streams that other chunks took.
+        """
+        flowing: Tensor | None = gradient
+        while self.blocks:
+            block = self.blocks.pop()
+            if block.missing:
+                self._recompute(block)
+            ends, gradients = self._roots(block, flowing, arrived)
+            if ends:
+                run_backward(ends, gradients)
+            flowing = block.inputs[0].grad if self.blocks else None
+
+    def backward_input(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
+        """First half of a split backward: gradients of the inputs only, each layer recomputed once."""
+        flowing: Tensor | None = gradient
+        for number in range(len(self.blocks) - 1, -1, -1):
+            block = self.blocks[number]
+            if block.missing:
+                self._recompute(block)
+            ends, gradients = self._roots(block, flowing, arrived)
+            if ends:
+                edges = [end if isinstance(end, GradientEdge) else get_gradient_edge(end) for end in ends]
+                block.deferred = backward_inputs(edges, gradients, self._leaves(block))
+            flowing = block.inputs[0].grad if number else None
+
+    def _leaves(self, block: _Block) -> list[Tensor]:
+        """What a block takes that needs a gradient."""
+        leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
+        if self.ports is not NO_STREAMS:
+            streams = self.streams or {}
+            numbers = range(block.first, block.first + len(block.layers))
+            within = {name for number in numbers for name in self.ports.emits.get(number, ())}
+            taken = dict.fromkeys(name for number in numbers for name in self.ports.takes.get(number, ()))
+            leaves += [streams[name] for name in taken if name not in within and streams[name].requires_grad]
+        return leaves
+
+    def backward_weight(self) -> None:
+        """Second half: gradients of the weights, from what the first half left."""
+        while self.blocks:
+            deferred = self.blocks.pop().deferred
+            if deferred is not None:
+                deferred.accumulate()
+
+
+def _end(block: _Block, output: Tensor) -> None:
+    """Note where the graph of a block ends."""
+    if output.requires_grad:
+        block.edge = output if output.dim() == 0 else get_gradient_edge(output)
+    if block.emitted is not None:
+        block.edges = {name: get_gradient_edge(x) for name, x in block.emitted.items() if x.requires_grad}
+
+
+def _apart(block: _Block, result: Emit) -> Tensor:
+    """Note what a layer emits, and return its output."""
+    if result.streams:
+        block.emitted = {**(block.emitted or {}), **result.streams}
+    if result.loss is not None:
+        if result.loss.dim() != 0:
+            shape = tuple(result.loss.shape)
+            raise ExecutionError(f"a layer emits a loss of shape {shape}; return the sum over its rows, a scalar")
+        block.loss = result.loss if block.loss is None else block.loss + result.loss
+    return result.output

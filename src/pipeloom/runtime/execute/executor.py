@@ -1,0 +1,288 @@
+"""The executor: one rank's actions of any plan, one after the other, over any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.packing import Packing
+from pipeloom.plan import ExecutionPlan, RankPlan, action_text, collective_order
+from pipeloom.runtime.data.dataset import count_targets
+from pipeloom.runtime.execute.blocks import kept_casts
+from pipeloom.runtime.execute.iteration import ExecutorOptions, Iteration
+from pipeloom.runtime.execute.linker import LinkedPlan, Linker
+from pipeloom.runtime.execute.loads import Loader
+from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch.device import StalledError, queues_of
+from pipeloom.runtime.launch.transport import Transport, joins
+from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.model.model import Model, saved_tensors
+from pipeloom.runtime.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.sharding import is_dtensor, sharded_modules
+from pipeloom.runtime.model.tied import tied_over_ranks
+from pipeloom.runtime.model.weights import give_weights
+from pipeloom.spec import Layout, ModuleLayout
+
+
+class Executor:
+    """Runs plans on one pipeline rank.
+
+    Parameters
+    ----------
+    model : Model
+        Only the layers of this rank's chunks are used, and moved to ``device``; on ``meta``, they are given weights.
+    layout : Layout
+    rank : int
+    transport : Transport
+    device : torch.device or str
+    options : ExecutorOptions
+        Sums over ranks, precision, timeout, random numbers.
+
+    Attributes
+    ----------
+    tied : tuple of Tied
+        Parameters of this rank that other ranks hold too.
+    held_before : frozenset of str
+        Their names where a rank before this one holds them: what counts once counts there.
+    flops : FlopCounts or None
+        Given, it counts the operations of forwards.
+    """
+
+    iteration_type: type[Iteration] = Iteration
+    """What the verbs of its plans do."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        rank: int,
+        transport: Transport,
+        device: torch.device | str = "cpu",
+        *,
+        options: ExecutorOptions = ExecutorOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        if not 0 <= rank < layout.num_ranks:
+            raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
+        model.check_stated()
+        _check_layout(model, layout)
+        dealer = Dealer(model, layout, options.tensor_group)
+        if dealer.names and options.random_seed is None:
+            raise InputError(
+                "random_seed",
+                f"is None, and instances of {min(dealer.names)!r} are dealt: ranks would draw unlike numbers after",
+                "give a seed",
+            )
+        give_weights(model, layout, rank, device)
+        tied = tied_over_ranks(model, layout)
+        if tied and options.sum_tied is None:
+            raise InputError(
+                f"parameter {tied[0].names[0]!r}",
+                f"is one with {tied[0].names[1]!r} (tied), and they lie on ranks {', '.join(map(str, tied[0].ranks))}",
+                "give ExecutorOptions a sum_tied=sums_over_ranks(model, layout), lay both layers on one rank, or share "
+                "nothing",
+            )
+        self.tied = tuple(each for each in tied if rank in each.ranks)
+        self.held_before = frozenset(name for each in self.tied if rank > each.ranks[0] for name in each.names)
+        self.model, self.layout, self.rank, self.transport, self.options = model, layout, rank, transport, options
+        self.device = _with_index(torch.device(device))
+        self.queues = queues_of(transport, self.device)
+        self.flops: FlopCounts | None = None
+        self.loader = Loader(options.workers)
+        seed = options.random_seed
+        self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
+        self._linker = Linker(layout, model, rank, dealer)
+        self.reduced_chunks = collective_order(layout, rank).reduce
+        """Chunks of this rank whose gradients are summed over others that hold them."""
+        self.layers: dict[int, list[nn.Module]] = {}
+        """Per chunk of this rank, its layers."""
+        for number, chunk in enumerate(layout.chunks):
+            if chunk.rank == rank:
+                module = model.module(chunk.module)
+                layers = list(module.layers[chunk.layers[0] : chunk.layers[1] + 1])
+                for place, layer in enumerate(layers, chunk.layers[0]):
+                    if any(parameter.is_meta for parameter in layer.parameters()):
+                        raise InputError(
+                            f"module {chunk.module!r}.layers[{place}]",
+                            f"is shapes alone (on meta), and rank {rank} is to run it",
+                            "give the layers of a rank's own chunks their weights before training",
+                        )
+                    layer.to(self.device)
+                    if module.frozen:
+                        layer.requires_grad_(False)
+                self.layers[number] = layers
+        every = [layer for layers in self.layers.values() for layer in layers]
+        self.has_shards = any(is_dtensor(p) for layer in every for p in layer.parameters())
+        """Whether any parameter of this rank is divided over other processes."""
+        if layout.parallelism.data == 1 and any(True for _ in sharded_modules(every)):
+            raise InputError(
+                "layout.parallelism.data",
+                "is 1, but layers are under fully_shard",
+                "state the number of replicas, so that plans gather parameters and reduce gradients",
+            )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
+        for number, layers in self.layers.items():
+            chunk = self.layout.chunks[number]
+            for i, layer in enumerate(layers, start=chunk.layers[0]):
+                for name, parameter in layer.named_parameters():
+                    yield f"{chunk.module}.{i}.{name}", parameter
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank's chunks that are saved, named like `named_parameters`."""
+        found: dict[str, Tensor] = {}
+        for number, layers in self.layers.items():
+            chunk = self.layout.chunks[number]
+            for i, layer in enumerate(layers, start=chunk.layers[0]):
+                found |= saved_tensors(layer, f"{chunk.module}.{i}")
+        return found
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters of this rank's chunks, each once, by the first of its names."""
+        unique: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                unique.setdefault(id(parameter), (name, parameter))
+        return list(unique.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Trained parameters of this rank's chunks, each once."""
+        return [parameter for _, parameter in self.trained_parameters()]
+
+    def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
+        """Link a plan's actions of this rank to what they work on; may be done ahead of `run_linked`.
+
+        Raises
+        ------
+        ExecutionError
+            When the plan is for another layout, or its shapes are not those that the model states.
+        """
+        return self._linker.link(plan, packing, joins=joins(self.transport))
+
+    def run(
+        self,
+        plan: ExecutionPlan | RankPlan,
+        packing: Packing,
+        samples: Sequence[Any],
+        *,
+        optimizer_step: Callable[[], None] | None = None,
+        normaliser: float | None = None,
+        counts: bool = True,
+    ) -> StepResult:
+        """Run one iteration; gradients are added to ``.grad`` of the parameters.
+
+        Parameters
+        ----------
+        plan : ExecutionPlan or RankPlan
+            Of all ranks, or this one's.
+        packing : Packing
+            The one that the plan was lowered with.
+        samples : sequence
+            The user's samples, as ordered in ``packing.batch``.
+        optimizer_step : callable or None
+            What OPTIMIZER_STEP does; None: nothing.
+        normaliser : float or None
+            Targets of the global batch; None: the sum over ``samples``. Give it where there are replicas.
+        counts : bool
+            False: another replica runs these samples too, and theirs are the gradients; here they are zero.
+
+        Raises
+        ------
+        ExecutionError
+            Naming rank, step and action.
+        """
+        return self.run_linked(
+            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
+        )
+
+    def run_linked(
+        self,
+        linked: LinkedPlan,
+        samples: Sequence[Any],
+        *,
+        optimizer_step: Callable[[], None] | None = None,
+        normaliser: float | None = None,
+        counts: bool = True,
+    ) -> StepResult:
+        """Run what `prepare` made; as `run`."""
+        if len(samples) != len(linked.packing.batch.samples):
+            raise ExecutionError(
+                f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
+                f"{len(linked.packing.batch.samples)}"
+            )
+        if linked.was_run:
+            raise ExecutionError(f"rank {self.rank}: a linked plan runs once; prepare it anew")
+        linked.was_run = True
+        if normaliser is None:
+            normaliser = count_targets(self.model, samples)
+        if not 0 < normaliser < float("inf"):
+            raise ExecutionError(
+                f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
+            )
+        each = 1.0 / normaliser if counts else 0.0
+        iteration = self.iteration_type(self, linked, samples, optimizer_step, each)
+        if self.forward_seeds is not None:
+            self.forward_seeds.begin(linked.plan.iteration, linked.packing)
+        verbs, clock = iteration.verbs, self.queues.stamp
+        stamps = [clock()]
+        try:
+            with kept_casts(self.device, self.options.autocast):
+                for action, argument in zip(linked.actions, linked.arguments, strict=True):
+                    verbs[action.verb](argument)
+                    stamps.append(clock())
+                # A plan need not have an optimiser step.
+                iteration.finish()
+            if self.forward_seeds is not None:
+                self.forward_seeds.end()
+            moments = self.queues.times(stamps, self.options.timeout_s)
+        except StalledError as error:
+            raise ExecutionError(f"{self._where(linked, max(0, error.num_reached - 1))}: {error}") from error
+        except PipeloomError as error:
+            raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {error}") from error
+        except Exception as error:
+            raise ExecutionError(f"{self._where(linked, len(stamps) - 1)}: {type(error).__name__}: {error}") from error
+        finally:
+            linked.unlink()
+            iteration.close()
+        return StepResult(
+            iteration.loss_sum,
+            normaliser,
+            linked.actions,
+            moments,
+            iteration.num_recomputed,
+            iteration.offloaded_bytes,
+            iteration.sent_bytes,
+            iteration.received_bytes,
+        )
+
+    def _where(self, linked: LinkedPlan, step: int) -> str:
+        action = action_text(linked.actions[step]) if step < len(linked.actions) else "the end"
+        return f"rank {self.rank}, step {step}, '{action}'"
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as tensors on it name it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def _check_layout(model: Model, layout: Layout) -> None:
+    """Refuse a layout that is not of this model."""
+    names = [module.name for module in model.modules]
+    if [module.name for module in layout.modules] != names:
+        raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")
+    for module in model.modules:
+        here = layout.module(module.name)
+        if (here.after, here.frozen) != (module.after, module.frozen):
+            raise InputError(f"layout.module {module.name!r}", "has another `after` or `frozen` than the model")
+        if (set(here.emits), set(here.takes)) != (set(ModuleLayout.of(module.spec).emits), set(module.spec.takes)):
+            raise InputError(f"layout.module {module.name!r}", "has other streams than the model", "lay out this model")
+        num_layers = layout.chunks[layout.chunks_of(module.name)[-1]].layers[1] + 1
+        if num_layers != len(module.layers):
+            raise InputError(
+                f"layout.module {module.name!r}", f"has {num_layers} layers, the model {len(module.layers)}"
+            )

@@ -1,0 +1,390 @@
+"""One iteration on one rank: what every verb of a plan does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import ExecutionError
+from pipeloom.plan import Verb
+from pipeloom.runtime.execute.blocks import ChunkActivation
+from pipeloom.runtime.execute.linker import LinkedPlan
+from pipeloom.runtime.execute.loads import Loader
+from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState, part_of
+from pipeloom.runtime.launch.device import DeviceQueues
+from pipeloom.runtime.launch.transport import Post, Transport, joins
+from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.model.model import Model, Part
+from pipeloom.runtime.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.reduce import Finish, ReduceGradients, zero_missing
+from pipeloom.runtime.model.sharding import complete_gradients, reshard, unshard
+from pipeloom.runtime.model.tied import SumOver, Tied, sum_tied
+from pipeloom.spec import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """How an `Executor` runs plans, where the defaults do not fit."""
+
+    reduce_gradients: ReduceGradients | None = None
+    """Called by REDUCE_GRAD with a chunk's number and its layers: begins to sum their gradients over all that hold the
+    chunk, see `all_reduce_gradients`. What it returns is waited for before OPTIMIZER_STEP."""
+    autocast: torch.dtype | None = None
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have the
+    dtypes that come out of it. Weights are cast once an iteration for all forwards that save them."""
+    timeout_s: float | None = None
+    """On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
+    waits of the transport are bounded by its own timeout."""
+    sum_tied: SumOver | None = None
+    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Without it a model that
+    has such parameters is refused."""
+    random_seed: int | None = 0
+    """What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
+    same on all ranks. None: they draw from the process's generator in the order of the plan."""
+    workers: int = 2
+    """Threads that load samples of a `Dataset` ahead; 0: none."""
+    tensor_group: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks of this pipeline rank, where the layout deals instances of modules to them."""
+
+
+class RankParts(Protocol):
+    """What an iteration needs of the rank that it runs on; an `Executor` has it."""
+
+    model: Model
+    layout: Layout
+    device: torch.device
+    transport: Transport
+    loader: Loader
+    queues: DeviceQueues
+    options: ExecutorOptions
+    forward_seeds: ForwardSeeds | None
+    layers: dict[int, list[nn.Module]]
+    """Per chunk of this rank, its layers."""
+    reduced_chunks: tuple[int, ...]
+    """Chunks whose gradients are summed over others that hold them."""
+    tied: tuple[Tied, ...]
+    """Parameters that other ranks hold too."""
+    has_shards: bool
+    """Whether any parameter is divided over other processes."""
+    flops: FlopCounts | None
+    """Counts operations of forwards; None: nobody asks."""
+
+
+class Iteration:
+    """The state of one iteration on one rank: one method per verb."""
+
+    def __init__(
+        self,
+        here: RankParts,
+        linked: LinkedPlan,
+        samples: Sequence[Any],
+        optimizer_step: Callable[[], None] | None,
+        weight: float,
+    ) -> None:
+        self.linked, self.samples = linked, samples
+        self.loads = here.loader.begin(linked, samples)
+        self.here, self.queues, self.device, self.options = here, here.queues, here.device, here.options
+        self.optimizer_step = optimizer_step
+        self.weight = weight
+        """Of each loss: one over the normaliser, or nothing."""
+        self.losses: list[Tensor] = []
+        self.seed: Tensor | None = None
+        """Gradient of each loss: the weight, as a tensor."""
+        self.reductions: list[Finish] = []
+        self.pending: list[tuple[MessageState, Post]] = []
+        """Sends and receives to be posted together."""
+        self.whole: set[int] = set()
+        """Chunks whose parameters are gathered."""
+        self.earlier = self._set_aside()
+        """Gradients from before that are not to be summed over ranks once more, with their parameters."""
+        self.finished = False
+        self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
+        self.verbs: dict[Verb, Callable[[Any], None]] = {
+            Verb.F: self.forward if here.flops is None else self.counted_forward,
+            Verb.B: self.backward,
+            Verb.I: self.backward_input,
+            Verb.W: self.backward_weight,
+            Verb.RECOMPUTE: self.recompute,
+            Verb.OFFLOAD: self.offload,
+            Verb.LOAD: self.load,
+            Verb.SEND_F: self.send,
+            Verb.SEND_B: self.send,
+            Verb.RECV_F: self.receive,
+            Verb.RECV_B: self.receive,
+            Verb.WAIT_F: self.arrive,
+            Verb.WAIT_B: self.arrive,
+            Verb.WAIT_SEND_F: self.sent,
+            Verb.WAIT_SEND_B: self.sent,
+            Verb.UNSHARD: self.unshard,
+            Verb.REDUCE_GRAD: self.reduce,
+            Verb.OPTIMIZER_STEP: self.step,
+        }
+        """What each verb calls, with what the linked plan has for the action."""
+        if joins(here.transport):
+            self.verbs |= {verb: partial(self.postpone, sends=verb.is_send) for verb in Verb if verb.is_post}
+
+    # ---------------------------------------------------------------- computation
+
+    def counted_forward(self, unit: UnitState) -> None:
+        flops, (chunk, microbatch, sub) = self.here.flops, unit.key
+        if flops is None or not flops.wants(chunk):
+            self.forward(unit)
+            return
+        with flops.counted(chunk, self.linked.packing.microbatches[microbatch].parts[unit.role.column][sub].workload):
+            self.forward(unit)
+
+    def forward(self, unit: UnitState) -> None:
+        seeds, (chunk, microbatch, sub) = self.here.forward_seeds, unit.key
+        if seeds is None or chunk in seeds.silent:
+            self._forward(unit)
+            return
+        own = None if unit.share is None else unit.share.instances
+        with seeds.seeded(chunk, unit.role.layer_numbers, unit.role.column, (microbatch, sub), own):
+            self._forward(unit)
+
+    def _forward(self, unit: UnitState) -> None:
+        role = unit.role
+        part, context = _NOTHING if unit.part is None else self._part(unit.part)
+        inputs = self._inputs(unit, part)
+        layers: list[Callable[..., Tensor]] = self.here.layers[unit.key[0]]  # type: ignore[assignment]
+        if role.is_last and part is not None:
+            layers = [*layers, _loss_layer(self.here.model.loss, part)]
+        streams = None
+        if role.takes:
+            at = len(inputs) - len(role.takes)
+            streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
+            inputs = inputs[:at]
+        activation = ChunkActivation(self.device, context, self.options.autocast, role.ports, streams, self.weight)
+        if unit.share is not None:
+            output = self._own_output(unit, activation, inputs)
+        else:
+            output = activation.forward(layers, unit.bounds, inputs, role.trained)
+        if activation.losses:
+            self.losses += activation.losses
+        if role.trained:
+            unit.activation = activation
+        if unit.outlets is not None:
+            unit.hand_streams(activation.given or {})
+        if role.is_last:
+            self._take_loss(unit, output)
+            return
+        unit.check_output(output)
+        unit.hand_on(output if unit.share is None else unit.share.whole_output(output))
+
+    def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
+        """The rows of a dealt chunk's output that are this rank's; where it has no instance, nothing is run."""
+        assert unit.share is not None
+        assert unit.stated is not None
+        if not unit.share.instances[1]:
+            shape, dtype = unit.stated
+            return torch.zeros((0, *shape[1:]), dtype=dtype, device=self.device)
+        output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
+        if activation.losses:
+            raise ExecutionError(
+                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
+                f"alone; give [layout.modules.{unit.role.module.name}] on_tensor_ranks = 'divided'"
+            )
+        return output
+
+    def _take_loss(self, unit: UnitState, loss: Tensor) -> None:
+        if loss.dim() != 0:
+            raise ExecutionError(f"the loss has shape {tuple(loss.shape)}; return the sum, a scalar")
+        self.losses.append(loss)
+        if self.seed is None or self.seed.dtype != loss.dtype:
+            self.seed = torch.full_like(loss, self.weight)
+        unit.gradients = [self.seed]
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the losses so far."""
+        # The same in whatever order the plan has the microbatches.
+        return math.fsum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+
+    def recompute(self, unit: UnitState) -> None:
+        unit.activation_now.recompute()
+
+    def offload(self, unit: UnitState) -> None:
+        with self.queues.copying():
+            unit.activation_now.offload()
+
+    def load(self, unit: UnitState) -> None:
+        with self.queues.copying():
+            unit.activation_now.load()
+
+    def backward(self, unit: UnitState) -> None:
+        activation = unit.activation_now
+        activation.backward(unit.take_own_gradient(self.device), unit.take_stream_gradients(self.device))
+        unit.hand_back()
+        self._finish(unit, activation)
+
+    def backward_input(self, unit: UnitState) -> None:
+        arrived = unit.take_stream_gradients(self.device)
+        unit.activation_now.backward_input(unit.take_own_gradient(self.device), arrived)
+        unit.hand_back()
+
+    def backward_weight(self, unit: UnitState) -> None:
+        activation = unit.activation_now
+        activation.backward_weight()
+        self._finish(unit, activation)
+
+    def _finish(self, unit: UnitState, activation: ChunkActivation) -> None:
+        self.num_recomputed += activation.num_recomputed
+        self.offloaded_bytes += activation.offloaded_bytes
+        unit.activation = None
+
+    def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
+        part, context = state.part, state.context
+        if part is None:
+            module = state.module
+            if self.loads is not None:
+                part = self.loads.take(state)
+            else:
+                part = part_of(state, self.linked.packing, self.samples)
+            if module.context is not None:
+                context = self.queues.take_in(module.context(part))
+            state.part, state.context = part, context
+        state.num_users -= 1
+        if state.num_users == 0:
+            state.part = state.context = None
+        return part, _NO_CONTEXT if context is None else context
+
+    def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
+        """Arguments of the first layer, the user's own on a module's first chunk and what was transferred; streams."""
+        role = unit.role
+        upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
+        if role.before >= 0 or role.module.inputs is None or part is None:
+            return upstream
+        given = role.module.inputs(part)
+        if not isinstance(given, tuple):
+            given = (given,)
+        return (*self.queues.take_in(given), *upstream)
+
+    # ---------------------------------------------------------------- communication
+
+    def send(self, message: MessageState) -> None:
+        tensor = message.take()
+        # Both ends know the shape, so that nothing need travel where there are no rows.
+        if tensor.numel():
+            message.tensor = tensor
+            message.handle = self.queues.send(tensor, message.peer, message.tag)
+            self.sent_bytes += tensor.nbytes
+
+    def receive(self, message: MessageState) -> None:
+        if 0 in message.shape:
+            message.tensor = self.queues.empty(message.shape, message.dtype, message.peer)
+            return
+        message.tensor, message.handle = self.queues.receive(message.shape, message.dtype, message.peer, message.tag)
+        self.received_bytes += message.tensor.nbytes
+
+    def postpone(self, message: MessageState, sends: bool) -> None:
+        """Keep a send or receive, and post it with those that belong to it once the last of them is here."""
+        message.tensor = message.take() if sends else self.queues.empty(message.shape, message.dtype, message.peer)
+        if message.tensor.numel():
+            self.pending.append((message, Post(sends, message.tensor, message.peer, message.tag)))
+        if self.pending and not message.joins_next:
+            self.post()
+
+    def post(self) -> None:
+        """Post what is pending as one operation."""
+        handles = self.queues.post([post for _, post in self.pending])
+        for (message, post), handle in zip(self.pending, handles, strict=True):
+            message.handle = handle
+            if post.sends:
+                self.sent_bytes += post.tensor.nbytes
+            else:
+                self.received_bytes += post.tensor.nbytes
+        self.pending = []
+
+    def arrive(self, message: MessageState) -> None:
+        if message.handle is not None:
+            self.queues.arrived(message.handle, message.tensor)
+            message.handle = None
+        message.deliver()
+
+    def sent(self, message: MessageState) -> None:
+        if message.handle is not None:
+            self.queues.sent(message.handle, message.tensor, message.peer)
+            message.handle = None
+        message.tensor = None
+
+    # ---------------------------------------------------------------- after the microbatches
+
+    def reduce(self, chunk: int) -> None:
+        reduce = self.options.reduce_gradients
+        if reduce is None:
+            raise ExecutionError("the plan reduces gradients over replicas, but the executor was given no way to")
+        finish = reduce(chunk, self.here.layers[chunk])
+        self.whole.discard(chunk)
+        if finish is not None:
+            self.reductions.append(finish)
+
+    def unshard(self, chunk: int) -> None:
+        unshard(self.here.layers[chunk])
+        self.whole.add(chunk)
+
+    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away what is in ``.grad`` of parameters whose gradients will be summed over ranks."""
+        here = self.here
+        layers = [layer for chunk in here.reduced_chunks for layer in here.layers[chunk]]
+        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in here.tied)]
+        earlier = []
+        for parameter in summed:
+            if parameter.grad is not None:
+                earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+        return earlier
+
+    def close(self) -> None:
+        """Give up what is being loaded."""
+        if self.loads is not None:
+            self.loads.close()
+
+    def finish(self) -> None:
+        """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""
+        if self.finished:
+            return
+        self.finished = True
+        for finish in self.reductions:
+            finish()
+        self.reductions = []
+        # What is not trained was never reduced.
+        for chunk in self.whole:
+            reshard(self.here.layers[chunk])
+        self.whole = set()
+        if self.here.has_shards:
+            for layers in self.here.layers.values():
+                complete_gradients(layers)
+        if self.here.tied and self.options.sum_tied is not None:
+            sum_tied(self.here.tied, self.options.sum_tied)
+        for parameter, gradient in self.earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self.earlier = []
+        busy = {unit.key[0] for unit in self.linked.units}
+        layout = self.here.layout
+        for chunk, layers in self.here.layers.items():
+            if chunk not in busy and layout.has_backward(layout.chunks[chunk].module):
+                zero_missing(layers)
+
+    def step(self, _: None) -> None:
+        self.finish()
+        if self.options.autocast is not None:
+            # Casts of weights that are about to change.
+            torch.clear_autocast_cache()
+        if self.optimizer_step is not None:
+            self.optimizer_step()
+
+
+_NO_CONTEXT: dict[str, Any] = {}
+_NOTHING = (None, _NO_CONTEXT)
+"""Part and context of a unit that asks no user function."""
+
+
+def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:
+    return lambda output, **_: loss(output, part)

@@ -1,0 +1,454 @@
+"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.packing import Packing
+from pipeloom.plan import (
+    Action,
+    BoundaryTransfer,
+    ExecutionPlan,
+    RankPlan,
+    Router,
+    Unit,
+    Verb,
+    action_text,
+    boundary_shapes,
+    rank_plan,
+    target_word,
+    transferred_workload,
+)
+from pipeloom.plan.routes import StreamPlace
+from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkStreams, block_bounds
+from pipeloom.runtime.execute.unit import (
+    ChunkRole,
+    Key,
+    MessageState,
+    Outlet,
+    PartState,
+    Stated,
+    StreamOutlet,
+    UnitState,
+)
+from pipeloom.runtime.model.encoder_dp import Dealer, Share, Taken
+from pipeloom.runtime.model.model import Model, Module, torch_dtype
+from pipeloom.spec import Layout, TensorShape
+
+# Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
+_MAX_KNOWN_SHAPES = 50_000
+
+
+@dataclass(slots=True, eq=False)
+class LinkedPlan:
+    """Actions and what each works on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
+
+    plan: RankPlan
+    packing: Packing
+    actions: tuple[Action, ...]
+    arguments: Sequence[Any]
+    units: Sequence[UnitState]
+    was_run: bool = False
+
+    def unlink(self) -> None:
+        """Take the units apart: they refer to one another, and what they hold is to be freed at once."""
+        for unit in self.units:
+            unit.unlink()
+
+
+class Linker:
+    """Links plans of one layout for one rank; what does not change between iterations is worked out here.
+
+    Parameters
+    ----------
+    layout : Layout
+    model : Model
+    rank : int
+    dealer : Dealer
+    """
+
+    def __init__(self, layout: Layout, model: Model, rank: int, dealer: Dealer) -> None:
+        self.layout, self.rank, self.dealer = layout, rank, dealer
+        self.digest = layout.digest
+        self.names = layout.chunk_names
+        self.number_of = {name: i for i, name in enumerate(self.names)}
+        self.rank_of = [chunk.rank for chunk in layout.chunks]
+        self.router = Router(layout)
+        self.shapes = boundary_shapes(model.spec, layout)
+        self.streams = {end.stream: end for module in model.spec.modules for end in module.emits}
+        self.roles = [self._role(model, number) for number in range(len(layout.chunks))]
+        self.fan_out = max(
+            1, *(len(place.consumers) + (place.after >= 0) + len(place.gives) for place in self.router.places)
+        )
+        self.known_shapes: list[dict[tuple[int, ...], Stated]] = [{} for _ in layout.chunks]
+        """By chunk, then by instances and tokens: all that shapes depend on; by lengths where they depend on these."""
+        self.by_lengths = [
+            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
+        ]
+        self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
+        """By chunk, then by strategy."""
+
+    def _role(self, model: Model, number: int) -> ChunkRole:
+        chunk, place = self.layout.chunks[number], self.router.places[number]
+        module = model.module(chunk.module)
+        is_last = module is model.modules[-1] and chunk.layers[1] == len(module.layers) - 1
+        first_chunks = self.router.chunks_of
+        return ChunkRole(
+            module=module,
+            column=place.module,
+            before=place.before,
+            after=place.after,
+            sources=tuple(
+                (
+                    source,
+                    model.module(self.layout.modules[source].name).spec.layers[-1].output,
+                    self.router.places[first_chunks[source][-1]].gradient,
+                )
+                for source in place.sources
+            ),
+            feeds=bool(place.consumers),
+            trained=place.gradient,
+            is_last=is_last,
+            needs_part=is_last or module.context is not None or (place.before < 0 and module.inputs is not None),
+            layer_numbers=chunk.layers,
+            ports=self._ports(module, chunk.layers, place.gives),
+            takes=tuple(
+                (stream, self.streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
+                for stream, source, _ in place.takes
+            ),
+        )
+
+    def _ports(self, module: Module, layers: tuple[int, int], gives: tuple[StreamPlace, ...]) -> ChunkStreams:
+        """Streams of a chunk's layers."""
+        begin, end = layers
+        takes: dict[int, tuple[str, ...]] = {}
+        emits: dict[int, tuple[str, ...]] = {}
+        for ends, found in ((module.spec.takes, takes), (module.spec.emits, emits)):
+            for each in ends:
+                if begin <= each.layer <= end:
+                    found[each.layer - begin] = (*found.get(each.layer - begin, ()), each.stream)
+        if not takes and not emits:
+            return NO_STREAMS
+        return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
+
+    def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
+        """Link one rank's actions; where ``joins``, with those messages together that are posted as one operation.
+
+        Raises
+        ------
+        ExecutionError
+            When plan, packing, layout and model do not belong together.
+        """
+        if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
+            raise ExecutionError(
+                f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
+                f"{self.layout.num_ranks}; plan for the layout that is run"
+            )
+        if sum(map(len, self.known_shapes)) > _MAX_KNOWN_SHAPES:
+            for known in self.known_shapes:
+                known.clear()
+        mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
+        if mine.rank != self.rank or (joins and mine.joined is None):
+            raise ExecutionError(
+                f"the plan is rank {mine.rank}'s, "
+                + ("made for messages that are posted one by one" if mine.rank == self.rank else f"not {self.rank}'s")
+                + "; deliver it with delivery_of for the backend that runs"
+            )
+        try:
+            linked = _Link(self, mine, packing).linked()
+        except InputError as error:
+            raise ExecutionError(f"the plan does not fit the packing: {error}") from error
+        for step in (mine.joined or ()) if joins else ():
+            linked.arguments[step].joins_next = True
+        return linked
+
+
+class _Crossing(NamedTuple):
+    """A boundary transfer between modules as its producer knows it."""
+
+    producer: Key
+    gradient: bool
+    place_out: int = 0
+    """Among those that take the same of the producer."""
+    target: str = ""
+    """How messages name the consumer."""
+    cut: Stated | None = None
+    """Shape and dtype where it is not the whole output."""
+    stream: str = ""
+    number: int = 0
+    """Among all that the producer gives."""
+
+
+class _Link:
+    """One plan being linked. Inside modules, where most units are, without going through `BoundaryTransfer`."""
+
+    def __init__(self, linker: Linker, plan: RankPlan, packing: Packing) -> None:
+        self.linker, self.plan, self.packing = linker, plan, packing
+        self.routes = linker.router.of(packing, plan.placed)
+        self.num_microbatches = len(packing.microbatches)
+        self.max_parts = max(map(max, self.routes.counts), default=1)
+        self.fan_out = linker.fan_out * self.max_parts
+        self.sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        """By module, microbatch and part: instances and tokens."""
+        self.parts: dict[tuple[int, int, int], PartState] = {}
+        self.states: dict[Key, UnitState] = {}
+        self.messages: dict[tuple[Verb, Key, str, str], MessageState] = {}
+        """By verb of its post, producer, consumer where named, and stream."""
+
+    def linked(self) -> LinkedPlan:
+        # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
+        linker, states, number_of = self.linker, self.states, self.linker.number_of
+        actions = self.plan.actions
+        arguments: list[Any] = []
+        messages: list[tuple[int, Action, Key]] = []
+        forward, optimizer_step = Verb.F, Verb.OPTIMIZER_STEP
+        for action in actions:
+            verb = action.verb
+            if verb is optimizer_step:
+                arguments.append(None)
+                continue
+            number = number_of.get(action.chunk)
+            if number is None:
+                raise ExecutionError(f"'{action_text(action)}': the layout has no chunk {action.chunk!r}")
+            key = (number, action.microbatch, action.sub_microbatch)
+            if verb is forward:
+                state = states[key] = self._state(key, action)
+                arguments.append(state)
+            elif verb.is_unit:
+                known = states.get(key)
+                if known is None:
+                    raise ExecutionError(f"'{action_text(action)}' has no F before it on rank {linker.rank}")
+                arguments.append(known)
+            elif verb.is_message:
+                messages.append((len(arguments), action, key))
+                arguments.append(None)
+            else:
+                arguments.append(number)
+        for key, state in states.items():
+            self._connect(key, state)
+        for at, action, key in messages:
+            arguments[at] = self._message_of(action, key)
+        return LinkedPlan(self.plan, self.packing, actions, arguments, tuple(states.values()))
+
+    def _state(self, key: Key, action: Action) -> UnitState:
+        chunk, microbatch, sub = key
+        if microbatch >= self.num_microbatches:
+            raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
+        role = self.linker.roles[chunk]
+        # Asked for the last one too, where it is not used: a part that does not exist is found here.
+        stated: Stated | None = self._stated(key)
+        part, share = None, self._share(key) if role.module.name in self.linker.dealer.names else None
+        if role.needs_part and (share is None or share.instances[1]):
+            part_key = (role.column, microbatch, sub)
+            part = self.parts.get(part_key)
+            if part is None:
+                own = None if share is None else share.instances
+                part = self.parts[part_key] = PartState(role.module, microbatch, sub, own)
+            part.num_users += 1
+            part.contents |= role.before < 0
+            part.loss |= role.is_last
+        bounds = self.linker.known_bounds[chunk].get(action.strategy)
+        if bounds is None:
+            first, last = role.layer_numbers
+            bounds = block_bounds(action.strategy, last - first + 1, role.is_last)
+            self.linker.known_bounds[chunk][action.strategy] = bounds
+        if role.is_last:
+            stated = None
+        gradients: list[Tensor | None] = [] if role.after < 0 else [None]
+        into: Sequence[BoundaryTransfer] = ()
+        groups, num_taken = None, 1
+        if role.before < 0 or role.takes:
+            into = self.routes.into(Unit(*key)) if role.sources or role.takes else ()
+            groups, num_taken = self._groups(role, into), len(into)
+        waiting: list[Tensor | None] = [None] * num_taken
+        state = UnitState(key, role, part, bounds, stated, waiting, waiting.copy(), groups, gradients, share)
+        if into:
+            state.rows = [shape[0] if shape else 0 for shape, _ in map(self._transferred, into)]
+        if role.ports.gives:
+            self._outlets(key, state)
+        return state
+
+    def _share(self, key: Key) -> Share:
+        """What this tensor-parallel rank has of a unit of a dealt module."""
+        linker, (chunk, microbatch, sub) = self.linker, key
+        role, members = linker.roles[chunk], self.packing.microbatches[microbatch]
+        layers = role.module.spec.flat_layers
+        if role.before >= 0:
+            taken = [Taken(layers[role.layer_numbers[0] - 1].output)]
+        else:
+            samples = [self.packing.batch.samples[i] for i in members.samples]
+            sources = ((linker.layout.modules[source].name, shape) for source, shape, _ in role.sources)
+            taken = [Taken(shape, linker.dealer.model.module(name), samples) for name, shape in sources]
+        part = members.parts[role.column][sub]
+        return linker.dealer.share(role.module.spec, part, layers[role.layer_numbers[1]].output, taken)
+
+    def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
+        """What a unit takes, by argument and stream."""
+        places = self.linker.router.places
+        groups: list[tuple[list[int], TensorShape, bool]] = []
+        if role.before >= 0:
+            groups.append(([0], _ANY_SHAPE, role.trained))
+        for source, shape, flows in role.sources:
+            taken = [i for i, h in enumerate(into) if not h.stream and places[h.producer.chunk].module == source]
+            groups.append((taken, shape, flows))
+        for stream, shape, flows in role.takes:
+            groups.append(([i for i, h in enumerate(into) if h.stream == stream], shape, flows))
+        return groups
+
+    def _outlets(self, key: Key, state: UnitState) -> None:
+        """Make a unit's outlets for streams, before anything is connected to them."""
+        chunk, microbatch, sub = key
+        workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
+        given = self.routes.out_of(Unit(*key))
+        state.outlets = {}
+        for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
+            shape, dtype = self.linker.shapes(chunk, workload, stream)
+            takers = [transfer for transfer in given if transfer.stream == stream]
+            outlet = StreamOutlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
+            state.outlets[stream] = outlet
+
+    def _stated(self, key: Key) -> Stated:
+        """Shape and dtype of a unit's whole output."""
+        chunk, microbatch, sub = key
+        column = self.linker.roles[chunk].column
+        size = self.sizes.get((column, microbatch, sub))
+        if size is None:
+            parts = self.packing.microbatches[microbatch].parts[column]
+            if sub >= len(parts):
+                raise ExecutionError(f"microbatch {microbatch} has no part {sub} for its chunk")
+            lengths = parts[sub].workload.lengths
+            size = self.sizes[column, microbatch, sub] = (len(lengths), sum(lengths))
+        if self.linker.by_lengths[chunk]:
+            size = self.packing.microbatches[microbatch].parts[column][sub].workload.lengths
+        stated = self.linker.known_shapes[chunk].get(size)
+        if stated is None:
+            workload = self.packing.microbatches[microbatch].parts[column][sub].workload
+            shape, dtype = self.linker.shapes(chunk, workload, "")
+            stated = self.linker.known_shapes[chunk][size] = (shape, torch_dtype(dtype))
+        return stated
+
+    def _transferred(self, transfer: BoundaryTransfer) -> Stated:
+        """Shape and dtype of what is transferred."""
+        if transfer.piece is None and not transfer.stream:
+            return self._stated(transfer.producer)
+        workload = transferred_workload(transfer, self.linker.layout, self.packing)
+        shape, dtype = self.linker.shapes(transfer.producer.chunk, workload, transfer.stream)
+        return shape, torch_dtype(dtype)
+
+    def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
+        """Rows of a producer's output that each consumer takes; None where all take all."""
+        if all(transfer.piece is None for transfer in given):
+            return None
+        cuts: list[tuple[int, int] | None] = []
+        for transfer in given:
+            if transfer.piece is None:
+                cuts.append(None)
+                continue
+            before = transfer._replace(piece=(0, transfer.piece[0]))
+            cuts.append((self._transferred(before)[0][0], self._transferred(transfer)[0][0]))
+        return cuts
+
+    def _connect(self, key: Key, state: UnitState) -> None:
+        """Connect a unit to what it takes from and gives to: directly on this rank, else by messages."""
+        role, (_, microbatch, sub) = state.role, key
+        if role.before >= 0:
+            source = (role.before, microbatch, sub)
+            above = self.states.get(source)
+            if above is None:
+                peer = self.linker.rank_of[role.before]
+                self._message(state, 0, _Crossing(source, role.trained), peer, True)
+            else:
+                above.below = state
+                if role.trained:
+                    state.above = above
+        if role.sources or role.takes:
+            for place, transfer in enumerate(self.routes.into(Unit(*key))):
+                if role.before < 0 or transfer.stream:
+                    siblings = self.routes.out_of(transfer.producer)
+                    self._take(state, place, self._crossing(transfer, siblings))
+        if role.after >= 0:
+            if (role.after, microbatch, sub) not in self.states:
+                self._message(state, 0, _Crossing(key, role.trained), self.linker.rank_of[role.after], False)
+                state.num_sends = 1
+            if state.outlets is None:
+                return
+        elif not role.feeds and state.outlets is None:
+            return
+        given = self.routes.out_of(Unit(*key))
+        if role.after < 0:
+            mine = [transfer for transfer in given if not transfer.stream]
+            state.gradients = [None] * len(mine)
+            state.cuts = self._cuts(mine)
+        for transfer in given:
+            if (role.after < 0 or transfer.stream) and transfer.consumer not in self.states:
+                crossing = self._crossing(transfer, given)
+                peer = self.linker.rank_of[transfer.consumer.chunk]
+                self._message(state, crossing.place_out, crossing, peer, False)
+                self._outlet(state, crossing).num_sends += 1
+
+    def _crossing(self, transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]) -> _Crossing:
+        """A transfer, given all of its producer."""
+        number = siblings.index(transfer) if len(siblings) > 1 else 0
+        place_out = number
+        if transfer.stream:
+            place_out = [each for each in siblings if each.stream == transfer.stream].index(transfer)
+        target = target_word(transfer, siblings, self.linker.names)
+        cut = None if transfer.piece is None and not transfer.stream else self._transferred(transfer)
+        return _Crossing(transfer.producer, transfer.gradient, place_out, target, cut, transfer.stream, number)
+
+    @staticmethod
+    def _outlet(state: UnitState, crossing: _Crossing) -> Outlet:
+        """What of a producer crosses."""
+        return state.outlets[crossing.stream] if crossing.stream and state.outlets else state
+
+    def _take(self, state: UnitState, place: int, crossing: _Crossing) -> None:
+        """Connect a unit to one outlet of another chunk."""
+        producer = self.states.get(crossing.producer)
+        if producer is None:
+            self._message(state, place, crossing, self.linker.rank_of[crossing.producer[0]], True)
+            return
+        outlet = self._outlet(producer, crossing)
+        if outlet.local_consumers is None:
+            outlet.local_consumers = []
+        outlet.local_consumers.append((place, state, crossing.place_out))
+        if crossing.gradient:
+            if state.local_producers is None:
+                state.local_producers = []
+            state.local_producers.append((place, outlet, crossing.place_out))
+
+    def _message(self, state: UnitState, place: int, crossing: _Crossing, peer: int, receives: bool) -> None:
+        """Make this rank's end of a message of an activation or stream, and of its gradient's."""
+        producer, gradient, _, target, cut, stream, sibling = crossing
+        shape, dtype = self._stated(producer) if cut is None else cut
+        chunk, microbatch, sub = producer
+        number = chunk * self.num_microbatches + microbatch
+        tag = 2 * ((number * self.max_parts + sub) * self.fan_out + sibling)
+        forward, backward = (Verb.RECV_F, Verb.SEND_B) if receives else (Verb.SEND_F, Verb.RECV_B)
+        outlet = state if receives else self._outlet(state, crossing)
+        name = producer, target, stream
+        self.messages[forward, *name] = MessageState(state, outlet, place, False, peer, tag, shape, dtype)
+        if gradient:
+            self.messages[backward, *name] = MessageState(state, outlet, place, True, peer, tag + 1, shape, dtype)
+
+    def _message_of(self, action: Action, key: Key) -> MessageState:
+        """What an action about a message works on."""
+        message = self.messages.get((action.verb.post, key, action.target, action.stream))
+        if message is None:
+            raise ExecutionError(f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with")
+        if action.shape is not None and (
+            action.shape != message.shape or torch_dtype(action.dtype) != message.dtype or action.peer != message.peer
+        ):
+            raise ExecutionError(
+                f"'{action_text(action)}': the model states {message.shape} {message.dtype} with rank "
+                f"{message.peer}; plan with the model and the batch that are run"
+            )
+        return message
+
+
+_ANY_SHAPE = TensorShape(())
+"""Of what is never empty."""

@@ -1,0 +1,100 @@
+"""Loads samples of a `Dataset` ahead of the layers that take them, in the order in which a plan does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from pipeloom.runtime.data.dataset import LazySample, load_one, load_part, wanted_of, with_loaded
+from pipeloom.runtime.execute.linker import LinkedPlan
+from pipeloom.runtime.execute.unit import PartState, part_of
+from pipeloom.runtime.model.model import Part
+
+
+class Loader:
+    """The threads in which a rank loads.
+
+    Threads, not processes: decoding and resizing let go of the interpreter, what is loaded need not be copied, and the
+    sizes that were counted in this process are at hand.
+
+    Parameters
+    ----------
+    workers : int
+        How many; 0: whoever takes a part loads it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the threads; `begin` starts others."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def begin(self, linked: LinkedPlan, samples: Sequence[Any]) -> Loads | None:
+        """Begin with what a plan takes first; None where there is nothing to load."""
+        if not any(isinstance(sample, LazySample) for sample in samples):
+            return None
+        if self.workers and self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, "pipeloom-load")
+        return Loads(self._pool, linked, samples, self.workers + 1)
+
+
+class Loads:
+    """Parts of one iteration that are being loaded; a few wait at most.
+
+    Parameters
+    ----------
+    pool : ThreadPoolExecutor or None
+    linked : LinkedPlan
+    samples : sequence
+        As ordered in the plan's batch.
+    ahead : int
+        Parts that are loaded, or being loaded, before they are taken.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:
+        self._pool, self._packing, self._samples, self._ahead = pool, linked.packing, samples, ahead
+        # In the order of their forwards; of several that take one part, the first asks for it.
+        self._coming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
+        self._begun: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
+        self._fill()
+
+    def take(self, state: PartState) -> Part:
+        """Return a part, loaded; waits where it is not there yet."""
+        if self._pool is None:
+            return load_part(self._make(state), state.module.name, state.contents, state.loss)
+        while state not in self._begun:
+            self._begin(next(self._coming))
+        part, futures = self._begun.pop(state)
+        self._fill()
+        return with_loaded(part, {place: future.result() for place, future in futures.items()})
+
+    def close(self) -> None:
+        """Give up what nobody will take any more."""
+        for _, futures in self._begun.values():
+            for future in futures.values():
+                future.cancel()
+        self._begun = {}
+
+    def _make(self, state: PartState) -> Part:
+        return part_of(state, self._packing, self._samples)
+
+    def _fill(self) -> None:
+        while self._pool is not None and len(self._begun) < self._ahead:
+            state = next(self._coming, None)
+            if state is None:
+                return
+            self._begin(state)
+
+    def _begin(self, state: PartState) -> None:
+        assert self._pool is not None
+        part, name = self._make(state), state.module.name
+        wanted = wanted_of(part, state.contents)
+        self._begun[state] = (
+            part,
+            {i: self._pool.submit(load_one, part.samples[i], name, each, state.loss) for i, each in wanted.items()},
+        )

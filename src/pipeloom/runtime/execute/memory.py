@@ -1,0 +1,261 @@
+"""How a block of layers holds what its backward needs: kept, offloaded to the host, or recomputed in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from pipeloom.errors import ExecutionError
+from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, storage_address
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+# Dear to compute and small to keep; norms, activations and the like are recomputed.
+_KEPT_OPERATIONS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+) | {torch._higher_order_ops.flex_attention}
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del args, kwargs
+    if operation in _KEPT_OPERATIONS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectiveRecompute:
+    """Keeps the results of matrix products, convolutions and attention; everything else is computed again."""
+
+    def __init__(self) -> None:
+        contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        self._forward: Any = contexts[0]
+        self._again: AbstractContextManager[Any] = contexts[1]
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the forward: what is dear is kept, and autograd saves nothing."""
+        stack = ExitStack()
+        # With gradients on, so that the same operations run as later on.
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(lambda _: None, _never))
+        stack.enter_context(self._forward)
+        stack.enter_context(_CopiesBeforeChanges(self._forward.storage))
+        return stack
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Around the recomputation."""
+        return self._again
+
+
+class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a kept result before an operation changes it in place: the recomputation makes the change again.
+
+    Parameters
+    ----------
+    kept : object
+        Results as torch's selective checkpointing keeps them, in containers.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        # Operations of higher order have no schema.
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+            written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
+            leaves = tree_leaves([value for name, value in given.items() if name in written])
+            changed = {storage_address(value) for value in leaves if isinstance(value, Tensor)}
+            for entry in tree_leaves(self._kept):
+                result = getattr(entry, "val", None)
+                if isinstance(result, Tensor) and storage_address(result) in changed:
+                    entry.val = result.clone()
+                    entry.version = entry.val._version
+        return func(*args, **kwargs)
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("this graph is thrown away")
+
+
+class _Saved(NamedTuple):
+    """A view of a storage that autograd saved."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedShard(NamedTuple):
+    """A DTensor that autograd saved, its local part apart."""
+
+    local: Any
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Storage:
+    """One storage, on the device, on the host, or back again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.here: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.device = tensor.device
+        self.host: Tensor | None = None
+        self.back: torch.UntypedStorage | None = None
+        self.loaded: torch.cuda.Event | None = None
+
+    def offload(self) -> None:
+        """Copy to the host and let go of the device's memory."""
+        if self.here is None:
+            return
+        if self.here._version != self.version:
+            raise ExecutionError("a layer changed a tensor in place that its backward needs; do not offload it")
+        raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here.untyped_storage())
+        self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.host.copy_(raw, non_blocking=True)
+        if self.device.type == "cuda":
+            # Copied in another stream than the one that owns the memory.
+            raw.record_stream(torch.cuda.current_stream(self.device))
+        self.here = None
+
+    def load(self) -> None:
+        """Begin to bring it back to the device; again and again is allowed."""
+        if self.here is not None or self.back is not None:
+            return
+        assert self.host is not None
+        raw = self.host.to(self.device, non_blocking=True, copy=True)
+        self.back, self.host = raw.untyped_storage(), None
+        if self.device.type == "cuda":
+            self.loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.loaded.record(torch.cuda.current_stream(self.device))
+
+    def take(self) -> torch.UntypedStorage:
+        """It, on the device: whatever is computed from now on in this stream finds it there."""
+        if self.here is not None:
+            return self.here.untyped_storage()
+        self.load()
+        assert self.back is not None
+        if self.loaded is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(self.loaded)
+            raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.back)
+            raw.record_stream(computing)
+            self.loaded = None
+        return self.back
+
+
+def cast_leaf(tensor: Tensor) -> int:
+    """Id of the leaf that a tensor is a cast of, itself or as a view of one; 0: of none."""
+    source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    node = source.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return 0
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    return 0 if leaf is None else id(leaf)
+
+
+class Offloaded:
+    """What autograd saves inside a block, movable to the host and back.
+
+    Parameters
+    ----------
+    held_anyway : iterable
+        Tensors that stay on the device whatever happens, so that moving them would free nothing: weights, the
+        block's inputs, the module's context.
+    under_autocast : bool
+        Casts of them stay as well: autocast keeps them for the iteration. Without it a cast is a layer's own, and one
+        more for every microbatch.
+    """
+
+    def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
+        held = [tensor for tensor in held_anyway if isinstance(tensor, Tensor)]
+        self._held = {storage_address(tensor) for tensor in held}
+        self._leaves = {id(x) for x in held if under_autocast and x.is_leaf and x.requires_grad}
+        self._storages: dict[int, _Storage] = {}
+        self._away: list[_Storage] = []
+        self.num_bytes = 0
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def offload(self) -> None:
+        """Move everything saved to the host."""
+        for storage in self._storages.values():
+            storage.offload()
+            self.num_bytes += storage.num_bytes
+        # The addresses are free for others now.
+        self._away, self._storages = list(self._storages.values()), {}
+
+    def load(self) -> None:
+        """Begin to bring everything back."""
+        for storage in self._away:
+            storage.load()
+        # The graph holds what it needs of it, and this, for as long as it needs anything.
+        self._away = []
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
+        if self._leaves and cast_leaf(tensor) in self._leaves:
+            return tensor
+        if is_dtensor(tensor):
+            local = self._pack(local_part(tensor))
+            return _SavedShard(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        tensor = awaited(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._held or tensor.untyped_storage().nbytes() == 0:
+            return tensor
+        storage = self._storages.get(address)
+        if storage is None:
+            storage = self._storages[address] = _Storage(tensor)
+        return _Saved(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _Saved | _SavedShard) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, _SavedShard):
+            from torch.distributed.tensor import DTensor
+
+            return DTensor.from_local(
+                self._unpack(saved.local),
+                saved.mesh,
+                saved.placements,
+                run_check=False,
+                shape=saved.size,
+                stride=saved.stride,
+            )
+        whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device)
+        return whole.set_(saved.storage.take(), saved.offset, saved.size, saved.stride)

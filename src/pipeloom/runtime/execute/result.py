@@ -1,0 +1,331 @@
+"""What one iteration gave: on one rank, over all ranks, and as a correction of planned times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeloom.cost import Correction
+from pipeloom.cost.fits import FloatArray
+from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
+from pipeloom.runtime.model.membership import Membership
+from pipeloom.spec import Batch, Layout
+
+
+class ActionTime(NamedTuple):
+    """When one action ran, on the host's monotonic clock."""
+
+    verb: Verb
+    chunk: str
+    microbatch: int
+    sub_microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one iteration gave on one rank.
+
+    Attributes
+    ----------
+    loss_sum : float
+        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``;
+        0.0 on ranks without the last chunk.
+    normaliser : float
+        Targets of the global batch: what the gradients are divided by.
+    actions : tuple of Action
+        Those that were run, in order.
+    moments_ns : sequence of int
+        On the host's monotonic clock: when the first action began, and when each was done and the next one began.
+    num_recomputed : int
+        Layers run a second time.
+    offloaded_bytes : int
+        Moved to the host.
+    sent_bytes, received_bytes : int
+    """
+
+    loss_sum: float
+    normaliser: float
+    actions: tuple[Action, ...]
+    moments_ns: Sequence[int]
+    num_recomputed: int
+    offloaded_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+    @property
+    def times(self) -> tuple[ActionTime, ...]:
+        """When every action ran, in order; waits too. Put together when it is asked for."""
+        return tuple(
+            ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, begin, end)
+            for a, begin, end in zip(self.actions, self.moments_ns, self.moments_ns[1:], strict=False)
+        )
+
+    @property
+    def compute_times(self) -> tuple[ActionTime, ...]:
+        """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
+        return tuple(t for t in self.times if t.verb.is_compute)
+
+    @property
+    def waiting_ns(self) -> int:
+        """Time spent in waits for messages."""
+        return sum(t.end_ns - t.start_ns for t in self.times if t.verb.is_wait)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one iteration did; loss and norm over all replicas, everything else of this one.
+
+    Attributes
+    ----------
+    answer, batch, measured
+        Only on the first rank of a pipeline.
+    measured : Measured or None
+        When every action of every rank ran.
+    correction : Correction
+        With which the plan was made.
+    replicas : tuple of Correction
+        Of every replica, on all ranks: what was known when the iteration ended, without what that has taught; links are
+        left out.
+    learning_rate : float or None
+        Of this rank's first group of parameters; None where it trains none.
+    num_tokens : int
+        In the sequences of the batch of all replicas.
+    step_s : float
+        Wall time of the iteration, all that belongs to it included: reading ahead, the plan, the optimiser.
+    flops : float
+        Operations of the model's own forward and backward over all replicas; 0 where they are not counted.
+    mfu : float or None
+        These over what all devices could do in the wall time; None where that is not known.
+    num_skipped : int
+        Damaged samples that were left out of the batch.
+    """
+
+    iteration: int
+    loss: float
+    gradient_norm: float
+    num_microbatches: int
+    measured_s: float
+    measured_bubble_share: float
+    fresh: bool
+    lead_s: float
+    reason: str
+    answer: Answer | None
+    batch: Batch | None
+    correction: Correction
+    measured: Measured | None
+    replicas: tuple[Correction, ...] = ()
+    learning_rate: float | None = None
+    num_tokens: int = 0
+    step_s: float = 0.0
+    flops: float = 0.0
+    mfu: float | None = None
+    num_skipped: int = 0
+
+    @property
+    def measured_ns(self) -> tuple[tuple[int, int], ...]:
+        """Measured start and end of every compute action, in the order of ``answer.planned_start_ns``."""
+        if self.measured is None or self.answer is None:
+            return ()
+        return self.measured.compute_ns(self.answer.plan)
+
+
+# Weight of the newest iteration in the moving average of measured over planned time.
+_RATE = 0.1
+# A rank's speed is the median of so many iterations, so that one alone says nothing, and that of most ranks where it
+# is as near to it. So two iterations teach it, and as the next plan is on its way by then, the fourth is the first to
+# know.
+_SPEEDS = 3
+_ALIKE = 0.1
+
+
+def gather_times(
+    plan: ExecutionPlan | RankPlan,
+    own_ns: Sequence[int],
+    cpu_ns: int,
+    group: dist.ProcessGroup | None = None,
+    ahead_ns: int = 0,
+) -> Measured | None:
+    """Bring the measured times of a pipeline's ranks to its first; None elsewhere. All ranks call it together.
+
+    Parameters
+    ----------
+    plan : ExecutionPlan or RankPlan
+        Of all ranks where times are wanted; this rank's is enough elsewhere.
+    own_ns : sequence of int
+        Of this rank: when its first action began, and when each was done, see `StepResult`.
+    cpu_ns : int
+        Processor time of the thread that ran the actions; -1 where another device computed.
+    group : ProcessGroup or None
+        The pipeline; None: the default group.
+    ahead_ns : int
+        By how much this rank's clock is ahead of the first one's: on one host, where all share the monotonic clock, not
+        at all; else see `SharedClock`.
+    """
+    longest = plan.longest if isinstance(plan, RankPlan) else max(map(len, plan.ranks))
+    block = torch.zeros((longest + 1, 2), dtype=torch.int64)
+    block[0, 0] = cpu_ns
+    moments = torch.tensor(own_ns, dtype=torch.int64) - ahead_ns
+    block[1 : len(moments), 0], block[1 : len(moments), 1] = moments[:-1], moments[1:]
+    on_root = dist.get_rank(group) == 0
+    blocks = [torch.zeros_like(block) for _ in range(plan.num_ranks)] if on_root else None
+    dist.gather(block, blocks, group=group, group_dst=0)
+    # Of tensor-parallel ranks, which do all things alike, one has the whole plan.
+    if blocks is None or isinstance(plan, RankPlan):
+        return None
+    counts = [len(actions) for actions in plan.ranks]
+    times = [each[1 : count + 1].numpy() for each, count in zip(blocks, counts, strict=True)]
+    computing = [np.array([a.verb.is_compute for a in actions], bool) for actions in plan.ranks]
+    begin = min(int(t[c, 0].min()) for t, c in zip(times, computing, strict=True) if c.any())
+    return Measured(tuple(t - begin for t in times), tuple(int(each[0, 0]) for each in blocks))
+
+
+class _Times(NamedTuple):
+    """What computation took and would take without corrections: by module, half (F, backward) and rank."""
+
+    names: tuple[str, ...]
+    measured_ns: FloatArray
+    predicted_ns: FloatArray
+
+    @staticmethod
+    def of(answer: Answer, used: Correction, measured: Measured) -> _Times:
+        names, plan = tuple(answer.planned_module_ns), answer.plan
+        found, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
+        spent = iter(zip(measured.compute_ns(plan), answer.planned_start_ns, strict=True))
+        number = {name: m for m, name in enumerate(names)}
+        for rank, actions in enumerate(plan.ranks):
+            for action in actions:
+                if action.verb.is_compute:
+                    place = number[action.chunk.rpartition(".")[0]], int(action.verb != "F"), rank
+                    (start, end), (begin, finish) = next(spent)
+                    found[place] += end - start
+                    planned[place] += finish - begin
+        factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
+        return _Times(names, found, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
+
+    def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
+        """Per rank, how many times longer it computed than most, given the modules' factors; None: not known yet."""
+        ones = np.ones(self.measured_ns.shape[-1])
+        if factors is None:
+            # What one module takes on one rank may be either's; it is the module's first.
+            return ones
+        known = np.array([factors.get(name, (1.0, 1.0)) for name in self.names])
+        expected, found = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
+        ran = (expected > 0) & (found > 0)
+        ratio = np.divide(found, expected, out=ones, where=ran)
+        # The lower of two in the middle, so that of two ranks the quicker one is as most are.
+        most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
+        return np.where(ran, ratio / most, 1.0)
+
+
+class Replicas:
+    """What all ranks know of the corrections of all replicas: sums over all ranks, in which each first rank has a row.
+
+    Attributes
+    ----------
+    corrections : tuple of Correction
+        Empty until they were told for the first time.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.corrections: tuple[Correction, ...] = ()
+        self._names = [module.name for module in layout.modules]
+        self._shape = layout.parallelism.data, 2 * len(self._names) + layout.num_ranks
+
+    def row(self, here: Membership, correction: Correction) -> torch.Tensor:
+        """What this rank adds to the sums, one-dimensional."""
+        rows = torch.zeros(self._shape, dtype=torch.float64)
+        if here.is_planner_rank:
+            factors = [factor for name in self._names for factor in correction.modules.get(name, (1.0, 1.0))]
+            num_ranks = self._shape[1] - len(factors)
+            rows[here.replica] = torch.tensor([*factors, *correction.of_ranks(num_ranks)], dtype=torch.float64)
+        return rows.flatten()
+
+    def take(self, sums: torch.Tensor) -> None:
+        """Note what all ranks have added up."""
+        count = 2 * len(self._names)
+        self.corrections = tuple(
+            Correction(
+                {name: (row[2 * m], row[2 * m + 1]) for m, name in enumerate(self._names)},
+                slowness=() if set(row[count:]) == {1.0} else tuple(row[count:]),
+            )
+            for row in sums.reshape(self._shape).tolist()
+        )
+
+
+class Calibrator:
+    """Learns how measured times compare with predicted ones.
+
+    Modules and messages are moving averages over iterations, ranks' speeds medians of the last few.
+
+    Attributes
+    ----------
+    correction : Correction
+        What is known so far; its ``hosts`` are those of the pipeline.
+    num_measured : int
+        Iterations that it has seen.
+    """
+
+    def __init__(self, correction: Correction | None = None, num_measured: int = 0) -> None:
+        self.correction = correction or Correction()
+        self.num_measured = num_measured
+        self._speeds: deque[FloatArray] = deque(maxlen=_SPEEDS)
+
+    def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
+        """Move every module's factors, and the links, towards what an iteration measured, and take ranks' speeds anew.
+
+        Parameters
+        ----------
+        answer : Answer
+            The plan that was run.
+        used : Correction
+            With which it was made.
+        measured : Measured
+        """
+        self.num_measured += 1
+        # The first iteration runs cold and says nothing about the others.
+        if self.num_measured == 1:
+            return
+        # The next ones weigh more, so that a wrong start is left quickly.
+        rate = max(_RATE, 1 / (self.num_measured - 1))
+        times = _Times.of(answer, used, measured)
+        slowness = self._slowness(times.slowness(self.correction.modules or None))
+        modules = self._modules(answer, used, times, slowness, rate)
+        lines = fit_links(measured.messages(answer.plan), self.correction.hosts)
+        learned = msgspec.structs.replace(self.correction, modules=modules, slowness=slowness)
+        self.correction = learned.towards(lines, rate)
+
+    def _slowness(self, now: FloatArray) -> tuple[float, ...]:
+        """Per rank, how many times longer it computes than most; empty where all are alike."""
+        if not self._speeds:
+            before = np.array(self.correction.of_ranks(len(now)))
+            self._speeds.extend([before] * (_SPEEDS - 1))
+        self._speeds.append(now)
+        found = np.median(self._speeds, axis=0)
+        alike = np.abs(found - 1) <= _ALIKE
+        return () if alike.all() else tuple(np.where(alike, 1.0, found).tolist())
+
+    def _modules(
+        self, answer: Answer, used: Correction, times: _Times, slowness: Sequence[float], rate: float
+    ) -> dict[str, tuple[float, float]]:
+        total = (times.measured_ns / (np.array(slowness) if slowness else 1.0)).sum(axis=-1)
+        promised = times.predicted_ns.sum(axis=-1)
+        updated = dict(self.correction.modules)
+        for m, name in enumerate(answer.planned_module_ns):
+            old = self.correction.modules.get(name, used.modules.get(name, (1.0, 1.0)))
+            new = [
+                factor + rate * (float(total[m, half] / promised[m, half]) - factor)
+                if promised[m, half] and total[m, half]
+                else factor
+                for half, factor in enumerate(old)
+            ]
+            updated[name] = (new[0], new[1])
+        return updated

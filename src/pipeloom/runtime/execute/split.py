@@ -1,0 +1,211 @@
+"""Split backward: gradients of a graph's inputs now, those of its weights later, nothing computed twice.
+
+Only nodes on a path from the output to an input run in the first half. Where such a node also leads to
+weights, the gradient that arrives there is caught; in the second half the node runs again with that gradient,
+asked for its weights alone, so that the matrix products of the first half are not repeated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from pipeloom.runtime.model.sharding import storage_address
+
+
+def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
+    """Whole backward from the ends of a graph, each with a gradient of its shape, into ``.grad`` of all leaves.
+
+    As `torch.autograd.backward`, but for what that looks at before: edges and gradients one by one in Python, which
+    takes as long as the engine does for a small graph. The engine checks shapes itself.
+    """
+    if all(type(each) is Tensor for each in gradients):
+        # Ends, gradients, not retained, no graph of the backward, no inputs: all leaves.
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(ends), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(ends, gradients)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Junction:
+    """A node that leads both to an input and to weights, and what arrived at it."""
+
+    node: Node
+    weights: list[Tensor]
+    towards_leaf: tuple[bool, ...]
+    """Which of the node's children lead to an input."""
+    shared: bool = False
+    """A weight of it is one of another junction too."""
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep what flows into the node."""
+        self.gradients = gradients
+
+    def cut(
+        self, towards_children: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Let nothing flow on towards an input, where it would reach a shared weight a second time."""
+        return tuple(
+            None if leaf else gradient for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
+        )
+
+    def weight_gradients(self) -> tuple[Tensor | None, ...]:
+        """Run the node, and what lies between it and its weights, for the weights alone."""
+        edges = [(i, g) for i, g in enumerate(self.gradients) if g is not None]
+        if not edges:
+            return (None,) * len(self.weights)
+        hook = self.node.register_hook(self.cut) if self.shared else None
+        try:
+            return torch.autograd.grad(
+                tuple(GradientEdge(self.node, i) for i, _ in edges),
+                self.weights,
+                tuple(g for _, g in edges),
+                # Nodes may lie behind two junctions; all are freed with the graph when this is done.
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+@dataclass(slots=True)
+class DeferredWeights:
+    """The weight gradients of one graph that are still to be computed."""
+
+    junctions: list[_Junction] = field(default_factory=list)
+    whole: tuple[Sequence[GradientEdge], Sequence[Tensor], list[Tensor]] | None = None
+    """Ends of the graph that lead to no input, their gradients, and all weights behind them."""
+
+    def accumulate(self) -> None:
+        """Compute the weight gradients and add them to ``.grad``."""
+        if self.whole is not None:
+            ends, gradients, weights = self.whole
+            if weights:
+                # What lies behind junctions too is needed once more.
+                again = bool(self.junctions)
+                found = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
+                _accumulate(weights, found, gradients)
+        for junction in self.junctions:
+            _accumulate(junction.weights, junction.weight_gradients(), junction.gradients)
+        self.junctions, self.whole = [], None
+
+
+def backward_inputs(
+    ends: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> DeferredWeights:
+    """Compute the gradients of the leaves into their ``.grad``, and defer those of the weights.
+
+    Parameters
+    ----------
+    ends : sequence of GradientEdge
+        Ends of the graph: its output, and whatever else has a gradient.
+    gradients : sequence of torch.Tensor
+        Of each of them.
+    leaves : sequence of torch.Tensor
+        The inputs that need a gradient; without any, all work is deferred.
+    """
+    order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
+    whole = None
+    if apart := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
+        weights = order if len(apart) == len(ends) else _survey([ends[i].node for i in apart], leaves)[0]
+        behind_them = [w for node in weights if (w := _variable(node)) is not None]
+        whole = [ends[i] for i in apart], [gradients[i] for i in apart], behind_them
+        if not leads_to_leaf:
+            return DeferredWeights(whole=whole)
+        ends, gradients = zip(
+            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in apart), strict=True
+        )
+    junctions = [
+        _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
+        for node in order
+        if node in leads_to_leaf and (behind := _unique(weights_behind, node, leads_to_leaf))
+    ]
+    uses = Counter(id(weight) for junction in junctions for weight in junction.weights)
+    for junction in junctions:
+        junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
+    hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
+    try:
+        found = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for remove in hooks:
+            remove()
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            # Never in place: what a sum of several leaves gives each of them is one tensor.
+            leaf.grad = gradient.detach() if leaf.grad is None else leaf.grad + gradient.detach()
+    return DeferredWeights(junctions, whole)
+
+
+def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
+    """All nodes, children first; those that lead to a leaf; and the weights behind each node that does not."""
+    accumulators = {id(leaf) for leaf in leaves}
+    order: list[Node] = []
+    leads_to_leaf: set[Node] = set()
+    weights_behind: dict[Node, list[Tensor]] = {}
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, expanded = stack.pop()
+        if not expanded:
+            if node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+            continue
+        order.append(node)
+        variable = _variable(node)
+        if variable is not None and id(variable) not in accumulators:
+            weights_behind[node] = [variable]
+        elif variable is not None or any(child in leads_to_leaf for child, _ in node.next_functions):
+            leads_to_leaf.add(node)
+    return order, leads_to_leaf, weights_behind
+
+
+def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
+    """Weights that a junction leads to through nodes that lead to no leaf, each once."""
+    found: dict[int, Tensor] = {}
+    seen: set[Node] = set()
+    stack = [child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for weight in weights_behind.get(node, ()):
+            found[id(weight)] = weight
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return list(found.values())
+
+
+def _variable(node: Node) -> Tensor | None:
+    """The leaf tensor that a gradient-accumulating node belongs to; None for any other node."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
+
+
+def _accumulate(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
+) -> None:
+    """Add to ``.grad``, which belongs to its weight alone: two weights that are added get one tensor from autograd."""
+    others: set[int] | None = None
+    with torch.no_grad():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is None:
+                continue
+            if weight.grad is not None:
+                weight.grad += gradient
+                continue
+            if others is None:
+                others = {storage_address(each) for each in arrived if each is not None}
+            address = storage_address(gradient)
+            weight.grad = gradient.detach().clone() if address in others else gradient.detach()
+            others.add(address)

@@ -1,0 +1,1 @@
+"""Processes and what connects them: devices, transports, groups, hosts, the store."""

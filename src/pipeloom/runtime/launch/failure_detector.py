@@ -1,0 +1,232 @@
+"""Ranks on several hosts that notice when one is lost, at once and by name.
+
+What a rank waits for in a message of another, it waits for as long as messages may take. A connection that carries
+nothing tells sooner: the operating system closes it when the process ends, however that ends, and asks every other
+second whether the host is still there. That needs no turn of the interpreter, which compiling can hold for long.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any
+
+from pipeloom.errors import ExecutionError, PipeloomError
+from pipeloom.printing import print_error
+from pipeloom.runtime.launch.addresses import address_towards
+
+_ADDRESS = "watch"
+_SECRET_BYTES, _WORD_BYTES = 32, 4
+# Words: a rank that is lost, one that has failed and said so, or the end of a rank in peace.
+_FAILED, _ENDED = 1 << 31, (1 << 32) - 1
+# Seconds without a word, between questions, and how many go unanswered until a host is lost.
+_QUIET_S, _ASK_S, _MOST_ASKED = 2, 2, 3
+_JOIN_S = 120.0
+# Connections that have not said yet who they are.
+_MOST_WAITING = 1024
+_PATIENCE_S = 1.0
+
+
+class Watch:
+    """Of the other ranks of a job.
+
+    Rank 0 has a connection to every other, and tells all which is lost; then every rank ends.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._connections: dict[int, socket.socket] = {}
+        self._ends = False
+        self._lost = threading.Event()
+
+    @property
+    def others(self) -> Collection[int]:
+        """Ranks at the other ends."""
+        return self._connections.keys()
+
+    def add(self, rank: int, connection: socket.socket) -> None:
+        """Watch the rank at the other end of a connection."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", _QUIET_S), ("TCP_KEEPINTVL", _ASK_S), ("TCP_KEEPCNT", _MOST_ASKED)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.settimeout(None)
+        self._connections[rank] = connection
+
+    def start(self) -> None:
+        """Begin."""
+        if self._connections:
+            threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Leave in peace: from now on this rank is missed by nobody, and misses nobody."""
+        self._ends = True
+        self._tell(_ENDED)
+
+    def fail(self, error: PipeloomError) -> str:
+        """What this rank has to say of an error: nothing where another rank is the cause, which has been told.
+
+        The others end without a word of this rank.
+        """
+        if isinstance(error, ExecutionError) and self._connections and self._lost.wait(_PATIENCE_S):
+            return ""
+        self._ends = True
+        self._tell(_FAILED + self.rank)
+        return str(error)
+
+    def _tell(self, word: int, but: int = -1) -> None:
+        for rank, connection in self._connections.items():
+            if rank != but:
+                # One that is gone needs no word.
+                with suppress(OSError):
+                    connection.sendall(word.to_bytes(_WORD_BYTES, "big"))
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    said = _read(key.fileobj, _WORD_BYTES)
+                    word = int.from_bytes(said, "big") if len(said) == _WORD_BYTES else key.data
+                    if word == _ENDED:
+                        selector.unregister(key.fileobj)
+                    else:
+                        self._miss(word, key.data)
+                        return
+
+    def _miss(self, word: int, source: int) -> None:
+        if self._ends:
+            return
+        # A rank that fails says why; one that is gone is named once, by rank 0, or by all where that is the one.
+        if word < _FAILED and (self.rank == 0 or word == 0):
+            problem = "is gone: its process or its host has ended, or cannot be reached"
+            print_error(f"rank {word} {problem}")
+        if self.rank == 0:
+            self._tell(word, but=source)
+        self._lost.set()
+        # The main thread may have noticed too; it ends the process in a better way.
+        threading.Timer(2 * _PATIENCE_S, self._leave).start()
+
+    def _leave(self) -> None:
+        if not self._ends:
+            os._exit(2)
+
+
+def watch(store: Any, rank: int, size: int) -> Watch:
+    """Begin to watch the other ranks; all ranks call it together, with a store that none but they can reach.
+
+    Raises
+    ------
+    ExecutionError
+        Rank 0 cannot be reached.
+    """
+    found = Watch(rank)
+    if size == 1:
+        return found
+    if rank == 0:
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        family, own = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        with socket.create_server((own, 0), family=family, backlog=size) as listening:
+            host, port = listening.getsockname()[:2]
+            store.set(_ADDRESS, f"{host} {port} {secret.hex()}")
+            for rank_there, connection in _arrivals(listening, secret):
+                if 0 < rank_there < size:
+                    found.add(rank_there, connection)
+                if len(found.others) == size - 1:
+                    break
+            else:
+                missing = sorted(set(range(1, size)) - set(found.others))
+                raise ExecutionError(f"rank 0: ranks {missing} do not reach this host within {_JOIN_S:g} s")
+    else:
+        host, port, secret_text = store.get(_ADDRESS).decode().split()
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=_JOIN_S)
+            connection.sendall(bytes.fromhex(secret_text) + rank.to_bytes(_WORD_BYTES, "big"))
+        except OSError as error:
+            raise ExecutionError(f"rank {rank}: rank 0 does not answer at {host}:{port}: {error}") from error
+        found.add(0, connection)
+    found.start()
+    return found
+
+
+def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, socket.socket]]:
+    """Ranks that connect and know the secret, until none has for long.
+
+    Whoever does not know it is none of us, and holds nobody up by saying it slowly, or nothing.
+    """
+    begun: dict[socket.socket, bytes] = {}
+    give_up = time.monotonic() + _JOIN_S
+    listening.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        try:
+            while (left := give_up - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is listening:
+                        connection = _accepted(listening)
+                        if connection is None:
+                            continue
+                        if len(begun) >= _MOST_WAITING:
+                            oldest = next(iter(begun))
+                            selector.unregister(oldest)
+                            del begun[oldest]
+                            oldest.close()
+                        begun[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    connection = key.fileobj  # type: ignore[assignment]
+                    if connection not in begun:
+                        continue
+                    piece = _piece(connection, _SECRET_BYTES + _WORD_BYTES - len(begun[connection]))
+                    said = begun[connection] = begun[connection] + piece
+                    if piece and len(said) < _SECRET_BYTES + _WORD_BYTES:
+                        continue
+                    selector.unregister(connection)
+                    del begun[connection]
+                    if piece and hmac.compare_digest(said[:_SECRET_BYTES], secret):
+                        yield int.from_bytes(said[_SECRET_BYTES:], "big"), connection
+                    else:
+                        connection.close()
+        finally:
+            for connection in begun:
+                connection.close()
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """Who connects; None where he has gone again."""
+    try:
+        connection, _ = listening.accept()
+    except OSError:
+        return None
+    connection.setblocking(False)
+    return connection
+
+
+def _piece(connection: socket.socket, most: int) -> bytes:
+    """What has come; nothing where the connection has ended."""
+    try:
+        return connection.recv(most)
+    except OSError:
+        return b""
+
+
+def _read(connection: Any, size: int) -> bytes:
+    """So many bytes; fewer where the connection ends."""
+    found = b""
+    while len(found) < size:
+        try:
+            piece = connection.recv(size - len(found))
+        except OSError:  # that nobody answered for too long is a TimeoutError
+            return found
+        if not piece:
+            return found
+        found += piece
+    return found

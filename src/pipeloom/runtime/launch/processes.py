@@ -1,0 +1,486 @@
+"""Ranks as processes: started on this machine and ended together when one fails, or started by torchrun.
+
+torchrun starts one process for each rank, watches them, ends all when one fails, and starts all again while
+restarts are left; where training goes on then is for the checkpoints to say.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
+from pipeloom.forks import process as new_process
+from pipeloom.printing import escape_logs, print_error
+from pipeloom.runtime.launch.addresses import interface_towards
+from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
+from pipeloom.runtime.launch.failure_detector import Watch, watch
+
+# One core each: ranks on one machine would otherwise all start a thread per core.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_POLL_S = 0.2
+# The end of a rank that died may be read a moment after its peers' complaints of it.
+_ECHO_S = 0.5
+_GRACE_S = 5.0
+# How often a process looks whether the one that started it is still there.
+_LOOK_S = 1.0
+_FOREVER = timedelta(days=365)
+
+
+_launcher: Connection | None = None
+"""In a launched process: the way to the launching one."""
+
+
+def report(value: Any) -> None:
+    """From a launched function: send a picklable value to the launching process, e.g. for a progress display."""
+    if _launcher is None:
+        raise ExecutionError("this process was not started by `launch`")
+    _send(_launcher, "report", value)
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    """Send plain bytes: what torch puts in a tensor's place is gone once this process has ended."""
+    pipe.send_bytes(pickle.dumps((kind, value)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    message: str
+    trace: str
+    at_s: float
+    comes_again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """With what a launched process begins."""
+
+    rank: int
+    num_ranks: int
+    store_path: str
+    timeout_s: float
+    threads: int
+    place: Place
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    device: DeviceType | Place = "cpu",
+    on_report: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
+
+    The default process group is ready when the function is called. Every rank is an interpreter of its own, or forked
+    where `pipeloom.forks` has begun.
+
+    Parameters
+    ----------
+    function : callable
+        Importable by name; its arguments and what it returns can be pickled.
+    num_ranks : int
+    args
+        What the function is called with.
+    timeout_s : float
+        After which a rank that waits for another gives up: the process group's timeout.
+    threads : int
+        Threads that torch uses in each rank.
+    device : {"cpu", "cuda"} or Place
+        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL. ``Place("cuda", "host")``: ranks may
+        share a GPU, and tensors there go by way of the host.
+    on_report : callable or None
+        Called here with (rank, value) for whatever a rank gives to `report`.
+
+    Returns
+    -------
+    list
+        What the function returned on each rank.
+
+    Raises
+    ------
+    ExecutionError
+        When a rank fails or dies: the first one's message. All others are ended first. ``comes_again`` where it has
+        refused what it was given.
+    """
+    place = place_of(device)
+    # A GPU's driver wants a process of its own from the beginning.
+    forked = place.device == "cpu" and can_fork()
+    results: list[Any] = [None] * num_ranks
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        done = False
+        try:
+            with _environment(threads):
+                for rank in range(num_ranks):
+                    here, there = multiprocessing.Pipe(duplex=False)
+                    pipes.append(here)
+                    start = _Start(rank, num_ranks, str(Path(folder) / "store"), timeout_s, threads, place)
+                    name = f"pipeloom rank {rank}"
+                    process = new_process(
+                        _run_rank, (function, args, start, there), forked=forked, name=name, daemon=False
+                    )
+                    with there, _started(rank), interrupts_held():
+                        process.start()
+                    processes.append(process)
+            _watch(pipes, processes, results, on_report)
+            done = True
+        finally:
+            _end(processes, _GRACE_S if done else 0.0)
+            for pipe in pipes:
+                pipe.close()
+    return results
+
+
+@contextmanager
+def _started(rank: int) -> Iterator[None]:
+    """Around the start of a process, which may end before it has heard what it is for."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise ExecutionError(
+            f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
+        ) from error
+
+
+def _watch(
+    pipes: list[Connection],
+    processes: Sequence[BaseProcess],
+    results: list[Any],
+    on_report: Callable[[int, Any], None] | None,
+) -> None:
+    """Collect reports and results until every rank is done; raise for the first that fails."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    finished: set[int] = set()
+    while open_pipes:
+        failures: list[_Failure] = []
+        for pipe in wait(list(open_pipes), timeout=_POLL_S):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del open_pipes[pipe]
+                if rank not in finished:
+                    processes[rank].join(_GRACE_S)
+                    failures.append(_died(rank, processes[rank]))
+                continue
+            if kind == "report":
+                if on_report is not None:
+                    on_report(rank, value)
+            elif kind == "result":
+                results[rank] = value
+                finished.add(rank)
+            else:
+                failures.append(value)
+                finished.add(rank)
+        if failures:
+            failures += _more_failures(open_pipes, processes, finished)
+            _raise(failures)
+
+
+def _died(rank: int, process: BaseProcess) -> _Failure:
+    code = process.exitcode
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+    # A rank that vanished is the cause of what the others then complain about.
+    return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
+
+
+def _more_failures(
+    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int]
+) -> list[_Failure]:
+    """Failures that are there at the same moment: the earliest is the cause, the others its echo."""
+    found = []
+    deadline = time.monotonic() + _ECHO_S
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                rank = open_pipes.pop(pipe)
+                if rank not in finished:
+                    processes[rank].join(_GRACE_S)
+                    found.append(_died(rank, processes[rank]))
+                continue
+            if kind in ("result", "failure"):
+                finished.add(open_pipes[pipe])
+            if kind == "failure":
+                found.append(value)
+    return found
+
+
+def _raise(failures: list[_Failure]) -> None:
+    first = min(failures, key=lambda failure: failure.at_s)
+    error = ExecutionError(first.message)
+    error.comes_again = first.comes_again
+    if first.trace:
+        error.add_note(first.trace)
+    raise error
+
+
+def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
+    """End what is still running: politely, then for certain."""
+    # Ranks that returned need a moment to leave their process group.
+    for process in processes:
+        process.join(patience_s)
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start, pipe: Connection) -> None:
+    """Body of a rank's process."""
+    global _launcher
+    ignore_interrupts()
+    _launcher = pipe
+    escape_logs()
+    rank, num_ranks = start.rank, start.num_ranks
+    torch.set_num_threads(start.threads)
+    threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
+    try:
+        store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
+        join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
+        result = function(*args)
+        # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
+        done = [f"done/{each}" for each in range(num_ranks)]
+        store.set(done[rank], "1")
+        store.wait(done, _FOREVER)
+        _send(pipe, "result", result)
+    except BaseException as error:
+        message = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+        if not message.startswith("rank "):
+            message = f"rank {rank}: {message}"
+        failure = _Failure(rank, message, traceback.format_exc(), time.monotonic(), _comes_again(error))
+        with suppress(OSError):  # the launching process may be gone
+            _send(pipe, "failure", failure)
+            pipe.close()
+        # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def _comes_again(error: BaseException) -> bool:
+    """Whether a rank has refused what it was given: that is found by Pipeloom itself, and not in waiting for others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
+
+
+def end_with_starter(problem: str = "") -> None:
+    """From here on this process ends when the one that has started it is gone, however that ended.
+
+    Parameters
+    ----------
+    problem : str
+        What is then said on standard error; nothing where it is empty.
+    """
+    starter = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == starter:
+            time.sleep(_LOOK_S)
+        if problem:
+            print_error(problem)
+        os._exit(1)
+
+    threading.Thread(target=look, name="starter", daemon=True).start()
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """Environment of the ranks while they are started: threads, and gloo on the loopback device."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        wanted["GLOO_SOCKET_IFNAME"] = _loopback()
+    with environment(wanted):
+        yield
+
+
+_JOIN_TIMEOUT = timedelta(minutes=10)
+"""For ranks to come that torchrun has started at once; on a host whose files are far, imports take minutes."""
+_MEET_S = 0.05
+_STARTED = "pipeloom/started"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process of those that torchrun started.
+
+    Attributes
+    ----------
+    num_restarts : int
+        How often torchrun started this host's processes again, because one had failed.
+    on_one_host : bool
+    local_rank, num_local : int
+        Its number among the processes of this host, and theirs.
+    """
+
+    rank: int
+    num_ranks: int
+    num_restarts: int
+    on_one_host: bool
+    local_rank: int = 0
+    num_local: int = 1
+
+
+def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
+    """Return how torchrun started this process; None where it was started in another way."""
+    found = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in found:
+        return None
+    try:
+        size = int(found["WORLD_SIZE"])
+        num_local = int(found.get("LOCAL_WORLD_SIZE", "0"))
+        return Worker(
+            int(found["RANK"]),
+            size,
+            int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            num_local == size,
+            int(found.get("LOCAL_RANK", "0")),
+            max(1, num_local),
+        )
+    except (KeyError, ValueError) as error:
+        raise InputError("torchrun's environment", f"lacks a rank or world size ({error})", "use torchrun") from error
+
+
+class Joined(NamedTuple):
+    """What a worker finds.
+
+    Attributes
+    ----------
+    again : bool
+        Ranks of this job were here before: torchrun has started them again. Rank 0 knows it.
+    watch : Watch
+        Of the other ranks.
+    """
+
+    again: bool
+    watch: Watch
+
+
+def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> Joined:
+    """Join the process group of all workers.
+
+    Parameters
+    ----------
+    worker : Worker
+    timeout_s : float
+        After which a rank that waits for another gives up.
+    device : {"cpu", "cuda"} or Place
+        As for `launch`.
+
+    Raises
+    ------
+    ExecutionError
+        When not all come.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    end_with_starter(f"rank {worker.rank}: torchrun's process on this host is gone")
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    shared, rank, size = _shared_store(worker), worker.rank, worker.num_ranks
+    try:
+        store, again = _meet(shared, rank, size)
+    except RuntimeError as error:
+        raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
+    # Watched first: in joining the group, a rank waits as long as for any message for one that is lost meanwhile.
+    seen = watch(store, rank, size)
+    try:
+        join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
+    except RuntimeError as error:
+        raise ExecutionError(seen.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))) from error
+    return Joined(again or bool(worker.num_restarts), seen)
+
+
+def _shared_store(worker: Worker) -> Any:
+    """The store of torchrun's own process, or of rank 0's where that has none."""
+    its_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts_it = worker.rank == 0 and not its_own
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise InputError("torchrun's environment", f"lacks where rank 0 is ({error})", "use torchrun") from error
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=hosts_it, timeout=_JOIN_TIMEOUT, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ExecutionError(f"rank {worker.rank}: no store answers at {address}:{port}: {reason}") from error
+
+
+def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
+    """Agree on a name under which these ranks, and none that were there before, find each other.
+
+    torchrun keeps its store when it starts ranks again: what earlier ones left there, their addresses too, is not ours.
+    How often it started them is no name, for a host that comes back counts anew. So every rank asks under a number of
+    its own, and rank 0 answers until all have heard it.
+
+    Returns
+    -------
+    store
+        For the process group.
+    bool
+        Whether ranks were here before.
+    """
+    if rank == 0:
+        again, token = shared.check([_STARTED]), secrets.token_hex(8)
+        shared.set(_STARTED, "1")
+        answer = f"{token} {int(again)}"
+        give_up = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+        missing = set(range(1, size))
+        while missing:
+            for each in sorted(missing):
+                if shared.check([f"pipeloom/{token}/heard/{each}"]):
+                    missing.discard(each)
+                elif shared.check([f"pipeloom/ask/{each}"]):
+                    shared.set(f"pipeloom/answer/{shared.get(f'pipeloom/ask/{each}').decode()}", answer)
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"ranks {sorted(missing)} are missing")
+            time.sleep(_MEET_S if missing else 0)
+    else:
+        number = secrets.token_hex(8)
+        shared.set(f"pipeloom/ask/{rank}", number)
+        shared.wait([f"pipeloom/answer/{number}"], _JOIN_TIMEOUT)
+        answer = shared.get(f"pipeloom/answer/{number}").decode()
+        token = answer.split()[0]
+        shared.set(f"pipeloom/{token}/heard/{rank}", "1")
+    return dist.PrefixStore(f"pipeloom/{token}/group", shared), answer.endswith("1")  # type: ignore[attr-defined]
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"

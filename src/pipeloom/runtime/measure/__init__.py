@@ -1,0 +1,1 @@
+"""Measurement of layers, operators and links; the undivided model to compare with."""

@@ -1,0 +1,224 @@
+"""Emulated ranks: a plan's steps without its computation, so that many ranks run on few cores.
+
+On the virtual clock nothing takes real time: messages carry the time at which they left, and the result is
+exact, but only shows that the plan, run step by step, is what was planned. With sleeping chunks computation is
+replaced by waiting, and what is measured includes what executor and messages really cost; tasks should then
+last 20 to 40 ms and more. Neither is ever to be reported as measured training.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.plan import Action, ExecutionPlan, Verb
+from pipeloom.plan.messages import messages_of
+from pipeloom.runtime.execute.result import ActionTime
+from pipeloom.runtime.launch.processes import launch
+from pipeloom.runtime.launch.transport import Handle, TorchTransport, Transport
+from pipeloom.spec import DTYPE_BYTES
+from pipeloom.taskgraph import KIND_NAMES, TaskGraph
+from pipeloom.timeline import Schedule, simulate
+
+Clock = Literal["virtual", "sleep"]
+Step = tuple[str, str, int, int]
+"""Verb, chunk, microbatch, sub-microbatch of a compute action."""
+
+
+def step_durations(graph: TaskGraph, chunk_names: tuple[str, ...]) -> dict[Step, int]:
+    """Nanoseconds of every compute action, from a graph built for the layout with these chunks."""
+    if graph.labels is None:
+        raise InputError("graph.labels", "is null", "give a graph that was built from a layout and a packing")
+    durations = {}
+    for kind, pair, duration in zip(graph.kind.tolist(), graph.pair.tolist(), graph.duration_ns.tolist(), strict=True):
+        label = graph.labels[pair]
+        durations[KIND_NAMES[kind], chunk_names[label.chunk], label.microbatch, label.sub_microbatch] = duration
+    return durations
+
+
+def emulate(
+    plan: ExecutionPlan,
+    rank: int,
+    durations_ns: Mapping[Step, int],
+    transport: Transport,
+    *,
+    clock: Clock = "virtual",
+    transfer_ns: Callable[[int], int] = lambda _: 0,
+) -> tuple[ActionTime, ...]:
+    """Run one rank's actions without computing.
+
+    Parameters
+    ----------
+    plan : ExecutionPlan
+    rank : int
+    durations_ns : mapping
+        See `step_durations`.
+    transport : Transport
+        Carries 8 bytes for each message, whatever its shape.
+    clock : {"virtual", "sleep"}
+    transfer_ns : callable
+        From a message's bytes to its nanoseconds under way; on the virtual clock only.
+
+    Returns
+    -------
+    tuple of ActionTime
+        The compute actions in the rank's order: from 0 on the virtual clock, else on the host's monotonic one.
+    """
+    return _EmulatedRank(plan, rank, durations_ns, transport, clock, transfer_ns).run()
+
+
+class _EmulatedRank:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        rank: int,
+        durations_ns: Mapping[Step, int],
+        transport: Transport,
+        clock: Clock,
+        transfer_ns: Callable[[int], int],
+    ) -> None:
+        self.actions, self.rank, self.transport, self.clock = plan.ranks[rank], rank, transport, clock
+        self.durations_ns, self.transfer_ns = durations_ns, transfer_ns
+        self.messages = messages_of(plan).rows[rank]
+        self.posted: dict[tuple[Verb, int], tuple[Handle, Tensor, int]] = {}
+        """By the verb that waits for it: handle, payload, nanoseconds under way."""
+        self.now_ns = 0
+        self.times: list[ActionTime] = []
+
+    def run(self) -> tuple[ActionTime, ...]:
+        for action, message in zip(self.actions, self.messages, strict=True):
+            if action.verb.is_compute:
+                self._compute(action)
+            elif message is not None and action.shape is not None:
+                self._post(action, message)
+            elif message is not None:
+                self._wait(action, message)
+        return tuple(self.times)
+
+    def _compute(self, action: Action) -> None:
+        step = (action.verb, action.chunk, action.microbatch, action.sub_microbatch)
+        if step not in self.durations_ns:
+            raise ExecutionError(f"rank {self.rank}: the graph has no task for {' '.join(map(str, step))}")
+        duration = self.durations_ns[step]
+        if self.clock == "sleep":
+            begin = time.monotonic_ns()
+            time.sleep(duration / 1e9)
+            end = time.monotonic_ns()
+        else:
+            begin, end = self.now_ns, self.now_ns + duration
+            self.now_ns = end
+        self.times.append(ActionTime(action.verb, *step[1:], begin, end))
+
+    def _post(self, action: Action, message: int) -> None:
+        assert action.peer is not None
+        assert action.shape is not None
+        payload = torch.tensor([self.now_ns], dtype=torch.int64)
+        post = self.transport.send if action.verb.is_send else self.transport.receive
+        under_way = self.transfer_ns(math.prod(action.shape) * DTYPE_BYTES[action.dtype])
+        self.posted[action.verb.wait, message] = (post(payload, action.peer, message), payload, under_way)
+
+    def _wait(self, action: Action, message: int) -> None:
+        handle, payload, under_way = self.posted.pop((action.verb, message))
+        handle.wait()
+        if action.verb.post.is_receive:
+            self.now_ns = max(self.now_ns, int(payload) + under_way)
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A plan, and how long each of its steps is to take in nanoseconds."""
+
+    plan: ExecutionPlan
+    durations_ns: dict[Step, int]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What one plan took.
+
+    Attributes
+    ----------
+    start_ns, end_ns : int
+        Of the first and last step of all ranks: of the host's clock where ranks slept, else from 0.
+    steps_ns : dict
+        How long each step really took.
+    """
+
+    start_ns: int
+    end_ns: int
+    steps_ns: dict[Step, int]
+
+    @property
+    def total_ns(self) -> int:
+        """Nanoseconds from the first start to the last end."""
+        return self.end_ns - self.start_ns
+
+
+def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) -> list[Execution]:
+    """Run plans one after the other on as many processes as they have ranks, joined by gloo.
+
+    Messages are real, of 8 bytes each, and on the virtual clock take no time.
+
+    Raises
+    ------
+    ExecutionError
+        A rank fails.
+    """
+    by_rank = launch(_run_rank, num_ranks, list(emulations), clock)
+    found = []
+    for on_ranks in zip(*by_rank, strict=True):
+        of_plan = [one for one in on_ranks if one is not None]
+        steps = {step: ns for one in of_plan for step, ns in one.steps_ns.items()}
+        found.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
+    return found
+
+
+def _run_rank(emulations: list[Emulation], clock: Clock) -> list[Execution | None]:
+    """On one rank; None where a plan has nothing for it to compute."""
+    torch.set_num_threads(1)
+    found: list[Execution | None] = []
+    for one in emulations:
+        dist.barrier()
+        times = emulate(one.plan, dist.get_rank(), one.durations_ns, TorchTransport(), clock=clock)
+        steps: dict[Step, int] = {each[:4]: each[5] - each[4] for each in times}
+        found.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
+    return found
+
+
+def without_delays(graph: TaskGraph) -> TaskGraph:
+    """The graph where messages take no time and memory has no limit: what sleeping ranks are compared with."""
+    return replace(
+        graph,
+        edge_delay_ns=np.zeros_like(graph.edge_delay_ns),
+        capacity_bytes=None,
+        predecessor_delay_ns=np.zeros_like(graph.predecessor_delay_ns),
+        successor_delay_ns=np.zeros_like(graph.successor_delay_ns),
+    )
+
+
+def replayed_ns(
+    graph: TaskGraph, schedule: Schedule, chunk_names: tuple[str, ...], steps_ns: Mapping[Step, int]
+) -> int:
+    """What a schedule comes to where every step takes as long as it really took.
+
+    Its difference from the planned time is what waking late costs: the machine's share, not the executor's.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        Without candidates.
+    """
+    of_task = step_durations(replace(graph, duration_ns=np.arange(graph.num_tasks)), chunk_names)
+    measured = graph.duration_ns.copy()
+    for step, task in of_task.items():
+        measured[task] = steps_ns[step]
+    return simulate(replace(graph, duration_ns=measured), schedule).makespan_ns

@@ -1,0 +1,120 @@
+"""Microbenchmarks of the link between two devices of one machine: messages and collectives, for `emulator.fit`.
+
+Two processes, joined by gloo over the loopback device (CPU) or by NCCL (two GPUs). What they measure is the link
+inside a node, which device tables call ``nvlink`` whatever it is made of. A link between machines cannot be
+measured on one; its figures stay in the cluster's file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.emulator.fit import Measurement
+from pipeloom.runtime.launch.processes import launch
+
+KINDS = ("send", "all_reduce", "all_gather")
+NUM_RANKS = 2
+SIZES = tuple(1 << k for k in range(10, 25, 2))
+"""Bytes of messages that are fitted: 1 KiB to 16 MiB."""
+BETWEEN = tuple(3 << k for k in range(10, 23, 4))
+"""Bytes of messages to check: 3 KiB to 12 MiB."""
+BYTES_AT_ONCE = 1 << 20
+MOST_LOOPS = 64
+
+
+def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, repeats: int = 9) -> list[Measurement]:
+    """Time sends, all-reduces and all-gathers between two processes of this machine.
+
+    Wall-clock time, since waiting for the other side is what is measured; the lower eighth of three times
+    ``repeats`` counts, taken in rounds over all kinds and sizes, so that a disturbance does not fall on one alone.
+
+    Parameters
+    ----------
+    device : "cpu" or "cuda"
+        ``"cuda"`` needs two GPUs. That path has not been run where this was written.
+    sizes : sequence of int
+        Bytes of the message, of the reduced or of the gathered tensor; multiples of 8.
+    repeats : int
+
+    Returns
+    -------
+    list of Measurement
+        Of part ``nvlink``: for each kind and size the bytes that a ring sends from each rank, and its messages.
+
+    Raises
+    ------
+    ExecutionError
+        When a process fails.
+    """
+    timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[0]
+    out = []
+    for (kind, size), times in timed.items():
+        passes = 2 if kind == "all_reduce" else 1
+        share = 1.0 if kind == "send" else passes * (NUM_RANKS - 1) / NUM_RANKS
+        out.append(
+            Measurement(
+                kind,
+                f"{kind} {size} bytes, {NUM_RANKS} ranks",
+                sorted(times)[len(times) // 8],
+                network_bytes=size * share,
+                part="nvlink",
+                steps=float(passes * (NUM_RANKS - 1)),
+            )
+        )
+    return out
+
+
+def _times(device: str, sizes: tuple[int, ...], repeats: int) -> dict[tuple[str, int], list[float]]:
+    """On each rank: seconds of every kind and size, ``repeats`` times."""
+    group: Any = None
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+        group = dist.new_group(backend="nccl")
+    runs = dict(_runs(device, sizes, group))
+    out: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for number in range(repeats + 1):
+        for (kind, size), run in runs.items():
+            loops = max(1, min(MOST_LOOPS, BYTES_AT_ONCE // size))
+            seconds = _seconds(device, group, run, loops) / (2 if kind == "send" else 1)
+            if number:  # the first round warms up: connections are made, memory is touched
+                out[kind, size].append(seconds)
+    return out
+
+
+def _seconds(device: str, group: Any, run: Callable[[], object], loops: int) -> float:
+    """Wall-clock seconds of one run, both sides starting together."""
+    dist.barrier(group)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(loops):
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / loops
+
+
+def _runs(device: str, sizes: tuple[int, ...], group: Any) -> Iterator[tuple[tuple[str, int], Callable[[], object]]]:
+    rank = dist.get_rank()
+    for size in sizes:
+        x = torch.zeros(size // 4, device=device)
+        halves = list(x.chunk(NUM_RANKS))
+        mine = halves[rank].clone()
+        yield ("send", size), partial(_there_and_back, x, rank, group)
+        yield ("all_reduce", size), partial(dist.all_reduce, x, group=group)
+        yield ("all_gather", size), partial(dist.all_gather, halves, mine, group=group)
+
+
+def _there_and_back(x: torch.Tensor, rank: int, group: Any) -> None:
+    if rank == 0:
+        dist.send(x, 1, group)
+        dist.recv(x, 1, group)
+    else:
+        dist.recv(x, 0, group)
+        dist.send(x, 0, group)

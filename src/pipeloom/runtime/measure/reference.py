@@ -1,0 +1,136 @@
+"""The undivided model: one process, one pass over the whole batch. What every plan must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.data.dataset import count_targets, load_part
+from pipeloom.runtime.model.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
+from pipeloom.runtime.model.reduce import zero_missing
+from pipeloom.runtime.model.weights import give_all_weights
+from pipeloom.spec import Batch, TensorShape
+from pipeloom.spec.model import num_instances
+
+
+def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backward: bool = True) -> float:
+    """Run the whole batch through the whole model, without pipeline, packing or sub-microbatches.
+
+    Parameters
+    ----------
+    model : Model
+        Layers on ``meta`` are given their weights.
+    batch : Batch
+        Metadata of ``samples``, in the same order.
+    samples : sequence
+    backward : bool
+        Add the gradients of the mean loss to ``.grad`` of the parameters: zeros to a module that the batch has no
+        work for. Those of frozen modules are marked as needing none.
+
+    Returns
+    -------
+    float
+        The loss: sum over all targets, divided by their number.
+    """
+    model.check_stated()
+    give_all_weights(model)
+    normaliser = count_targets(model, samples)
+    if not normaliser > 0:
+        raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")
+    for module in model.modules:
+        if module.frozen:
+            for layer in module.layers:
+                layer.requires_grad_(False)
+    outputs: dict[str, Tensor] = {}
+    streams = StreamsOf(model, batch)
+    idle: list[Module] = []
+    part: Part | None = None
+    with torch.set_grad_enabled(backward):
+        for module in model.modules:
+            part = whole_part(module, batch, samples)
+            given = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
+            outputs[module.name] = _forward(module, part, given, streams)
+            if not part.instances:
+                idle.append(module)
+        assert part is not None
+        losses = streams.losses
+        if part.instances:
+            losses.append(model.loss(outputs[model.modules[-1].name], part))
+        if not losses:
+            # Without work for the last module there is no loss but what other layers emit.
+            return 0.0
+        loss = sum(losses[1:], losses[0]) / normaliser
+    if backward and loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+        for module in idle:
+            zero_missing(module.layers)
+    return float(loss.detach())
+
+
+def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
+    """All that a batch has for a module, loaded."""
+    instances = tuple(
+        (position, index)
+        for position, sample in enumerate(batch.samples)
+        for index in range(num_instances(module.reads, sample))
+    )
+    return load_part(Part(tuple(samples), instances, batch.iteration), module.name)
+
+
+def rows_of(
+    output: Tensor, source: Module, module: Module, batch: Batch, part: Part, shape: TensorShape | None = None
+) -> Tensor:
+    """What the module takes of another one's output, or of a stream."""
+    first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances), shape)
+    return output.narrow(0, first, count)
+
+
+class StreamsOf:
+    """Streams and losses that layers have emitted so far."""
+
+    def __init__(self, model: Model, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        self.ends = {end.stream: (module, end) for module in model.modules for end in module.spec.emits}
+        self.found: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+
+    def taken(self, module: Module, layer: int, part: Part) -> dict[str, Tensor]:
+        """What a layer is called with."""
+        found = {}
+        for taken in module.spec.takes:
+            if taken.layer != layer:
+                continue
+            source, end = self.ends[taken.stream]
+            tensor = self.found.get(end.stream)
+            if tensor is None:
+                tensor = empty_output(end.output, torch.device("cpu"))
+            elif source is not module:
+                tensor = rows_of(tensor, source, module, self.batch, part, end.output)
+            found[end.stream] = tensor
+        return found
+
+    def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
+        """Note what a layer emits, and return its output."""
+        check_emitted(module, layer, result.streams if isinstance(result, Emit) else ())
+        if not isinstance(result, Emit):
+            return result
+        self.found |= result.streams
+        if result.loss is not None:
+            self.losses.append(result.loss)
+        return result.output
+
+
+def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: StreamsOf) -> Tensor:
+    if not part.instances:
+        return empty_output(module.spec.layers[-1].output, torch.device("cpu"))
+    context = {} if module.context is None else module.context(part)
+    given: Any = () if module.inputs is None else module.inputs(part)
+    arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+    for number, layer in enumerate(module.layers):
+        x = streams.apart(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
+        arguments = (x,)
+    return x

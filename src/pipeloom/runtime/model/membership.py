@@ -1,0 +1,142 @@
+"""Where a process stands in training: its pipeline rank, its replica, and the groups that it talks over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeloom.errors import InputError
+from pipeloom.packing import Loads, deal, token_loads
+from pipeloom.runtime.launch.mesh import Mesh, make_mesh
+from pipeloom.runtime.model.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
+from pipeloom.spec import Batch, Layout, ModelSpec
+
+BatchLoads = Callable[[Batch], Loads]
+"""What every sample of a batch weighs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Membership:
+    """Of one process.
+
+    Attributes
+    ----------
+    stage : int
+        Pipeline rank.
+    replica : int
+        Which of the data-parallel replicas of the pipeline it belongs to.
+    num_replicas : int
+    messages : ProcessGroup or None
+        The pipeline ranks of this replica, for the messages of plans; None: the default group.
+    collectives : ProcessGroup or None
+        The same, for everything that they do together.
+    reduce_gradients : callable or None
+        For the executor; None where every chunk is on one process only.
+    tensor_rank : int
+        Which of the tensor-parallel ranks of its pipeline rank it is.
+    team : ProcessGroup or None
+        All processes of this replica, which run one plan.
+    stages : tuple of int
+        Pipeline rank of every process of the team.
+    mesh : Mesh or None
+        None where there is nothing but a pipeline.
+    """
+
+    stage: int
+    replica: int
+    num_replicas: int
+    messages: dist.ProcessGroup | None
+    collectives: dist.ProcessGroup | None
+    reduce_gradients: ReduceGradients | None
+    tensor_rank: int = 0
+    team: dist.ProcessGroup | None = None
+    stages: tuple[int, ...] = ()
+    mesh: Mesh | None = None
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks of its pipeline rank; None where there is nothing but a pipeline."""
+        return None if self.mesh is None else self.mesh.device_mesh.get_group("tp")
+
+    @property
+    def is_planner_rank(self) -> bool:
+        """Whether it talks to the planner, for all processes of its replica."""
+        return self.stage == 0 and self.tensor_rank == 0
+
+    def share(
+        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, dealt: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Which samples of a global batch this replica runs; all replicas work it out alike.
+
+        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ. Of a batch
+        with fewer samples than replicas, some run what others run too, and `counts` says whose counts.
+
+        Parameters
+        ----------
+        batch : Batch
+        model : ModelSpec
+        loads : callable or None
+            What samples weigh; None: their tokens.
+        dealt : sequence of int
+            The replica of every sample, as a planner chose it and all replicas were told; where it does not deal this
+            batch, samples are dealt by what they weigh.
+        """
+        if self.num_replicas == 1:
+            return tuple(range(len(batch.samples)))
+        if len(batch.samples) < self.num_replicas:
+            return (self.replica % len(batch.samples),)
+        if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
+            return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
+        weighed = loads(batch) if loads is not None else token_loads(batch, model)
+        return deal(weighed, self.num_replicas)[self.replica]
+
+    def counts(self, batch: Batch) -> bool:
+        """Whether what this replica runs of a global batch counts: all run something, for all do much together."""
+        return self.replica < len(batch.samples)
+
+
+def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Membership:
+    """Arrange all processes of the default group; each of them calls it once.
+
+    Neighbouring processes share the tensors of a pipeline rank, then come its replicas.
+
+    Parameters
+    ----------
+    layout : Layout
+        Its ``num_ranks`` and ``parallelism``.
+    timeout_s : float or None
+        After which a rank that waits for another of its replica gives up, where there are several; None: torch's own.
+    device_type : str
+        ``"cpu"`` or ``"cuda"``. NCCL serves messages and collectives of one group in one order, so that each has a
+        group of its own there.
+
+    Raises
+    ------
+    InputError
+        When another number of processes runs.
+    """
+    num_replicas, num_tensor, size = layout.parallelism.data, layout.parallelism.tensor, dist.get_world_size()
+    if size != layout.num_ranks * num_replicas * num_tensor:
+        times = f" x {num_replicas} replicas" if num_replicas > 1 else ""
+        times += f" x {num_tensor} tensor-parallel" if num_tensor > 1 else ""
+        raise InputError("layout.num_ranks", f"{layout.num_ranks}{times}, but {size} processes run", "start as many")
+    if num_replicas * num_tensor == 1 and device_type == "cpu":
+        replicated = any(module.on_ranks == "replicated" for module in layout.modules)
+        reduce_gradients = all_reduce_gradients(layout) if replicated else None
+        return Membership(dist.get_rank(), 0, 1, None, None, reduce_gradients, stages=tuple(range(size)))
+    mesh = make_mesh(layout, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
+    return Membership(
+        mesh.pipeline_rank,
+        mesh.data_rank,
+        num_replicas,
+        mesh.pipeline,
+        mesh.reduction,
+        mesh_gradients(layout, mesh),
+        mesh.tensor_rank,
+        mesh.replica,
+        tuple(rank // (num_replicas * num_tensor) for rank in dist.get_process_group_ranks(mesh.replica)),
+        mesh,
+    )

@@ -1,0 +1,207 @@
+"""Layers whose parameters lie in shards: FSDP2 over the replicas, DTensor over the tensor-parallel ranks.
+
+Parameters are gathered once an iteration (UNSHARD) and stay whole until their gradients are reduced (REDUCE_GRAD),
+however many microbatches lie between: replicas run different plans with different numbers of microbatches, so that any
+collective inside a forward or a backward would meet another one there, or none. Everything between UNSHARD and
+REDUCE_GRAD is therefore as without FSDP2, split backward and recomputation included, and only public calls are used.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.runtime.launch.mesh import Mesh
+from pipeloom.runtime.model.model import Model
+from pipeloom.spec import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor lies in shards.
+
+    DTensor takes longer to import than most of what asks, and where nobody has imported it nothing is one.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
+    """Apply `fully_shard` to every layer of this pipeline rank's chunks, over the data-parallel replicas.
+
+    Call it after `parallelize_module`, and before the optimiser is made.
+
+    Parameters
+    ----------
+    model : Model
+    layout : Layout
+    mesh : Mesh
+
+    Raises
+    ------
+    InputError
+        When the layout has no replicas.
+    """
+    if layout.parallelism.data < 2:
+        raise InputError(
+            "layout.parallelism.data", f"{layout.parallelism.data} is below 2", "there is nothing to shard over"
+        )
+    done: set[int] = set()
+    for chunk in layout.chunks:
+        if chunk.rank != mesh.pipeline_rank:
+            continue
+        module = model.module(chunk.module)
+        for number in range(chunk.layers[0], chunk.layers[1] + 1):
+            layer = module.layers[number]
+            if id(layer) in done or not any(True for _ in layer.parameters()):
+                continue
+            done.add(id(layer))
+            shard_layer(layer, mesh, frozen=module.frozen)
+
+
+def shard_layer(layer: nn.Module, mesh: Mesh, *, frozen: bool) -> None:
+    """Apply `fully_shard` to a layer, over the data-parallel replicas."""
+    import torch.distributed.fsdp as fsdp  # slow to import, and seldom needed
+
+    # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
+    # from UNSHARD to REDUCE_GRAD here, so that no such hook is relied on.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    if frozen:
+        layer.requires_grad_(False)
+    fsdp.fully_shard(layer, mesh=mesh.device_mesh["dp"])
+
+
+def sharded_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
+    """The modules that `fully_shard` was applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for layer in layers:
+        for module in layer.modules():
+            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                yield module
+
+
+def unshard(layers: Iterable[nn.Module]) -> None:
+    """Begin to gather the parameters, to be whole until `reshard`; the first forward waits for them."""
+    for module in sharded_modules(layers):
+        module.set_requires_gradient_sync(False, recurse=False)
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+        module.unshard(async_op=True)
+
+
+def reshard(layers: Iterable[nn.Module]) -> None:
+    """Let go of parameters that `unshard` gathered."""
+    modules = list(sharded_modules(layers))
+    _wait_for(modules)
+    for module in modules:
+        module.reshard()
+
+
+def _wait_for(modules: Iterable[Any]) -> None:
+    """Without work for its layer nothing has waited for a module yet, and the next iteration would find old values."""
+    for module in modules:
+        module.unshard()
+
+
+class Share(NamedTuple):
+    """What this process adds to the gradient of one parameter."""
+
+    parameter: nn.Parameter
+    """Whose ``.grad`` is to be set: a shard where FSDP2 manages it."""
+    gradient: Tensor
+    """Whole over the replicas; over tensor-parallel ranks this process's shard."""
+    sharded: bool
+    """Whether each replica gets its rows of the sum, and not all of it."""
+
+
+def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
+    """Take the gradients of trained parameters out of ``.grad``, and release the whole parameters.
+
+    A parameter without a gradient had no part in this iteration here; others wait for its zeros.
+    """
+    _wait_for(sharded_modules(layers))
+    whole: list[tuple[str, nn.Parameter, Tensor]] = []
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                whole.append((f"{number}.{name}", parameter, _local_gradient(parameter)))
+                parameter.grad = None
+    reshard(layers)
+    after = {
+        f"{number}.{name}": parameter
+        for number, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+    }
+    return [Share(after[name], gradient, sharded=after[name] is not parameter) for name, parameter, gradient in whole]
+
+
+def complete_gradients(layers: Iterable[nn.Module]) -> None:
+    """Lay gradients out as their parameters: one that is still a partial sum over tensor-parallel ranks is summed."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            gradient = parameter.grad
+            if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    """Set (or add to) a parameter's gradient from the local part of it."""
+    gradient = local
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor
+
+        gradient = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, sharing its memory."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            return awaited(tensor.to_local())
+    return tensor
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """Return a tensor that nobody need wait for: collectives inside DTensor's operations give ones that still run."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
+def check_row_shards(parameter: nn.Parameter, rows: int) -> None:
+    """Refuse shards that are not made of rows over one mesh dimension."""
+    if local_part(parameter).dim() == 0 or local_part(parameter).shape[0] > rows:
+        raise ExecutionError(
+            f"a parameter of shape {tuple(parameter.shape)} is sharded otherwise than by rows over the replicas; "
+            "apply fully_shard without shard_placement_fn, on the mesh's dp dimension alone"
+        )
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(local_part(parameter))
+    if is_dtensor(parameter) and is_dtensor(gradient):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return local_part(gradient)
+    return gradient
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor, or this rank's part of it, is a view of."""
+    return local_part(awaited(tensor)).untyped_storage().data_ptr()

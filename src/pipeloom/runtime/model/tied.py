@@ -1,0 +1,147 @@
+"""Tied parameters: one `Parameter` in several layers, such as an embedding that is the output head too.
+
+On one rank autograd adds up what all its layers give to the gradient. Where its layers lie on several ranks, each of
+them holds a copy: their gradients are summed at the end of an iteration, so that all copies take the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.model.model import Model
+from pipeloom.spec import Layout
+
+SumOver = Callable[[tuple[int, ...], Tensor], None]
+"""Sums a tensor in place over some pipeline ranks, of which this is one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tied:
+    """A parameter whose layers lie on several pipeline ranks.
+
+    Attributes
+    ----------
+    names : tuple of str
+        ``module.layer.parameter``, in model order.
+    ranks : tuple of int
+        Pipeline ranks that hold it, ascending.
+    parameter : torch.nn.Parameter
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    parameter: nn.Parameter
+
+
+def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
+    """Trained parameters that a layout divides over several ranks.
+
+    Raises
+    ------
+    InputError
+        When a tied parameter is frozen in one module and trained in another, is in a replicated module and in a
+        pipelined one, or was torn apart after the model was made.
+    """
+    rank_of = {
+        (chunk.module, layer): chunk.rank
+        for chunk in layout.chunks
+        for layer in range(chunk.layers[0], chunk.layers[1] + 1)
+    }
+    found = []
+    for names in model.tied:
+        places = [_place(name) for name in names]
+        modules = [layout.module(module) for module, _, _ in places]
+        first, *others = (_parameter(model, place) for place in places)
+        where, same = f"parameter {names[0]!r}", f"is one with {', '.join(map(repr, names[1:]))}"
+        if len({module.frozen for module in modules}) > 1:
+            raise InputError(where, f"{same}, frozen in one module and trained in another", "freeze both or neither")
+        if modules[0].frozen or not first.requires_grad:
+            continue
+        if any(other is not first for other in others):
+            raise InputError(
+                where,
+                f"{same}, but something has torn them apart since the model was made",
+                "leave tied layers out of fully_shard and parallelize_module",
+            )
+        everywhere = {module.on_ranks == "replicated" and layout.num_ranks > 1 for module in modules}
+        if everywhere == {True, False}:
+            raise InputError(
+                where, f"{same}, but one module lies on all ranks and the other is pipelined", "lay both out alike"
+            )
+        ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
+        if everywhere == {False} and len(ranks) > 1:
+            found.append(Tied(names, ranks, first))
+    return tuple(found)
+
+
+def sums_over_ranks(
+    model: Model, layout: Layout, timeout: timedelta | None = None, device_type: str = "cpu"
+) -> SumOver | None:
+    """Make the groups over which tied parameters are summed; all processes of the default group call it together.
+
+    Processes are arranged as by `make_mesh`.
+
+    Returns
+    -------
+    callable or None
+        For `Executor`; None where no parameter is tied over ranks.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    beside = layout.parallelism.data * layout.parallelism.tensor
+    every = sorted({each.ranks for each in tied_over_ranks(model, layout)})
+    if not every:
+        return None
+    for ranks in every:
+        for offset in range(beside):
+            members = [rank * beside + offset for rank in ranks]
+            group = dist.new_group(members, timeout=timeout)
+            if dist.get_rank() in members:
+                groups[ranks] = group
+                # As `make_mesh`: NCCL makes its communicator at the first use, for which the host waits.
+                dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+
+    def sum_over(ranks: tuple[int, ...], tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=groups[ranks])
+
+    return sum_over
+
+
+def sum_tied(tied: Iterable[Tied], sum_over: SumOver) -> None:
+    """Sum the gradients of tied parameters of this rank; all ranks that hold them call it together."""
+    by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for each in tied:
+        by_ranks.setdefault((each.ranks, each.parameter.dtype), []).append(each.parameter)
+    for (ranks, _), parameters in by_ranks.items():
+        flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+        sum_over(ranks, flat)
+        _give(parameters, flat)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    begin = 0
+    for parameter in parameters:
+        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+
+
+def _place(name: str) -> tuple[str, int, str]:
+    """Module, layer and path within the layer."""
+    module, layer, path = name.split(".", 2)
+    return module, int(layer), path
+
+
+def _parameter(model: Model, place: tuple[str, int, str]) -> nn.Parameter:
+    module, layer, path = place
+    found: nn.Parameter = model.module(module).layers[layer].get_parameter(path)
+    return found

@@ -1,0 +1,1 @@
+"""The training loop: one plan for each batch, evaluation, learning rates."""

@@ -1,0 +1,223 @@
+"""A rank's layers divided over processes: over tensor-parallel ranks as the model says, over replicas by FSDP2.
+
+What is divided is a copy of each layer of this rank's chunks. The user's own layer lends it its weights and is
+without any while training runs; afterwards the whole weights are brought together in it again, so that what the
+user evaluates or saves is the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.launch.mesh import Mesh
+from pipeloom.runtime.model.model import Model, Module, user_code
+from pipeloom.runtime.model.sharding import is_dtensor, shard_layer
+from pipeloom.runtime.model.weights import give_weights_to
+from pipeloom.spec import Layout, Parallelism
+
+Sharding = Literal["fsdp"]
+"""How replicas hold their layers in shards."""
+
+
+def divide_model(
+    model: Model,
+    layout: Layout,
+    mesh: Mesh | None,
+    shard: Sharding | None,
+    device: torch.device | str = "cpu",
+    *,
+    fill: bool = True,
+) -> Model:
+    """Return the model that this process runs; all processes call it together, before the optimiser is made.
+
+    Layers that share a parameter with another layer stay whole and the user's own, as do those of other ranks. Layers
+    that are on ``meta`` are given weights one after the other, and divided before the next: a process never holds
+    more than one of them whole. Those that are not divided are left to `give_weights`.
+
+    Parameters
+    ----------
+    model : Model
+        Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism, and does not deal
+        their instances.
+    layout : Layout
+    mesh : Mesh or None
+        None where the layout has neither replicas nor tensor parallelism.
+    shard : "fsdp" or None
+        Apply `fully_shard` to every layer, over the replicas.
+    device : torch.device or str
+        To which the layers of this rank are moved.
+    fill : bool
+        As of `give_weights`.
+
+    Returns
+    -------
+    Model
+        The model itself where nothing is to be divided.
+
+    Raises
+    ------
+    InputError
+        When there is nothing to divide over, no module says how to divide, or a parameter cannot be divided evenly.
+    """
+    check_divisible(model, layout.parallelism, shard)
+    tensor = layout.parallelism.tensor
+    if mesh is None or (tensor == 1 and shard is None):
+        return model
+    whole = layers_with_tied(model)
+    modules = []
+    for module in model.modules:
+        layers = list(module.layers)
+        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
+            if (module.name, number) not in whole and _has_parameters(layers[number]):
+                layers[number] = _lend(layers[number])
+        modules.append(replace(module, layers=layers))
+    divided = replace(model, modules=modules)
+    num_divided = 0
+    for module in divided.modules:
+        for number in _of_rank(layout, module.name, mesh.pipeline_rank):
+            if (module.name, number) in whole:
+                continue
+            layer = module.layers[number]
+            give_weights_to(divided, [(module.name, number)], device, fill=fill)
+            layer.to(device)
+            if tensor > 1 and not layout.deals(module.name):
+                num_divided += _over_tensor_ranks(module, number, mesh)
+            if shard is not None and _has_parameters(layer):
+                shard_layer(layer, mesh, frozen=module.frozen)
+    if tensor > 1 and not layout.dealt:
+        _check_divided(num_divided, tensor)
+    return divided
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
+
+
+def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
+    """Refuse, before any process is started, what no process could divide.
+
+    Raises
+    ------
+    InputError
+        When no module says how to divide its layers, or there is one replica to shard over.
+    """
+    if shard is not None and parallelism.data < 2:
+        raise InputError(
+            "shard",
+            f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
+            "let it be 2 or more, or leave shard out",
+        )
+    if parallelism.tensor > 1 and all(module.parallelize is None for module in model.modules):
+        raise InputError(
+            f"model {model.name!r}",
+            f"does not say how its layers are divided over {parallelism.tensor} tensor-parallel ranks",
+            "give at least one Module parallelize=, or do without tensor parallelism",
+        )
+
+
+def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> None:
+    """Bring the whole weights of this pipeline rank's layers together in the user's own layers, on the CPU.
+
+    All processes of the pipeline rank call it together.
+
+    Parameters
+    ----------
+    model, running : Model
+        The user's, and what `divide_model` made of it; the same one where nothing was divided.
+    layout : Layout
+    stage : int
+        This pipeline rank.
+    """
+    for module, other in zip(model.modules, running.modules, strict=True):
+        for number in _of_rank(layout, module.name, stage):
+            own, divided = module.layers[number], other.layers[number]
+            if own is divided:
+                own.to("cpu")
+                continue
+            own.to_empty(device="cpu")
+            tensors = dict(_tensors(own))
+            for name, tensor in _tensors(divided):
+                # What was gathered counts on every process: all of them take part, whatever they do with it.
+                tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
+
+
+def _lend(layer: nn.Module) -> nn.Module:
+    """Return a copy; the layer itself keeps its form but no memory."""
+    copied = copy.deepcopy(layer)
+    layer.to("meta")
+    return copied
+
+
+def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
+    """Call ``parallelize`` on a layer of this rank; returns how many parameters are divided."""
+    if module.parallelize is None:
+        return 0
+    layer, where, over = module.layers[number], f"module {module.name!r}.layers[{number}]", mesh.device_mesh["tp"]
+    names = [name for name, _ in layer.named_parameters()]
+    with user_code(f"{where}: parallelize"):
+        module.parallelize(layer, over)
+    if [name for name, _ in layer.named_parameters()] != names:
+        raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
+    return _check_even(layer, where, over.size())
+
+
+def _check_divided(num_divided: int, tensor: int) -> None:
+    """See that ``parallelize`` did something somewhere."""
+    total = torch.tensor(num_divided)
+    dist.all_reduce(total)
+    if not int(total):
+        raise InputError(
+            "layout.parallelism.tensor",
+            f"{tensor}, but parallelize divided no parameter of any layer",
+            "call parallelize_module with a plan that names submodules of the layer",
+        )
+
+
+def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
+    """Refuse parts of unequal size; return how many parameters are divided."""
+    from torch.distributed.tensor import Shard  # slow to import, and seldom needed
+
+    count = 0
+    for name, parameter in layer.named_parameters():
+        if not is_dtensor(parameter):
+            continue
+        for placement in parameter.placements:
+            if not isinstance(placement, Shard):
+                continue
+            extent = parameter.shape[placement.dim]
+            if extent % num_ranks:
+                raise InputError(
+                    f"{where}.{name}",
+                    f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel "
+                    "ranks",
+                    "take a degree that divides it, or leave this parameter whole",
+                )
+            count += 1
+    return count
+
+
+def _of_rank(layout: Layout, module: str, stage: int) -> Iterator[int]:
+    """Numbers of a module's layers on a pipeline rank."""
+    for chunk in layout.chunks:
+        if chunk.module == module and chunk.rank == stage:
+            yield from range(chunk.layers[0], chunk.layers[1] + 1)
+
+
+def layers_with_tied(model: Model) -> set[tuple[str, int]]:
+    """Module and number of every layer that shares a parameter with another one."""
+    places = (name.split(".", 2) for names in model.tied for name in names)
+    return {(module, int(number)) for module, number, _ in places}
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in layer.named_parameters():
+        yield name, parameter.data
+    yield from layer.named_buffers()

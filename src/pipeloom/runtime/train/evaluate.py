@@ -1,0 +1,225 @@
+"""The loss on batches that are not trained on: plans of forwards alone, run by the same ranks between two iterations.
+
+A layout in which every module is frozen has no backward anywhere. So its task graphs, plans, proofs and messages are of
+forwards alone, and the executor runs such a plan as it runs a frozen encoder: without graphs, holding nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeloom.errors import ExecutionError, InputError
+from pipeloom.plan import Delivery
+from pipeloom.runtime.data.batches import bound
+from pipeloom.runtime.data.contents import batch_digest
+from pipeloom.runtime.data.dataset import count_targets
+from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
+from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.launch.coordination import SameBatch, hand_out, together
+from pipeloom.runtime.model.membership import BatchLoads, Membership
+from pipeloom.runtime.model.model import Model, user_code
+from pipeloom.runtime.model.random_state import RandomState
+from pipeloom.spec import Batch
+
+PlanForwards = Callable[[Batch], Delivery]
+"""From a batch to a plan of its forwards, for `Layout.forward_only`; called on the first rank of each replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation came to.
+
+    Attributes
+    ----------
+    iteration : int
+        How many iterations had been trained.
+    loss : float
+        Sum over all targets of all evaluation batches, divided by their number.
+    num_batches, num_samples : int
+    num_targets : float
+    elapsed_s : float
+    weights : str
+        ``"trained"`` or ``"ema"``.
+    """
+
+    iteration: int
+    loss: float
+    num_batches: int
+    num_samples: int
+    num_targets: float
+    elapsed_s: float
+    weights: str = "trained"
+
+
+def forwards_of(executor: Executor) -> Executor:
+    """Return an executor of plans of forwards alone, on the layers, device and transport of one that trains."""
+    layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
+    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    model = executor.model
+    made = type(executor)(
+        replace(model, modules=[replace(module, frozen=True) for module in model.modules]),
+        executor.layout.forward_only(),
+        executor.rank,
+        executor.transport,
+        executor.device,
+        options=replace(executor.options, reduce_gradients=None, sum_tied=None),
+    )
+    for parameter, needs_gradient in trained:
+        parameter.requires_grad_(needs_gradient)
+    return made
+
+
+class Evaluator:
+    """Evaluates over the ranks of a training; all of them use it alike.
+
+    Parameters
+    ----------
+    executor : Executor
+        The one that trains.
+    model : Model
+        The user's.
+    membership : Membership
+    describe : callable or None
+    loads : callable or None
+        What the samples of a batch weigh when replicas divide them.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        model: Model,
+        membership: Membership,
+        describe: Describe | None,
+        loads: BatchLoads | None,
+    ) -> None:
+        self.executor, self.model, self.membership = forwards_of(executor), model, membership
+        self._describe, self._loads = describe, loads
+
+    def run(
+        self, batches: Iterable[Sequence[Any]], plan: PlanForwards, iteration: int, most: int | None = None
+    ) -> Evaluated:
+        """Evaluate on every batch; layers are in evaluation mode, and random states afterwards as they were before.
+
+        Parameters
+        ----------
+        batches : iterable of sequence of samples
+            The same on every rank.
+        plan : callable
+        iteration : int
+            How many iterations have been trained.
+        most : int or None
+            How many batches are taken at most; None: all.
+
+        Raises
+        ------
+        InputError
+            When there is no batch, or ranks have different ones; then on all of them.
+        ExecutionError
+            When the loss is no number, a rank cannot run its plan, or another rank has died.
+        """
+        begin = time.monotonic()
+        layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
+        num_batches, num_samples, loss_sum, num_targets = 0, 0, 0.0, 0.0
+        with random_kept(self.executor.device), evaluating(layers):
+            source = iter(bound(batches, self.model))
+            try:
+                while num_batches != most and (given := self._next(source, num_batches)) is not None:
+                    samples, batch = given
+                    loss_sum += self._loss_sum(samples, batch, plan)
+                    with user_code("num_targets"):
+                        num_targets += count_targets(self.model, samples)
+                    num_batches, num_samples = num_batches + 1, num_samples + len(samples)
+            finally:
+                close_reading(source)
+                self.executor.loader.close()
+        if not num_targets > 0:
+            problem = f"has {num_targets:g} {self.model.targets} in {num_batches} batches"
+            raise InputError("the evaluation", problem, "give evaluation batches with at least one")
+        total = torch.tensor(loss_sum, dtype=torch.float64)
+        with together("the sum of evaluation losses"):
+            dist.all_reduce(total)
+        loss = float(total) / num_targets
+        if not math.isfinite(loss):
+            raise ExecutionError(
+                f"the evaluation after {iteration} iterations: the loss is {loss}; look for the sample that does it, "
+                "or go on from an earlier checkpoint"
+            )
+        return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
+
+    def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
+        """The next batch with its metadata, the same on all ranks; None after the last."""
+        with user_code("evaluation batches"):
+            samples = next_samples(source, _named(number))
+        batch = None
+        if samples is not None:
+            with _named_errors(number):
+                batch = batch_of(samples, self._describe, number)
+        SameBatch(None if batch is None else batch_digest(batch)).check(_named(number))
+        return None if samples is None or batch is None else (samples, batch)
+
+    def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
+        """What this process has of a batch's sum of losses."""
+        here, number = self.membership, whole.iteration
+        with _named_errors(number):
+            mine = here.share(whole, self.model.spec, self._loads)
+            batch = whole.part(mine)
+            delivery = plan(batch) if here.is_planner_rank else None
+        with together(f"{_named(number)}: the plan's delivery"):
+            forwards, packing = hand_out(
+                delivery, batch, self.model.spec, self.executor.layout, group=here.team, stages=here.stages
+            )
+        try:
+            result = self.executor.run(forwards, packing, [samples[i] for i in mine], normaliser=1.0)
+        except ExecutionError as error:
+            raise ExecutionError(f"{_named(number)}, {error}") from error
+        # Tensor-parallel ranks have the same loss, which counts once.
+        return result.loss_sum if here.counts(whole) and not here.tensor_rank else 0.0
+
+
+def _named(number: int) -> str:
+    return f"evaluation batch {number}"
+
+
+@contextmanager
+def _named_errors(number: int) -> Iterator[None]:
+    """What is wrong with a batch is said to be."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{_named(number)}: {error.entity}", error.problem, error.remedy) from error
+
+
+@contextmanager
+def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Layers in evaluation mode; afterwards every part of them is in the mode in which it was."""
+    modes = [(module, module.training) for layer in layers for module in layer.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, afterwards the generators of torch, numpy and Python are as they were."""
+    state, of_python, of_numpy = RandomState.now(device), random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        state.set(device)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002

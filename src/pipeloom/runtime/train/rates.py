@@ -1,0 +1,108 @@
+"""Learning rates of an optimiser over a run: a scheduler of torch's, at any iteration."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pipeloom.errors import InputError
+from pipeloom.runtime.model.model import user_code
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+"""From a rank's parameters to its optimiser. One whose parameter is called ``named_parameters`` gets pairs of a name,
+``module.layer.parameter``, and the parameter."""
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+"""From a rank's optimiser to its scheduler, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
+Evaluations = Sequence[tuple[int, float]]
+"""Of every evaluation, after how many iterations it was made, and the loss."""
+
+
+def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
+    """Make the optimiser of a rank's trained parameters; None where there are none.
+
+    Raises
+    ------
+    InputError
+        When the user's function raises, or returns no optimiser.
+    """
+    if not named:
+        return None
+    with user_code("optimizer"):
+        try:
+            names = list(inspect.signature(make).parameters)
+        except (TypeError, ValueError):  # some built-in callables have none
+            names = []
+        made = make(list(named) if names[:1] == ["named_parameters"] else [parameter for _, parameter in named])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InputError("optimizer", f"returned a {type(made).__name__}", "return a torch.optim.Optimizer")
+    return made
+
+
+class Rates:
+    """The learning rates of a rank's optimiser.
+
+    A scheduler's state is not saved: `begin` makes it anew and takes the steps that it took, which is exact for
+    whatever goes by its own count, and by evaluations, in any layout.
+
+    Parameters
+    ----------
+    make : callable or None
+        From the optimiser to its scheduler; None: rates stay as the optimiser has them.
+    optimizer : torch.optim.Optimizer or None
+    """
+
+    def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self._make, self._optimizer = make, optimizer
+        self._scheduler: LRScheduler | None = None
+        self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
+        if make is not None:
+            for group in self._groups:
+                # A checkpoint may have another one.
+                group.setdefault("initial_lr", float(group["lr"]))
+
+    def begin(self, iteration: int, evaluations: Evaluations = ()) -> None:
+        """Come to an iteration, after the optimiser's own state was read."""
+        if self._make is None or self._optimizer is None:
+            return
+        for group in self._groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(group["initial_lr"])
+            else:
+                group["lr"] = group["initial_lr"]
+        with user_code("scheduler"):
+            made: object = self._make(self._optimizer)
+        if not isinstance(made, LRScheduler):
+            what = type(made).__name__
+            raise InputError("scheduler", f"returned a {what}", "return a scheduler of torch.optim.lr_scheduler")
+        self._scheduler = made
+        with warnings.catch_warnings():
+            # The steps of the optimiser were taken before.
+            warnings.simplefilter("ignore")
+            if isinstance(made, ReduceLROnPlateau):
+                for after, loss in evaluations:
+                    if after <= iteration:
+                        self.evaluated(loss)
+                return
+            for _ in range(iteration):
+                made.step()
+
+    def step(self) -> None:
+        """After every step of the optimiser."""
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step()
+
+    def evaluated(self, loss: float) -> None:
+        """After every evaluation."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+
+    @property
+    def now(self) -> float | None:
+        """Rate of the first group of this rank; None without one."""
+        return float(self._groups[0]["lr"]) if self._groups and "lr" in self._groups[0] else None
