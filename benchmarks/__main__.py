@@ -1,4 +1,4 @@
-"""`make bench`: run every benchmark and write docs/benchmarks.md, a section each.
+"""`make bench`: run every benchmark and write docs/benchmarks.md and docs/notes/benchmarks.md, a section each.
 
 ``python -m benchmarks planning`` runs one by name; the other sections stay as they are. ``--layers FOLDER`` gives
 ``arrange`` and ``one_planner`` the layer files of measured models; ``--rows NAMES`` prints some rows of ``one_planner``
@@ -18,19 +18,10 @@ from pipeloom.io import write_text
 from pipeloom.report import join_sections, sections
 from pipeloom_lab.reproduce.provenance import machine
 
-SECTIONS = (
+RESULTS = (
     "planning",
-    "one_planner",
-    "joint",
-    "replicas",
     "search",
-    "large",
-    "threads",
-    "overtaking",
-    "methods",
-    "scaling",
     "arrange",
-    "streams",
     "executor",
     "pipelining",
     "emulated",
@@ -43,12 +34,20 @@ SECTIONS = (
     "emulator",
     "gpu",
 )
-TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-_HEAD = """# Benchmarks
-
-Written by `make bench`. Times are CPU time of one core unless a table says otherwise; every section names the
-machine and the day it was taken. Emulated and planned times are never called measured.
+"""Sections of docs/benchmarks.md."""
+DETAILS = ("one_planner", "joint", "replicas", "large", "threads", "overtaking", "methods", "scaling", "streams")
+"""Sections of docs/notes/benchmarks.md."""
+SECTIONS = (*RESULTS, *DETAILS)
+_DOCS = Path(__file__).parents[1] / "docs"
+_TEXT = """Written by `make bench`. Times are CPU time of one core unless a table says otherwise. Every section names
+its machine and date. Emulated and planned times are never called measured.
 """
+PAGES = (
+    # The summary and the remarks are written by hand and stay.
+    (_DOCS / "benchmarks.md", f"# Benchmarks\n\n{_TEXT}", ("summary", *RESULTS)),
+    (_DOCS / "notes" / "benchmarks.md", f"# Notes on the benchmarks\n\n{_TEXT}", (*DETAILS, "remarks")),
+)
+"""File, beginning and sections of every page."""
 
 
 def main(names: list[str], layers: Path | None = None, rows: tuple[str, ...] = ()) -> None:
@@ -70,9 +69,10 @@ def main(names: list[str], layers: Path | None = None, rows: tuple[str, ...] = (
         if rows:
             continue
         # Read only now, and written at once: another run may have written other sections meanwhile.
-        bodies = sections(TARGET.read_text()) if TARGET.exists() else {}
+        target, head, order = next(page for page in PAGES if name in page[2])
+        bodies = sections(target.read_text()) if target.exists() else {}
         bodies[name] = f"## {module.TITLE}\n\nOn {machine()}, {date.today()}.\n\n{body}"
-        write_text(TARGET, join_sections(_HEAD, SECTIONS, bodies))
+        write_text(target, join_sections(head, order, bodies))
 
 
 if __name__ == "__main__":

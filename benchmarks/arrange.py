@@ -29,7 +29,7 @@ from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, SearchParams, one_f_one_b, solve
 from pipeloom.timeline import simulate
 
-TITLE = "Arranging chains of layers"
+TITLE = "Co-optimization of layer chains"
 _THREADS = 2
 _SEEDS = 5
 _OWN_MEMORY = {"gpt-13b": (2.1, "0.5", "9"), "nemotron-nano-9b": (2.4, "2.7", "18")}
@@ -59,8 +59,8 @@ def _measured(folder: Path | None, seconds: float) -> str:
     files = sorted(folder.glob("*.layers.json")) if folder is not None else []
     if not files:
         return (
-            "Layers of measured models were not at hand, so they are left out here: "
-            "`python -m benchmarks arrange --layers FOLDER` takes all `*.layers.json` of a folder."
+            "Measured layers are not available, so this part is left out. `python -m benchmarks arrange --layers "
+            "FOLDER` takes all `*.layers.json` of a folder."
         )
     rows = []
     for file in files:
@@ -76,10 +76,12 @@ def _measured(folder: Path | None, seconds: float) -> str:
             rows.append([table.name, how, f"{factor:g} ×", *_cells(chain, seconds), goal])
     header = ["chain", "backwards", "memory", *_COLUMNS, "goal, per cent"]
     return (
-        f"Measured layers, 4 ranks, 16 microbatches; {2 * seconds:g} s of processor time on two threads "
-        f"({seconds:g} s on two idle cores), {_SEEDS} seeds: median, and smallest to largest. Memory is a multiple of "
-        "what 1F1B on equal stages holds on its fullest rank. Where backwards are split, 1F1B's are too, and a weight "
-        f"gradient holds what the activations held.\n\n{markdown_table(header, rows)}"
+        f"Measured layers, 4 ranks, 16 microbatches. The search has {2 * seconds:g} s of processor time "
+        f"on two threads ({seconds:g} s on two idle cores). Values are medians of {_SEEDS} seeds, with "
+        "the smallest and the largest. *Memory* is a multiple of the need of 1F1B's fullest rank on equal "
+        "stages. If backwards are split, those of 1F1B are split too, and a weight gradient holds as "
+        "much memory as the activations.\n\n"
+        f"{markdown_table(header, rows)}"
     )
 
 
@@ -95,8 +97,8 @@ def _in_training(folder: Path | None) -> Iterator[str]:
     if rows:
         header = ["chain", *(f"seed {seed}" for seed in range(_SEEDS)), "median", "processor time each"]
         yield (
-            'As `kind = "arranged"` searches before training, in 1F1B\'s memory, then 0.05 s of search on such a batch '
-            f"with the rule that was found: ms of an iteration.\n\n{markdown_table(header, rows)}"
+            'Search as for `kind = "arranged"` in 1F1B\'s memory, then 0.05 s of search on such a batch with the rule. '
+            f"Milliseconds of an iteration:\n\n{markdown_table(header, rows)}"
         )
 
 
@@ -158,10 +160,11 @@ def _random(seconds: float) -> str:
     rows = []
     for kinds, chain in random_chains():
         rows.append([str(chain.num_layers), kinds, *_cells(chain, seconds)])
-    header = ["layers", "which are", *_COLUMNS]
+    header = ["layers", "kinds of layers", *_COLUMNS]
     return (
-        "Random chains, whole backwards, twice 1F1B's memory, likewise; the goal is 1.2 % above the bound."
-        f"\n\n{markdown_table(header, rows)}"
+        "Random chains with whole backwards and twice 1F1B's memory, with the same search. The goal is "
+        "1.2 % above the bound.\n\n"
+        f"{markdown_table(header, rows)}"
     )
 
 
@@ -218,9 +221,10 @@ def _large(seconds: float) -> str:
         "peak memory of the process",
     ]
     return (
-        f"{ranks} ranks × {layers} layers × {microbatches} microbatches, {2 * seconds:g} s of processor time on two "
-        "threads, one seed, in a process of its own; the goal is 8 % above work per rank, in 8 GiB."
-        f"\n\n{markdown_table(header, rows)}"
+        f"{ranks} ranks × {layers} layers × {microbatches} microbatches. {2 * seconds:g} s of processor "
+        "time on two threads, one seed, in a separate process. The goal is 8 % above the work per rank, "
+        "within 8 GiB.\n\n"
+        f"{markdown_table(header, rows)}"
     )
 
 

@@ -20,7 +20,7 @@ from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import step_durations
-from pipeloom.runtime.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
+from pipeloom.runtime.measure.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import RankSpec
 from pipeloom.spec.parallelism import Degrees
@@ -95,11 +95,19 @@ def _random_plans(num_plans: int, points: dict[str, Points]) -> str:
             ]
         )
     text = (
-        f"Computation is replaced by sleeping, {_MEAN_MS} ms a task on average; messages are real, 8 bytes each, on "
-        "gloo. A plan of its own for every batch; times of the host's clock. Woken late: how much longer the plan "
-        "takes by sleeps alone that ended late, which is the machine's share of the error (median)."
+        f"Ranks sleep in place of computing, {_MEAN_MS} ms per task on average. Messages are real, 8 bytes "
+        "each, on gloo. Every batch has its own plan. Times are wall-clock times. *Woken late* is the "
+        "machine's share of the error: the median increase from late wake-ups alone."
     )
-    header = ["ranks", "plans", "planned, s", "median error", "95th percentile of its size", "to reach", "woken late"]
+    header = [
+        "ranks",
+        "plans",
+        "planned, s",
+        "median error",
+        "95th percentile of the absolute error",
+        "goal",
+        "woken late",
+    ]
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
@@ -132,10 +140,11 @@ def _large_model(microbatches: int, points: dict[str, Points]) -> str:
         )
     points["VLM-M"] = (seconds, errors)
     text = (
-        f"One pipeline of VLM-M on 64 H800s (costs emulated, tensor parallelism 2, {microbatches} microbatches of real "
-        "shapes), every rank a process of this machine. On the virtual clock messages carry time and nothing waits: "
-        "the time must be the planned one exactly; the seconds beside it are those of starting the ranks and running "
-        "it. Sleeping ranks wait as long as each task is planned to take."
+        f"One pipeline of VLM-M on 64 H800s (emulated costs, tensor parallelism 2, {microbatches} microbatches "
+        "of real shapes). Every rank is a process on this machine. On the virtual clock, messages carry "
+        "time and no rank waits, so the time must equal the planned time exactly. *Took* is the wall "
+        "time to start the ranks and run the plan. Sleeping ranks sleep for the planned time of each "
+        "task."
     )
     header = [
         "ranks",

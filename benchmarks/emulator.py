@@ -19,7 +19,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.sweep import Draw, draw_microbatches, emulate, sweep
 from pipeloom.report import markdown_table
-from pipeloom.runtime.measure.microbench import calibrate
+from pipeloom.runtime.measure.measure.microbench import calibrate
 from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.parallelism import Degrees
@@ -51,8 +51,8 @@ def _layers() -> str:
         emulated = sum(cost.duration_ps.values()) / 1e9
         rows.append([f"{model} layer, {what}", f"{published}", f"{emulated:.2f}", f"{emulated / published - 1:+.1%}"])
     return (
-        "Forward and backward on H800 (data-sheet table), tensor parallelism 8; `dip.txt` §2.2:\n\n"
-        + markdown_table(["layer", "published ms", "emulated ms", "difference"], rows)
+        "Forward and backward on H800 (data-sheet table) with tensor parallelism 8, against DIP section "
+        "2.2:\n\n" + markdown_table(["layer", "published ms", "emulated ms", "difference"], rows)
     )
 
 
@@ -117,20 +117,21 @@ def _speed() -> str:
     shapes = [Workload((n, 8192 - n)) for n in range(1000, 1400, 8)]
     shape = np.median([_cpu_s(partial(costs.chunk_costs, chunk, workload)) for workload in shapes])
     rows = [
-        ["iteration from nothing: tracing, shapes, schedule, timing", f"{whole * 1e3:.0f}", "1000"],
-        ["the same again, all subgraphs known", f"{reused * 1e3:.2f}", ""],
-        [f"the same without reuse, {step.num_operators:,} operators and their peers", f"{slow * 1e3:.0f}", ""],
+        ["first emulation: tracing, shapes, schedule, timing", f"{whole * 1e3:.0f}", "1000"],
+        ["repeated emulation, all subgraphs known", f"{reused * 1e3:.2f}", ""],
+        [f"emulation without reuse, {step.num_operators:,} operators with their peers", f"{slow * 1e3:.0f}", ""],
         ["after one microbatch changed", f"{replaced * 1e3:.2f}", "10"],
         ["a new shape for the planner (4 strategies, 4 passes)", f"{shape * 1e3:.2f}", "1"],
     ]
     text = f"VLM-L, 8 ranks, {MICROBATCHES} different microbatches, {len(step.session.calls):,} subgraph calls:\n\n"
-    text += markdown_table(["what", "ms", "to reach"], rows)
+    text += markdown_table(["measurement", "ms", "goal"], rows)
     return (
-        f"{text}\n\nReuse makes it {slow / whole:.0f} times faster from nothing, {slow / reused:.0f} times when all is "
-        "known. Compared are processor times of one core. From nothing: no layer is traced and no shape known (the "
-        "kernels are compiled), and tracing, costs, the order of tasks and the timing are all made. Without reuse: "
-        "every operator of every pass is written out one by one, and timed; the operators' durations and the order "
-        "are taken as known there, so the factors are lower bounds."
+        f"{text}\n\n"
+        f"Reuse makes the first emulation {slow / whole:.0f} times faster and a repeated one {slow / reused:.0f} "
+        "times. The factors compare processor times of one core. The first emulation traces all layers "
+        "and computes all shapes, costs, the order of tasks and the timing; only the kernels are compiled "
+        "before. Without reuse, every operator of every pass is written out and timed. Operator durations "
+        "and the order are known there, so the factors are lower bounds."
     )
 
 
@@ -162,9 +163,11 @@ def _large() -> str:
             ]
         )
     return (
-        "Large clusters (`dip.txt` §7.5; here a plain order, there planned; searched: the fastest of six memory "
-        "strategies):\n\n"
-        + markdown_table(["what", "GPUs", "memory strategy", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows)
+        "Large clusters (DIP section 7.5). The emulator uses its own static order; DIP's figures are "
+        "planned. *Searched* is the fastest of six memory strategies.\n\n"
+        + markdown_table(
+            ["model and cluster", "GPUs", "memory strategy", "emulation s", "iteration s", "MFU", "DIP's MFU"], rows
+        )
     )
 
 
@@ -187,9 +190,10 @@ def _sweep() -> str:
             ]
         )
     return (
-        f"Sweep of VLM-M on 64 H800, 128 microbatches in all, {len(entries)} points in {seconds:.0f} s (paper's best: "
-        "DP8 TP2 PP4, MFU 0.297; images in twelves everywhere, as there):\n\n"
-        + markdown_table(["degrees", "iteration s", "behind", "MFU", "memory strategy", "peak GB"], rows)
+        f"Sweep of VLM-M on 64 H800 with 128 microbatches in all: {len(entries)} points in {seconds:.0f} "
+        "s. The paper's best is DP8 TP2 PP4 with MFU 0.297. Sub-microbatches have twelve images, as in "
+        "the paper:\n\n"
+        + markdown_table(["degrees", "iteration s", "slower by", "MFU", "memory strategy", "peak GB"], rows)
     )
 
 
@@ -200,7 +204,8 @@ def _calibration() -> str:
         for row in found.layers
     ]
     return (
-        f"Calibration of one CPU thread; layers that were not fitted, mean error {found.mean_layer_error:.1%}:\n\n"
+        "Calibration of one CPU thread. The layers below were not fitted. Their mean error is "
+        f"{found.mean_layer_error:.1%}:\n\n"
         + markdown_table(["layer", "measured ms", "predicted ms", "error"], rows)
         + f"\n\n{found.links_note[:1].upper()}{found.links_note[1:]}: latency "
         f"{found.device.nvlink_latency_s * 1e6:.0f} us, {found.device.nvlink_bytes_per_s / 1e9:.1f} GB/s; mean error "

@@ -47,10 +47,10 @@ def measure(size: Size, device: DeviceType) -> str:
     rows = [_row(strategy, split, size, device) for strategy in _STRATEGIES for split in (False, True)]
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     text = (
-        f"{name}, bfloat16 autocast, {size.layers} feed-forward layers {size.width} wide in two chunks, "
-        f"{size.num_microbatches} microbatches of {size.rows} tokens, all forwards before all backwards: medians of "
-        f"{size.repeats} iterations. The "
-        "plain loop is the same without any runtime, activations kept."
+        f"{name}, bfloat16 autocast, {size.layers} feed-forward layers of width {size.width} in two chunks, "
+        f"{size.num_microbatches} microbatches of {size.rows} tokens, all forwards before all backwards. "
+        f"Medians of {size.repeats} iterations. The plain loop runs the same work without any runtime "
+        "and keeps activations."
     )
     header = ["strategy", "backward", "ms", "plain loop, ms", "peak, MB", "offloaded, MB", "GB/s moved", "recomputed"]
     return f"{text}\n\n{markdown_table(header, rows)}"

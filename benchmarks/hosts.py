@@ -67,34 +67,29 @@ def run(
     messages: tuple[Case, ...] = MESSAGES, gains: tuple[Case, ...] = GAINS, placements: tuple[Case, ...] = PLACEMENTS
 ) -> str:
     """Measure, and return the section as Markdown."""
-    header = [
-        "hosts x ranks",
-        "row, kB",
-        "messages",
-        "number",
-        "planned, ms",
-        "measured, ms",
-        "half are off by at most",
-    ]
+    header = ["hosts x ranks", "row, kB", "messages", "number", "planned, ms", "measured, ms", "median error"]
     rows = [row for case in messages for row in _message_rows(case)]
     text = (
-        "Network namespaces of one machine, 1 Gbit/s between them, loopback inside; torchrun on each, ranks whose "
-        f"layers sleep ({_LAYERS} layers of each module a rank), real messages over gloo. Messages that their receiver "
-        "waited for, from when both ends were posting them; planned with the links as they were known. Medians."
+        "Network namespaces on one machine, with 1 Gbit/s between them and loopback inside. torchrun "
+        f"starts ranks with layers that sleep ({_LAYERS} layers of each module per rank) and with real "
+        "messages over gloo. The table has the messages that their receiver waited for, timed from the "
+        "moment both ends had posted them, and their planned times. Medians."
     )
     parts = [text, markdown_table(header, rows)]
     header = ["hosts x ranks", "layout", "row, kB", "one link for all, ms", "links known, ms", "shorter", "planned, ms"]
     text = (
-        "The same ranks, planned with one link that is fitted to all messages, and with the links known, "
-        f"{_STRETCH} iterations each by turns, {_TURNS} times; batches of equal sizes. 300 tokens are a microbatch, "
-        "so that a row of 4.8 kB makes a message between hosts as long as a chunk's forward, one of 1.2 kB a quarter. "
-        "Measured, medians of iterations; planned: with the links known."
+        "The same ranks, planned with one link that is fitted to all messages, and with known link times: "
+        f"{_STRETCH} iterations each in turn, {_TURNS} times, on batches of equal sizes. A microbatch "
+        "has 300 tokens. With rows of 4.8 kB, a message between hosts takes as long as a chunk's forward, "
+        "and with 1.2 kB a quarter of it. Measured times are medians of iterations. Planned times use "
+        "the known links."
     )
     parts += [text, markdown_table(header, [_gain_row(case) for case in gains])]
     header = ["hosts x ranks", "row, kB", "placement", "planned, ms", "measured, ms"]
     text = (
-        "One chain of two chunks a rank, placed as a layout that knows nothing of links places it, and in the two ways "
-        "that are tried where links differ; planned with the links known. Medians of iterations."
+        "One chain with two chunks per rank, in three placements: as numbered, which ignores link times, "
+        "and the two that Pipeloom tries if link times differ. Planned with the known links. Medians "
+        "of iterations."
     )
     return "\n\n".join([*parts, text, markdown_table(header, [_placement_row(case) for case in placements])])
 

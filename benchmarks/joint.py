@@ -56,11 +56,12 @@ def run() -> str:
         "planned over PipeTune",
     ]
     text = (
-        f"Emulated seconds of an iteration, means of {BATCHES} batches of 128 samples, one CPU second of planning for "
-        "each: PipeTune's workloads on its cluster A. PipeTune, the best static size (balanced, no order) and our "
-        "recurrence run on PipeTune's layout, encoders before the first rank's layers; `planned` chooses number, size "
-        "and contents of the microbatches with the order, there and under a layout with every module on all ranks. "
-        "The last column is how much longer PipeTune's iterations take than the faster of the two."
+        f"Emulated seconds of an iteration, means of {BATCHES} batches of 128 samples, with one CPU second "
+        "of planning per batch: PipeTune's workloads on its cluster A. PipeTune, the best static size "
+        "(balanced, no order) and Pipeloom's recurrence run on PipeTune's layout, with encoders before "
+        "the first rank's layers. `planned` chooses number, size and contents of the microbatches with "
+        "the order, on that layout and on a layout with every module on all ranks. The last column says "
+        "how much longer PipeTune's iterations take than the faster of the two."
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

@@ -89,9 +89,10 @@ def run() -> str:
             )
     header = ["problem", "tasks", "check, s", "bound, s", "first schedule, s", "its gap, %", "gap, %", "tried", "GiB"]
     text = (
-        "CPU seconds of checking a schedule, of the lower bound, and of the first schedule (the bound included); its "
-        f"gap, and that after {_SEARCH_S:g} s on one thread, from the schedules tried, which may be of a sample of the "
-        "problem. Goals at 512k tasks: check 1 s, first schedule 10 s, a gap as at 32k tasks:"
+        "CPU seconds to check a schedule, to compute the lower bound, and to find the first schedule "
+        f"(bound included). Gap of the first schedule, and gap after {_SEARCH_S:g} s on one thread, from "
+        "the schedules tried, which may be of a sample of the problem. Goals at 512k tasks: check 1 s, "
+        "first schedule 10 s, the gap at 32k tasks:"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

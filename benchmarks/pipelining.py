@@ -23,7 +23,7 @@ from pipeloom.runtime.launch.processes import launch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
-TITLE = "PlannedSchedule beside PyTorch's schedules"
+TITLE = "PlannedSchedule against PyTorch's schedules"
 _WIDTH, _ROWS, _NUM_MICROBATCHES = 16, 2, 16
 _CASES = (("1F1B", 1, False), ("interleaved 1F1B", 4, False), ("zero bubble, interleaved", 4, True))
 _CPU = torch.device("cpu")
@@ -63,11 +63,11 @@ def _overheads(repeats: int) -> str:
                 ]
             )
     text = (
-        "CPU microseconds of a rank's own thread per computation above a plain loop over the same stages (medians of "
-        f"{repeats} alternated steps, mean of the ranks). Stages are linear layers of {_WIDTH} by {_WIDTH}, "
-        f"{_NUM_MICROBATCHES} microbatches; both run the same order, PyTorch's. A step of ours has all that "
-        "it takes: looking at the inputs' sizes, telling the ranks which plan runs, linking it, running it, and "
-        "losses and outputs."
+        "CPU microseconds of a rank's own thread per computation, above a plain loop over the same stages. "
+        f"Medians of {repeats} alternated steps, mean of the ranks. Stages are linear layers of {_WIDTH} "
+        f"by {_WIDTH}, with {_NUM_MICROBATCHES} microbatches. Both run PyTorch's order. A step of Pipeloom "
+        "includes everything: it reads the input sizes, broadcasts the choice of a plan, links and runs "
+        "the plan, and collects losses and outputs."
     )
     header = ["schedule", "ranks", "computations", "plain loop", "PyTorch", "Pipeloom", "ratio"]
     return f"{text}\n\n{markdown_table(header, rows)}"
@@ -210,14 +210,14 @@ def _unequal(steps: int) -> str:
         for name, times in found.items()
     ]
     text = (
-        f"Real computation on 2 ranks of one thread: {_BLOCKS} transformer blocks (width {_MODEL}) in 4 stages, or 2 "
-        f"for 1F1B, {_PER_STEP} microbatches a step of one sequence each, lengths of 1 to {_LONGEST} times {_UNIT} "
-        "drawn anew for every step. PyTorch's schedules must pad every microbatch of a step to its longest. Wall time "
-        f"of a step, medians of {steps} steps, on the same lengths by turns; gain: median of the ratios step by step. "
-        "The plans are "
-        "searched by the planner, for 0.05 s each, while the step before runs."
+        f"Real computation on 2 ranks with one thread each: {_BLOCKS} transformer blocks (width {_MODEL}) "
+        f"in 4 stages, or 2 for 1F1B. A step has {_PER_STEP} microbatches of one sequence each, with new "
+        f"lengths of 1 to {_LONGEST} times {_UNIT}. PyTorch's schedules must pad every microbatch of a "
+        f"step to its longest. Wall time of a step, medians of {steps} steps on the same lengths in turn. "
+        "*Gain* is the median of the ratios step by step. The planner searches each plan for 0.05 s while "
+        "the previous step runs."
     )
-    return f"{text}\n\n{markdown_table(['schedule', 'ms a step', 'gain of PlannedSchedule'], rows)}"
+    return f"{text}\n\n{markdown_table(['schedule', 'ms per step', 'gain of PlannedSchedule'], rows)}"
 
 
 def _race(steps: int) -> dict[str, list[float]]:

@@ -32,7 +32,7 @@ def run() -> str:
     for name, (ranks, microbatches) in _CASES.items():
         rows.append([name, *_measure(ranks, microbatches)])
     header = [
-        "case",
+        "workload",
         "tasks",
         "pack",
         "build",
@@ -42,12 +42,12 @@ def run() -> str:
         "verify",
         "fallback",
         "actions",
-        "plan on the wire",
+        "plan size",
     ]
     text = (
-        "CPU milliseconds (medians of seven runs): a vision encoder in sub-microbatches of twelve images, a "
-        "language model in two segments. The fallback is all that rank 0 does where there is no plan in time: pack, "
-        "build, the first heuristic, lower and verify."
+        "CPU milliseconds, medians of seven runs. The model has a vision encoder in sub-microbatches "
+        "of twelve images and a language model in two segments. *Fallback* is all the work of rank 0 "
+        "if no plan arrives in time: pack, build, one static order, lower and verify."
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

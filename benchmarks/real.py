@@ -46,7 +46,7 @@ from pipeloom.spec import Batch, Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
 
-TITLE = "Real computation beside PyTorch's schedules"
+TITLE = "Real computation against PyTorch's schedules"
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "real-computation.svg"
 _MOST_RANKS, _FEWEST_RANKS = 4, 2
 # A GPU for each rank where there are two; they are given wider layers, since on these all would be launching.
@@ -133,19 +133,20 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     if _DEVICE == "cuda":
         shared = f"Each rank has a GPU ({torch.cuda.get_device_name()}) and a share of {cores} hardware threads."
     text = (
-        f"{num_ranks} ranks, {len(_HIDDEN)} layers of unlike widths, {microbatches} microbatches; forward, backward "
-        f"and all messages. {shared} Microbatches of equal length, and of unequal ones, which PyTorch's runtime must "
-        f"be given padded to the longest. Milliseconds of an iteration: means over {num_batches} batches, each the "
-        f"median of {repeats}, all systems by turns. Gain: how much longer the system takes than the per-batch plan, "
-        "promised by simulation with what was measured before, and measured (the median over all turns)."
+        f"{num_ranks} ranks, {len(_HIDDEN)} layers of different widths, {microbatches} microbatches, with "
+        f"forward, backward and all messages. {shared} Microbatches have equal or unequal lengths. PyTorch's "
+        "runtime needs unequal ones padded to the longest. Values are milliseconds per iteration: means "
+        f"over {num_batches} batches of the median of {repeats} repeats, with all rows in turn. *Gain* "
+        "says how much longer a row takes than the per-batch plan: predicted by simulation with measured "
+        "costs, and measured (median of all turns)."
     )
     header = [
         "microbatches",
-        "system",
+        "schedule",
         "planned, ms",
         "measured, ms",
         "measured over planned",
-        "gain promised",
+        "gain predicted",
         "gain measured",
     ]
     make_folder(FIGURE.parent)

@@ -23,7 +23,7 @@ from pipeloom.spec import Batch, Parallelism
 from pipeloom.spec.parallelism import Degrees
 from pipeloom_lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
 
-TITLE = "Dealing to replicas"
+TITLE = "Assignment of samples to replicas"
 _SEEDS = 3
 _REPLICAS = (2, 4, 8)
 _BUDGET = Deadline(0.3, "cpu")
@@ -60,9 +60,10 @@ def run() -> str:
         rows += [[workload.name, str(count), *_row(workload, count)] for count in _REPLICAS]
     header = ["workload", "replicas", "by tokens, s", "by loads, s", "by planned time, s", "gain", "dealing, CPU s"]
     text = (
-        f"Planned seconds of the slowest replica, means of {_SEEDS} batches; every share is planned with packing and "
-        f"order for {_BUDGET.seconds:g} CPU s, however it was dealt. The gain is planned time over loads. Up to "
-        f"{_GLANCES} shares a replica are looked at; costs are emulated. `python -m benchmarks replicas`."
+        f"Planned seconds of the slowest replica, means of {_SEEDS} batches. Every share is planned with "
+        f"packing and order for {_BUDGET.seconds:g} CPU s, under either assignment. *Gain* compares assignment "
+        f"by planned time with assignment by loads. At most {_GLANCES} shares per replica are rated. Costs "
+        "are emulated. `python -m benchmarks replicas`."
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

@@ -117,12 +117,12 @@ def report(measured: dict[str, dict[str, dict[int, Answer]]], limit_s: float = _
     methods = list(next(iter(measured.values())))
     return "\n\n".join(
         (
-            f"Seconds to the proof, one thread, at most {limit_s:g} s (x: not proved by then; size: more than "
-            f"Gurobi's free licence allows; empty: given up before); memory {_MEMORY:g}. The default's seconds are "
-            "those until it had the schedule that it ended with; after the slash, how far that is above the proved "
-            "optimum in per cent.",
+            f"Seconds to the proof on one thread, at most {limit_s:g} s, with memory {_MEMORY:g}. *x*: not "
+            "proved in time. *Size*: more than Gurobi's free license allows. Empty: not tried, after failures "
+            "on smaller problems. For the default: seconds until its final schedule, then the distance of "
+            "that schedule from the proved optimum in per cent.",
             markdown_table(["family, microbatches", "tasks", *methods], rows),
-            f"![Search time over the number of microbatches](figures/{FIGURE.name})",
+            f"![Search time over the number of microbatches](../figures/{FIGURE.name})",
         )
     )
 

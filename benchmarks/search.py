@@ -64,8 +64,8 @@ def _goals() -> str:
         rows.append([kind, goal, f"{statistics.median(gaps):.2f}", f"{max(gaps):.2f}", f"{evaluations:.0f}"])
     header = ["family", "goal", "median", "largest", "schedules tried"]
     text = (
-        f"Gap above the lower bound in per cent, default method, one second of CPU time on one thread, {_SEEDS} seeds "
-        "(`pipeloom bench instances` makes the same runs):"
+        f"Gap to the lower bound in per cent. Default method, one second of CPU time on one thread, {_SEEDS} "
+        "seeds. `pipeloom bench instances` repeats these runs:"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 
@@ -126,10 +126,11 @@ def _kernel() -> str:
                 times.append(1e9 * (time.process_time() - begin) / (count * graph.num_tasks))
             row.append(f"{statistics.median(times):.0f} ({min(times):.0f})")
         rows.append(row + [""] * (5 - len(row)))
-    header = ["ranks x microbatches", "tasks", "called from Python", "in compiled code", "two side by side"]
+    header = ["ranks x microbatches", "tasks", "called from Python", "in compiled code", "two at a time"]
     text = (
-        "One rollout, CPU nanoseconds per task, median (least) of seven measurements. Called from Python, it also "
-        "lists the tasks in order. Local search calls it in compiled code, two side by side without a memory limit:"
+        "One run of list scheduling, in CPU nanoseconds per task: median (least) of seven measurements. "
+        "A call from Python also lists the tasks in order. Local search calls it in compiled code, and "
+        "runs two orders at a time without a memory limit:"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 
@@ -150,8 +151,9 @@ def _strategies() -> str:
                 gaps.append(100 * found.gap)
             pairs = len(found.pairs)
             rows.append([f"{name}, {solver}", str(pairs), f"{statistics.median(times):.1f}", f"{max(gaps):.2f}"])
-    header = ["instance, solver", "pairs a rank", "ms", "largest gap, %"]
-    text = "Memory strategies of one rank, nine candidates a pair, CPU time of the whole call (medians of the ranks):"
+    header = ["instance, solver", "pairs per rank", "ms", "largest gap, %"]
+    text = "Choice of memory strategies for one rank with nine candidates per pair. CPU time of the whole "
+    "call, medians of the ranks:"
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
@@ -165,7 +167,8 @@ def _small() -> str:
         above = ours.timeline.makespan_ns / exact.timeline.makespan_ns - 1
         rows.append([str(seed), str(graph.num_tasks), "yes" if proved else "no", f"{100 * above:.2f}"])
     header = ["seed", "tasks", "proved by CP-SAT", "default above CP-SAT, %"]
-    text = f"Small problems under tight memory: one CPU second of the default, {_EXACT_S:g} s of CP-SAT:"
+    text = f"Small problems under tight memory. The default method has one CPU second, CP-SAT {_EXACT_S:g} "
+    "s:"
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 

@@ -48,23 +48,24 @@ COMPUTED = tuple(Case(4, slower, where, 0.2) for where in ("divided", "on every 
 
 def run(cases: Sequence[Case] = CASES, computed: Sequence[Case] = COMPUTED) -> str:
     """Measure, and return the section as Markdown."""
-    times = ["blind, ms", "knows it, ms", "new layout, ms", "shorter: knows it", "new layout"]
-    header = ["encoder", "ranks", "slower", *times, "changed", "above the bound", "iterations to adapt"]
+    times = ["unknown, ms", "known, ms", "new layout, ms", "shorter: known", "shorter: new layout"]
+    header = ["encoder", "ranks", "slower", *times, "layout changed", "above the bound", "iterations to adapt"]
     text = (
-        f"Ranks whose layers sleep ({_LAYERS} layers of each module a rank), the trainer itself, messages of some "
-        "bytes over gloo; batches of six documents a rank, of equal sizes in every iteration. In one training, until "
-        f"iteration {_BLIND} plans do not know that rank 1 is slow, then they do, from {_KNOWN} on the layout may have "
-        "changed (a change is let cost nothing). Medians of the host's clock over iterations. The bound is of the last "
-        "stretch's plans, and knows rank and layout; waking late on busy cores is in the measured times. "
-        "Iterations to adapt: from the first in which speeds are learned until the first planned with them."
+        f"The trainer runs on ranks with layers that sleep ({_LAYERS} layers of each module per rank), "
+        "with small messages over gloo. A batch has six documents per rank, of equal sizes in every iteration. "
+        f"Until iteration {_BLIND}, plans do not know that rank 1 is slow. Then they do, and from iteration "
+        f"{_KNOWN} the layout may change at no cost. Times are medians of iterations by the wall clock. "
+        "The bound is that of the last plans, with the known speeds and layout. Late wake-ups on busy "
+        "cores are part of the measured times. *Iterations to adapt* counts from the first iteration "
+        "that learns speeds to the first that is planned with them."
     )
     parts = [text, markdown_table(header, [_row(case) for case in cases]), _brief(Case(4, 1.5, "on every rank"))]
     if computed and (QUOTAS / "cpu.cfs_quota_us").is_file():
         share = computed[0].share
         text = (
-            f"Real computation (layers of 128 by 512) under a quota of the kernel: each rank has {share:.0%} of a "
-            "core, the slow one that over its factor, so that four ranks on two cores do not hold each other up, and "
-            "the planner has what is left. The rest as above."
+            f"Real computation (layers of 128 by 512) under a kernel quota: each rank has {share:.0%} of a "
+            "core, and the slow rank has less by its factor. So four ranks do not compete for two cores, "
+            "and the planner has the rest. Other conditions are as above."
         )
         parts += [text, markdown_table(header, [_row(case) for case in computed])]
     return "\n\n".join(parts)
@@ -97,11 +98,11 @@ def _brief(case: Case) -> str:
     rows, _ = _train(case, _BRIEF + _BLIND, 10**6, until=_BRIEF)
     slow = [row.iteration for row in rows if row.slowness]
     return (
-        f"Slow for 30 iterations from when speeds are learned (4 ranks, x1.5, {case.where}; until iteration {_BRIEF}): "
-        f"planned so in iterations {min(slow)} to {max(slow)}; "
-        f"{_median(rows[_SETTLED:_BLIND]) * 1e3:.0f} ms blind, "
-        f"{_median(rows[_BLIND + _SETTLED : _BRIEF]) * 1e3:.0f} ms known, "
-        f"{_median(rows[_BRIEF + _SETTLED :]) * 1e3:.0f} ms when it is quick again."
+        f"A rank that is slow for 30 iterations after speeds are learned, until iteration {_BRIEF} (4 ranks, x1.5, "
+        f"{case.where}): plans use its speed in iterations {min(slow)} to {max(slow)}. An iteration takes "
+        f"{_median(rows[_SETTLED:_BLIND]) * 1e3:.0f} ms before the speed is known, "
+        f"{_median(rows[_BLIND + _SETTLED : _BRIEF]) * 1e3:.0f} ms with the known speed, and "
+        f"{_median(rows[_BRIEF + _SETTLED :]) * 1e3:.0f} ms after the rank has recovered."
     )
 
 

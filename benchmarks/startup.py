@@ -14,12 +14,12 @@ from pipeloom.report import markdown_table
 TITLE = "Start of a training run"
 _ROOT = Path(__file__).parents[1]
 _STEPS = {
-    "Importing PyTorch": "interpreter",
-    "Building": "importing PyTorch, kernels' compiler, and the task",
-    "Measuring": "building the model, checking the optimiser, reading the first batches",
-    "Loading": "measuring the layers",
-    "Starting": "loading the planner's kernels",
-    " step": "waiting for imports, forking ranks",
+    "Importing PyTorch": "start the interpreter",
+    "Building": "import PyTorch, the kernel compiler and the task",
+    "Measuring": "build the model, check the optimizer, read the first batches",
+    "Loading": "measure the layers",
+    "Starting": "load the planner's kernels",
+    " step": "wait for imports, fork the ranks",
     "    0 ": "first plan and first iteration",
 }
 """By the beginning of a line that is printed, what came before it."""
@@ -35,11 +35,12 @@ def run(example: str = "examples/digits_vlm/train.toml") -> str:
         rows.append([what, f"{moment - before:.1f}", f"{moment:.1f}"])
         before = moment
     text = (
-        f"`pipeloom train {example} --iterations 1`, kernels compiled before, output piped: seconds of wall time until "
-        "each line is printed. One process imports everything; the command, ranks and planner are forked from it. To "
-        "reach: the first iteration runs within 10 s. Before 2026-11-24 the command imported for itself: 13.0 s."
+        f"`pipeloom train {example} --iterations 1` with compiled kernels and piped output. Seconds of "
+        "wall time until each line is printed. One process imports everything; the command, the ranks "
+        "and the planner are forked from it. The goal is to run the first iteration within 10 s. Before "
+        "2026-11-24, when the command did its own imports, this took 13.0 s."
     )
-    return f"{text}\n\n{markdown_table(['until then', 's', 'since the start, s'], rows)}"
+    return f"{text}\n\n{markdown_table(['step', 's', 'total, s'], rows)}"
 
 
 def _start(example: str, folder: str) -> list[tuple[str, float]]:

@@ -52,22 +52,24 @@ def run() -> str:
 
 
 _INTRODUCTION = (
-    "What the messages of a plan add up to forward (backward it is as much again), over all boundaries between "
-    "ranks from the encoder's first layer to the last layer that takes a feature; and its ratio to the widened "
-    f"form: no streams, and room for the three features in every row, four times its width. {_NUM_SAMPLES} samples, "
-    f"each an image of {_PATCHES} patches and {_TEXT_TOKENS} tokens of text, bfloat16, Qwen3-VL-{_SHOWN}. *One "
-    "behind the other*: every chunk on a rank of its own, the three layers that take features on one; *takers "
-    "apart*: on three; *both*: the `separate` layout, in which every rank has a chunk of either module."
+    "Size of all forward messages of a plan between ranks, from the encoder's first layer to the "
+    "last layer that takes a feature. Backward messages have the same size. *Ratio* compares it with "
+    "the widened form, which has no streams and space for the three features in every row, four times "
+    f"its width. {_NUM_SAMPLES} samples, each with an image of {_PATCHES} patches and {_TEXT_TOKENS} "
+    f"tokens of text, bfloat16, Qwen3-VL-{_SHOWN}. *One behind the other*: every chunk on its own "
+    "rank, and the three layers that take features on one rank. *Takers apart*: these layers on three "
+    "ranks. *Both*: the `separate` layout, where every rank has a chunk of either module."
 )
 _ARITHMETIC = (
-    "**For few chunks a third is impossible.** For each row of the language model, a boundary inside an encoder of "
-    "width `v` takes `4 v` numbers, the encoder's output `d`, and each feature at least what the narrowest place of "
-    "its merger has, `min(4 v, d)`. So where all these lie on ranks of their own, no exchange of whole tensors "
-    "takes less than `4 v (n - 1) + d + 3 min(4 v, d)`. Streams take `4 v (n - 1) + 4 d`, each feature once: the "
-    "least, but where `d` is above `4 v` (at 32B a tenth of each feature could be saved by merging where it is "
-    "taken). The widened form takes `16 v (n - 1) + 4 d`. So the ratio is 1 for one chunk, and a third from `n = 1 "
-    "+ 2 d / v` on. One behind the other; the last columns are against rows that are widened by merged features, to "
-    "`v + 3 d / 4` (at 32B that is more):"
+    "**With few chunks, a ratio of one third is impossible.** For each row of the language model, "
+    "a boundary inside an encoder of width `v` takes `4 v` numbers, and the encoder's output takes "
+    "`d`. Each feature takes at least the narrowest width of its merger, `min(4 v, d)`. If all of "
+    "these are on separate ranks, every exchange of whole tensors takes at least `4 v (n - 1) + d "
+    "+ 3 min(4 v, d)`. Streams take `4 v (n - 1) + 4 d`, each feature once. That is the minimum unless "
+    "`d` is above `4 v` (at 32B, merging at the taker would save a tenth of each feature). The widened "
+    "form takes `16 v (n - 1) + 4 d`. So the ratio is 1 for one chunk, and one third from `n = 1 "
+    "+ 2 d / v`. The table is for *one behind the other*. Its last columns compare with rows widened "
+    "by merged features, to `v + 3 d / 4` (at 32B more):"
 )
 
 

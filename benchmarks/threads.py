@@ -75,8 +75,9 @@ def compare(
         "processor time of all threads but the calling one counts by that part"
     )
     text = (
-        f"{how}. Gap above the lower bound in per cent, default method, medians of {len(seeds)} seeds; the last column "
-        "is the part of the time in which more threads are as good as one. The goal is 0.25:"
+        f"{how}. Gap to the lower bound in per cent, default method, medians of {len(seeds)} seeds. The "
+        "last column is the share of the time in which several threads equal one thread. The goal is "
+        "0.25:"
     )
     return f"{text}\n\n{markdown_table(header, rows)}"
 

@@ -39,14 +39,16 @@ def run(repeats: int = 5) -> str:
                     found[name].append(_recorded(Path(folder) / f"{name}-{ranks}-{turn}", name, ranks))
             rows += [_row(name, ranks, found) for name in _SCHEDULES]
     text = (
-        "`examples/explain_trace.py`: PyTorch's schedules on gloo, 8 microbatches, real computation on one thread a "
-        f"rank, {repeats} recordings of three iterations each, on four ranks two. Replayed: every task and message as "
-        "long as it was measured, and time that no message explains counted as the host's: a difference is an order, a "
-        "dependency or a clock that was not understood, and there is little else that could differ; the largest one of "
-        "any iteration, and of any rank's bubbles. Mean costs: the same order with every task at the mean of its "
-        "stage and every message at the median of its link, against the mean of a recording's iterations. Other's "
-        "costs: the same with the costs of another schedule's trace on the same stages, which is what a prediction is "
-        "worth."
+        "`examples/explain_trace.py` with PyTorch's schedules on gloo: 8 microbatches, real computation "
+        f"on one thread per rank, {repeats} recordings of three iterations each, two on four ranks.\n\n"
+        "- *Replayed*: the largest error of a replay with the measured duration of every task and message. "
+        "Time that no message explains counts as host time. So an error is an order, a dependency or "
+        "a clock that the replay gets wrong.\n"
+        "- *Bubbles replayed*: the largest error of any rank's bubbles.\n"
+        "- *Mean costs*: the same order with every task at the mean of its stage and every message at "
+        "the median of its link, against the mean iteration of a recording.\n"
+        "- *Other's costs*: the same with the costs of another schedule's trace on the same stages. This "
+        "is the error of a prediction."
     )
     head = (
         "ranks",
