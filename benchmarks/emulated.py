@@ -20,7 +20,7 @@ from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Mark, Points, scatter_figure
 from pipeloom.runtime import step_durations
-from pipeloom.runtime.measure.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
+from pipeloom.runtime.measure.emulation import Emulation, Execution, replayed_ns, run_on_ranks, without_delays
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import RankSpec
 from pipeloom.spec.parallelism import Degrees

@@ -19,7 +19,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.sweep import Draw, draw_microbatches, emulate, sweep
 from pipeloom.report import markdown_table
-from pipeloom.runtime.measure.measure.microbench import calibrate
+from pipeloom.runtime.measure.microbench import calibrate
 from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.parallelism import Degrees

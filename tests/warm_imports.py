@@ -13,7 +13,7 @@ for name in (
     "pipeloom.cli.planner",
     "pipeloom.packing.kernels",
     "pipeloom.planner",
-    "pipeloom.runtime.measure.measure.measure",
+    "pipeloom.runtime.measure.measure",
     "pipeloom.runtime.train.trainer",
     "pipeloom.timeline.kernels",
     "pipeloom.training.rank",

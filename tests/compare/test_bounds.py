@@ -8,7 +8,7 @@ from pipeloom.compare.comparison import compare_case
 from pipeloom.compare.gain import packing_system
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.compare.registry import BASELINES, OURS, suitable
-from pipeloom.explain.compare import track_of
+from pipeloom.compare.result import track_of
 from pipeloom.report.track import key_figures
 from pipeloom.search import Evaluations
 from pipeloom.spec.parallelism import Degrees

@@ -37,8 +37,8 @@ from pipeloom.compare.model_on_cluster import (
     resized,
 )
 from pipeloom.compare.recomputation import per_module_recomputation
+from pipeloom.compare.result import uniform_recomputation
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import uniform_recomputation
 from pipeloom.layout import ModulePlacement, chain_of_stages, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.search import Evaluations, interleaved_one_f_one_b

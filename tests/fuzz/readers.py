@@ -40,8 +40,8 @@ from pipeloom.plan.text import from_msgpack, to_msgpack
 from pipeloom.planner import Setup, check_setup
 from pipeloom.planner.messages import Request, answer_of, decode, encode
 from pipeloom.planner.planning import plan_batch
-from pipeloom.runtime.checkpoint.checkpoint.digests import PlainReader, find_damage, write_digests
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.checkpoint.digests import PlainReader, find_damage, write_digests
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.launch.store import TcpPlanStore
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.spec import ModelSpec, RankSpec

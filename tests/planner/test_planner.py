@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.compare.batches import baseline, chain_layouts, compare_systems
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError, PlannerError
-from pipeloom.explain.compare import baseline, chain_layouts, compare_systems
 from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.layout import chain_of_stages, encoder_first
 from pipeloom.layout.layouts import chunk_counts

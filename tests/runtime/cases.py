@@ -17,8 +17,8 @@ from pipeloom.plan import ExecutionPlan, RankPlan, rank_plan
 from pipeloom.runtime import Executor, ExecutorOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.transport import MatchOrder, ThreadHub, greet_peers
-from pipeloom.runtime.measure.measure.reference import run_undivided
-from pipeloom.runtime.model.model.model import Emit, Model, Module, Part
+from pipeloom.runtime.measure.reference import run_undivided
+from pipeloom.runtime.model.model import Emit, Model, Module, Part
 from pipeloom.spec import Batch, ModelSpec, ModuleSpec, TensorShape
 from pipeloom.spec.batch import audio_frames
 from tests.plan.cases import WIDTH, Case, random_case, random_model, with_streams

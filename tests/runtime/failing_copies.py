@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.checkpoint import replicas as module
-from pipeloom.runtime.checkpoint.checkpoint.replicas import Copies
-from pipeloom.runtime.checkpoint.checkpoint.resume import TrainerState
+from pipeloom.runtime.checkpoint.replicas import Copies
+from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.launch.coordination import long_group
 
 from .cases import random_run

@@ -28,7 +28,7 @@ from pipeloom.runtime import (
 )
 from pipeloom.runtime.launch.coordination import FirstPlan
 from pipeloom.runtime.launch.transport import Handle, Transport
-from pipeloom.runtime.model.model.tied import SumOver
+from pipeloom.runtime.model.tied import SumOver
 from tests.plan.cases import Case, RandomCosts, dealt_units, earliest, graph_of_units, random_layout, random_schedule
 
 from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients

@@ -16,8 +16,8 @@ from pipeloom.layout.layouts import dealt
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Executor
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.runtime.model.model.encoder_dp import Dealer
-from pipeloom.runtime.model.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.spec import Batch, Chunk, Parallelism, Sample, TensorShape
 from tests.cases import vlm_spec
 

@@ -13,7 +13,7 @@ from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pa
 from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
 from pipeloom.runtime.execute.blocks import block_bounds
-from pipeloom.runtime.model.model.tied import tied_over_ranks
+from pipeloom.runtime.model.tied import tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import EVERY_STRATEGY, RandomCosts, earliest, random_schedule

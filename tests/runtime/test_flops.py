@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeloom.runtime import Executor, ThreadHub, run_undivided
-from pipeloom.runtime.model.model.flops import FlopCounts, known_peak
+from pipeloom.runtime.model.flops import FlopCounts, known_peak
 from tests.runtime.test_streams import BATCH, CUTS, SAMPLES, run_of, skipping
 
 

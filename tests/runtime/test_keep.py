@@ -18,9 +18,9 @@ import torch.distributed as dist
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.checkpoint import digests as checkpoint_files
-from pipeloom.runtime.checkpoint.checkpoint.digests import PlainReader, write_digests
-from pipeloom.runtime.checkpoint.checkpoint.replicas import Copies
-from pipeloom.runtime.checkpoint.checkpoint.resume import TrainerState
+from pipeloom.runtime.checkpoint.digests import PlainReader, write_digests
+from pipeloom.runtime.checkpoint.replicas import Copies
+from pipeloom.runtime.checkpoint.resume import TrainerState
 
 from .cases import random_run
 from .file_faults import Crash, fault

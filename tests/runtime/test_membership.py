@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.packing import cost_loads, token_loads
-from pipeloom.runtime.model.model.membership import Membership
+from pipeloom.runtime.model.membership import Membership
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 
 LAYER = LayerSpec("attention", TensorShape(("tokens", 4)))

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipeloom.errors import InputError  # noqa: E402
-from pipeloom.runtime.measure.measure.microbench import Bench, calibrate  # noqa: E402
+from pipeloom.runtime.measure.microbench import Bench, calibrate  # noqa: E402
 from pipeloom.spec.catalog import device_toml, load_device  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeloom.cost import ProfileCosts, fit_profile
 from pipeloom.plan import Verb
 from pipeloom.runtime import MeasureOptions, measure_layers
-from pipeloom.runtime.measure.measure.workbench import LiveBytes
+from pipeloom.runtime.measure.workbench import LiveBytes
 from pipeloom.spec import Strategy, Workload, strategy_word
 from pipeloom.taskgraph import Candidate, build_graph
 from tests.runtime.test_counts import COUNT, ITEM, Counted, Feed, Live, action

@@ -9,7 +9,7 @@ import sys
 THREADS = """
 import faulthandler, gc, sys, threading
 import torch
-from pipeloom.runtime.model.model.random_state import RandomState
+from pipeloom.runtime.model.random_state import RandomState
 
 faulthandler.dump_traceback_later(60, exit=True)
 gc.set_threshold(50)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
-from pipeloom.runtime.checkpoint.checkpoint.digests import write_digests
-from pipeloom.runtime.checkpoint.checkpoint.resume import TrainerState
+from pipeloom.runtime.checkpoint.digests import write_digests
+from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.data.contents import batch_digest
 from tests.cases import random_batch
 

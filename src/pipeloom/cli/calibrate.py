@@ -44,7 +44,7 @@ def calibrate(
         raise InputError("--out", f"{str(out)!r} does not end in .toml", "device tables are TOML")
     import torch
 
-    from pipeloom.runtime.measure.measure.microbench import calibrate as measure
+    from pipeloom.runtime.measure.microbench import calibrate as measure
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device", "'cuda', but torch sees no CUDA device", "use --device cpu")

@@ -21,11 +21,11 @@ from pipeloom.compare.model_on_cluster import (
     packed_assignable,
     resized,
 )
+from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.cost.dealt import dealt_sum_s
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult, uniform_recomputation
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
 from pipeloom.search import Evaluations, StoppingRule, solve_assignable

@@ -9,8 +9,8 @@ from functools import partial
 from pipeloom.compare.baseline import System
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.compare.registry import BASELINES, suitable
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Layout

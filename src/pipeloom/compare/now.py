@@ -12,9 +12,9 @@ import numpy as np
 from pipeloom.compare.baseline import System, in_turn, loads_by_time
 from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, num_experts, pack_microbatches
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.packing import Packing
 from pipeloom.search import (

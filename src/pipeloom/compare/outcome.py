@@ -11,8 +11,8 @@ from pipeloom.compare.comparison import Comparison
 from pipeloom.compare.gain import GainStep
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster
 from pipeloom.compare.now import NOW
+from pipeloom.compare.result import track_of
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import track_of
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.report import Track, key_figures
 from pipeloom.spec.parallelism import Degrees

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import chain_of_stages
 from pipeloom.search import uniform_settings
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Strategy

@@ -10,8 +10,8 @@ import numpy as np
 from pipeloom.compare.baseline import SIZES, System
 from pipeloom.compare.gain import MOST_TOGETHER, packs_anew
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, batch_of, resized
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, PackingSpec, cost_loads
 from pipeloom.packing.choices import even_groups, numbers, walk

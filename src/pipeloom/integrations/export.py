@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime import Model
-from pipeloom.runtime.checkpoint.checkpoint.checkpoint import SavedWeights, Weights
-from pipeloom.runtime.checkpoint.checkpoint.resume import Checkpoints, read_state
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import SHARD_BYTES, ShardWriter
-from pipeloom.runtime.checkpoint.checkpoint.save_pretrained import add, begin, discard, finish, partial_of, pretrained_of
-from pipeloom.runtime.model.model.pretrained import Pretrained
+from pipeloom.runtime.checkpoint.checkpoint import SavedWeights, Weights
+from pipeloom.runtime.checkpoint.resume import Checkpoints, read_state
+from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES, ShardWriter
+from pipeloom.runtime.checkpoint.save_pretrained import add, begin, discard, finish, partial_of, pretrained_of
+from pipeloom.runtime.model.pretrained import Pretrained
 
 _AT_ONCE_BYTES = 10**9
 _REMEDY = "give the folder that the model came from, by --source or source="

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.checkpoint.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
-    from pipeloom.runtime.checkpoint.checkpoint.resume import Checkpoints
+    from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
+    from pipeloom.runtime.checkpoint.resume import Checkpoints
     from pipeloom.runtime.data.batches import Batches
     from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
     from pipeloom.runtime.data.prefetch import DescribedBatch, Prefetched, Size, batch_of
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pipeloom.runtime.launch.processes import Worker, join_workers, report, this_worker
     from pipeloom.runtime.launch.store import TcpPlanStore
     from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, ThreadHub, TorchTransport, Transport
-    from pipeloom.runtime.measure.measure.emulation import emulate, step_durations
-    from pipeloom.runtime.measure.measure.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
-    from pipeloom.runtime.measure.measure.reference import run_undivided
-    from pipeloom.runtime.measure.measure.shapes import find_shapes, with_shapes
-    from pipeloom.runtime.model.model.model import Emit, Model, Module, Part, user_code
-    from pipeloom.runtime.model.model.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
-    from pipeloom.runtime.model.model.sharding import shard_layers
-    from pipeloom.runtime.model.model.tied import sums_over_ranks
+    from pipeloom.runtime.measure.emulation import emulate, step_durations
+    from pipeloom.runtime.measure.measure import MeasureOptions, ProfileOptions, measure_layers, profile_model
+    from pipeloom.runtime.measure.reference import run_undivided
+    from pipeloom.runtime.measure.shapes import find_shapes, with_shapes
+    from pipeloom.runtime.model.model import Emit, Model, Module, Part, user_code
+    from pipeloom.runtime.model.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
+    from pipeloom.runtime.model.sharding import shard_layers
+    from pipeloom.runtime.model.tied import sums_over_ranks
     from pipeloom.runtime.train.trainer import Trainer, TrainerOptions
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeloom.explain.compare import BaselineResult, chain_layouts, compare_systems, track_of
+from pipeloom.compare.batches import chain_layouts, compare_systems
+from pipeloom.compare.result import BaselineResult, track_of
 from pipeloom.explain.difference import Difference, difference, mean_difference
 from pipeloom.explain.difference_page import difference_page
 from pipeloom.explain.replay import answered_graph, timeline_of

@@ -18,8 +18,8 @@ from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
 from pipeloom.runtime.launch.coordination import first_says
-from pipeloom.runtime.model.model.flops import known_peak
-from pipeloom.runtime.model.model.model import torch_dtype
+from pipeloom.runtime.model.flops import known_peak
+from pipeloom.runtime.model.model import torch_dtype
 from pipeloom.runtime.train.evaluate import Evaluated, random_kept
 from pipeloom.training.callbacks import Callbacks
 from pipeloom.training.config import UNTIL_THE_END

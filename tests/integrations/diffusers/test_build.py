@@ -20,7 +20,7 @@ from pipeloom.integrations.diffusers.flow import noising
 from pipeloom.integrations.transformers import check
 from pipeloom.packing import pack
 from pipeloom.runtime import ExecutorOptions, ThreadHub
-from pipeloom.runtime.model.model.model import make_part
+from pipeloom.runtime.model.model import make_part
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout
 from tests.integrations.transformers.test_build import Largest
 

@@ -17,10 +17,10 @@ import pipeloom as pl
 from pipeloom.cli.app import run
 from pipeloom.errors import InputError
 from pipeloom.layout import separate
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import ShardWriter, TensorFiles
-from pipeloom.runtime.checkpoint.checkpoint.save_pretrained import add, begin, finish, partial_of
+from pipeloom.runtime.checkpoint.safetensors_files import ShardWriter, TensorFiles
+from pipeloom.runtime.checkpoint.save_pretrained import add, begin, finish, partial_of
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.runtime.model.model.weights import give_memory, give_weights
+from pipeloom.runtime.model.weights import give_memory, give_weights
 
 from ..transformers.on_ranks import setup, sgd, state_of
 from . import on_ranks, tiny

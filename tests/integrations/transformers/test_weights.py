@@ -25,11 +25,11 @@ from pipeloom.integrations.data.processors import load_processor
 from pipeloom.integrations.transformers.build import TransformersModel
 from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.layout import separate
-from pipeloom.runtime.checkpoint.checkpoint.digests import write_digests
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import ShardWriter, TensorFiles
-from pipeloom.runtime.checkpoint.checkpoint.save_pretrained import add, begin, finish, partial_of
+from pipeloom.runtime.checkpoint.digests import write_digests
+from pipeloom.runtime.checkpoint.safetensors_files import ShardWriter, TensorFiles
+from pipeloom.runtime.checkpoint.save_pretrained import add, begin, finish, partial_of
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.runtime.model.model.weights import give_memory, give_weights
+from pipeloom.runtime.model.weights import give_memory, give_weights
 
 from . import on_ranks, tiny
 from .on_ranks import state_of

@@ -21,9 +21,9 @@ from pipeloom.compare.baselines.dynapipe_batches import StageLoads, dynamic_micr
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.gain import packs_anew
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import rank_static_bytes
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import chain_of_stages
 from pipeloom.packing.loads import marginal_cost
 from pipeloom.search import StoppingRule, uniform_settings

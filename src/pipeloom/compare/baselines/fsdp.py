@@ -16,10 +16,10 @@ from pipeloom.compare.model_on_cluster import (
     pack_microbatches,
     put_on_cluster,
 )
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.spec.parallelism import Degrees

@@ -25,9 +25,9 @@ from pipeloom.compare.baselines.optimus import encoders_apart, encoders_first
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.repacking import reordered
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import modality_placements, replicated
 from pipeloom.layout.choose import resized as in_parts_of
 from pipeloom.layout.modality import typical_lengths

@@ -18,8 +18,8 @@ from pipeloom.compare.model_on_cluster import (
     pack_microbatches,
 )
 from pipeloom.compare.recomputation import level_tables, per_rank_recomputation
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import chain_of_stages
 from pipeloom.search import StoppingRule, one_f_one_b
 from pipeloom.spec import Chunk, Layout, ModuleLayout

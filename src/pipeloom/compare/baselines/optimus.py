@@ -14,8 +14,8 @@ from pipeloom.compare.baseline import System, by_parameters, by_time, fixed_syst
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse, optimus_fine
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.layout.modality import typical_lengths

@@ -11,9 +11,9 @@ from pipeloom.compare.baseline import System, distinct, fixed_systems, in_turn, 
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_rank_recomputation
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout import chain_of_stages
 from pipeloom.search import StoppingRule, one_f_one_b, uniform_settings
 from pipeloom.search.stage_chain import as_schedule, chain_of

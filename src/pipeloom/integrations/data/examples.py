@@ -13,7 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.data.sources import Source
 from pipeloom.runtime.data.dataset import CorruptSampleError
-from pipeloom.runtime.model.model.model import user_code
+from pipeloom.runtime.model.model import user_code
 
 
 @dataclass(frozen=True)

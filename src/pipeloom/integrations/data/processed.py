@@ -23,7 +23,7 @@ from pipeloom.integrations.data.processors import Outline as SizedOutline
 from pipeloom.integrations.data.processors import Sized, load_processor, with_sizes
 from pipeloom.integrations.data.sources import Paths, Shards, Source, Table
 from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset
-from pipeloom.runtime.model.model.model import Model
+from pipeloom.runtime.model.model import Model
 from pipeloom.spec import batch_from_dicts
 from pipeloom.spec.model import num_instances
 

@@ -28,8 +28,8 @@ from pipeloom.integrations.diffusers.text import check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Given, hollow, note, probes
 from pipeloom.integrations.transformers.weights import TransformersWeights
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import TensorFiles
-from pipeloom.runtime.model.model.model import Model, Module, Part
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import TensorShape
 
 MODULES = ("text", "condition", "transformer")

@@ -19,7 +19,7 @@ from pipeloom.integrations.diffusers.samples import Reader, runs_of
 from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
 from pipeloom.integrations.transformers.layers import stop
 from pipeloom.integrations.transformers.packed import Calls, as_context
-from pipeloom.runtime.model.model.model import Emit, Part
+from pipeloom.runtime.model.model import Emit, Part
 
 
 @dataclass(frozen=True)

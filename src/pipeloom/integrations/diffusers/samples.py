@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
 from pipeloom.integrations.diffusers.flow import Noised, Noising
-from pipeloom.runtime.model.model.model import Part
+from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import FRAME_COMPRESSION, FRAMES_PER_SECOND, PIXEL_COMPRESSION
 
 Sample = Mapping[str, Any]

@@ -21,7 +21,7 @@ from pipeloom.integrations.transformers.hollow import (
     run_with,
 )
 from pipeloom.integrations.transformers.layers import stop
-from pipeloom.runtime.model.model.model import Module, Part, Shape
+from pipeloom.runtime.model.model import Module, Part, Shape
 from pipeloom.spec import TensorShape
 
 _BIAS = 2

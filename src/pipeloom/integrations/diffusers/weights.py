@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import TensorFiles
-from pipeloom.runtime.model.model.pretrained import Pretrained, Saved
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.model.pretrained import Pretrained, Saved
 
 KIND = "diffusers"
 CONFIG = "config.json"

@@ -29,7 +29,7 @@ from pipeloom.runtime.execute.iteration import ExecutorOptions, Iteration
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState
 from pipeloom.runtime.launch.transport import Handle, Transport
-from pipeloom.runtime.model.model.model import Model, Module, Part
+from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeloom.integrations.torchtitan.costs import Costs, completed
 from pipeloom.integrations.torchtitan.parts import VISION, model_part
-from pipeloom.runtime.measure.measure.workbench import Workbench
+from pipeloom.runtime.measure.workbench import Workbench
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP, _REPEATS = 2, 5

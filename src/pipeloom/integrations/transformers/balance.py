@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.layers import LibraryLayer
 from pipeloom.integrations.transformers.packed import Calls
-from pipeloom.runtime.model.model.model import Emit
+from pipeloom.runtime.model.model import Emit
 
 
 @dataclass(frozen=True)

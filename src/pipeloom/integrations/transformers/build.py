@@ -20,8 +20,8 @@ from pipeloom.integrations.transformers.packed import register
 from pipeloom.integrations.transformers.samples import Sizes, num_targets, summed_loss
 from pipeloom.integrations.transformers.smaller import check_as_configured
 from pipeloom.integrations.transformers.weights import TransformersWeights, load
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import TensorFiles
-from pipeloom.runtime.model.model.model import Model, Module
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.model.model import Model, Module
 
 _FOUND: dict[tuple[type, str], Family] = {}
 """Of models not known by name, what was found: trying takes seconds."""

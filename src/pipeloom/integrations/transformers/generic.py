@@ -23,7 +23,7 @@ from pipeloom.integrations.transformers.reference import Gradients, double, libr
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
 from pipeloom.runtime import batch_of
 from pipeloom.runtime.execute.split import run_backward
-from pipeloom.runtime.model.model.model import Emit, Part
+from pipeloom.runtime.model.model import Emit, Part
 from pipeloom.spec import STRATEGIES, Strategy
 from pipeloom.spec.model import num_instances
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
-from pipeloom.runtime.model.model.model import Emit
+from pipeloom.runtime.model.model import Emit
 from pipeloom.spec import Strategy
 
 

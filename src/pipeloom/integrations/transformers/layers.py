@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
-from pipeloom.runtime.model.model.model import Emit
+from pipeloom.runtime.model.model import Emit
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pipeloom.integrations.transformers.layers import (
 )
 from pipeloom.integrations.transformers.packed import ATTENTION, EAGER, LENGTHS
 from pipeloom.integrations.transformers.smaller import signature
-from pipeloom.runtime.model.model.model import Module, Shape
+from pipeloom.runtime.model.model import Module, Shape
 from pipeloom.spec import TensorShape
 
 

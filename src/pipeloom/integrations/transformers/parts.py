@@ -15,7 +15,7 @@ from pipeloom.integrations.transformers.hollow import Arguments
 from pipeloom.integrations.transformers.layers import has_mask, record
 from pipeloom.integrations.transformers.packed import as_context, as_contexts
 from pipeloom.integrations.transformers.samples import clean, num_targets
-from pipeloom.runtime.model.model.model import Part
+from pipeloom.runtime.model.model import Part
 
 
 def ids(part: Part) -> Tensor:

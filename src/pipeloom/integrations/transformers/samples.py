@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.families import Encoder, Sample, Text
 from pipeloom.runtime.data.dataset import CorruptSampleError
-from pipeloom.runtime.model.model.model import Part
+from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
 _IGNORED = -100

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import TensorFiles
-from pipeloom.runtime.model.model.pretrained import Saved
+from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
+from pipeloom.runtime.model.pretrained import Saved
 
 KIND = "transformers"
 CONFIG = "config.json"
@@ -171,7 +171,7 @@ class _Load:
 
 
 class TransformersWeights:
-    """What `pipeloom.runtime.model.model.pretrained.Pretrained` asks, of a model of the library.
+    """What `pipeloom.runtime.model.pretrained.Pretrained` asks, of a model of the library.
 
     Parameters
     ----------

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.runtime.checkpoint.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.checkpoint.optimizer_options import give_options, options_by_name
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.optimizer_options import give_options, options_by_name
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.model.model.model import Model
-from pipeloom.runtime.model.model.sharding import is_dtensor
-from pipeloom.runtime.model.model.weights import give_memory
+from pipeloom.runtime.model.model import Model
+from pipeloom.runtime.model.sharding import is_dtensor
+from pipeloom.runtime.model.weights import give_memory
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.checkpoint.checkpoint.digests import PlainReader
+    from pipeloom.runtime.checkpoint.digests import PlainReader
 
 _MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
 _EMA = "ema"
@@ -122,7 +122,7 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
-    from pipeloom.runtime.checkpoint.checkpoint.digests import DigestingWriter
+    from pipeloom.runtime.checkpoint.digests import DigestingWriter
 
     remedy = "; make room, or give another folder"
     with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}{remedy}")):
@@ -157,7 +157,7 @@ def load_checkpoint(
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
-    from pipeloom.runtime.checkpoint.checkpoint.digests import check_digests
+    from pipeloom.runtime.checkpoint.digests import check_digests
 
     state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     reader, stored, files = _opened(path, state)
@@ -227,7 +227,7 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
-    from pipeloom.runtime.checkpoint.checkpoint.digests import check_digests
+    from pipeloom.runtime.checkpoint.digests import check_digests
 
     give_memory(model)
     tensors = model.saved_tensors()
@@ -279,7 +279,7 @@ class SavedWeights:
         """
         import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
-        from pipeloom.runtime.checkpoint.checkpoint.digests import PlainReader, check_digests
+        from pipeloom.runtime.checkpoint.digests import PlainReader, check_digests
 
         keys = {self._keys[name]: name for name in names}
         # Averages are kept in higher precision.
@@ -304,7 +304,7 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
     files : set of (name, file)
         In which files parts of it lie.
     """
-    from pipeloom.runtime.checkpoint.checkpoint.digests import METADATA, PlainReader
+    from pipeloom.runtime.checkpoint.digests import METADATA, PlainReader
 
     if not (Path(path) / METADATA).exists():
         raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")

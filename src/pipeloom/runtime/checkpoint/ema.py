@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pipeloom.runtime.model.model.sharding import local_part
+from pipeloom.runtime.model.sharding import local_part
 
 
 class Averages:

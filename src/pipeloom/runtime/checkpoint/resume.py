@@ -20,10 +20,10 @@ from pipeloom.bounds import Finite, Number
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.files import open_regular, remove, sync_folder, write_pieces
-from pipeloom.runtime.checkpoint.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
-from pipeloom.runtime.checkpoint.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.checkpoint.replicas import Copies, find_copies
-from pipeloom.runtime.checkpoint.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.replicas import Copies, find_copies
+from pipeloom.runtime.checkpoint.saving import Saving
 from pipeloom.runtime.execute.executor import Executor
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluations: tuple[tuple[Number, Finite], ...] = ()
     """Of every evaluation before, after how many iterations it was made, and the loss."""
     origin: str = ""
-    """Where the model came from before it was trained, see `pipeloom.runtime.model.model.pretrained.Pretrained`."""
+    """Where the model came from before it was trained, see `pipeloom.runtime.model.pretrained.Pretrained`."""
     format: str = "pipeloom.trainer/1"
 
 
@@ -391,7 +391,7 @@ def _problem_of(path: Path) -> InputError | None:
 
 
 def _damage_of(path: Path, share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
-    from pipeloom.runtime.checkpoint.checkpoint.digests import find_damage  # slow to import, and seldom needed
+    from pipeloom.runtime.checkpoint.digests import find_damage  # slow to import, and seldom needed
 
     return find_damage(path, [STATE], share)
 
@@ -420,7 +420,7 @@ def _signature(path: Path) -> _Signature:
 
 def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
     """Write what a rank saves beside tensors, and the digests of it."""
-    from pipeloom.runtime.checkpoint.checkpoint.digests import write_digests  # slow to import, and seldom needed
+    from pipeloom.runtime.checkpoint.digests import write_digests  # slow to import, and seldom needed
 
     for name, content in contents.items():
         write_pieces(folder / name, [content])

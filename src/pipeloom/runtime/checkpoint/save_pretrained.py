@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import (
+from pipeloom.runtime.checkpoint.safetensors_files import (
     SHARD_BYTES,
     Shard,
     ShardWriter,
@@ -19,9 +19,9 @@ from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import (
 )
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import Patience, together
-from pipeloom.runtime.model.model.model import Model
-from pipeloom.runtime.model.model.pretrained import Pretrained, Saved
-from pipeloom.runtime.model.model.sharding import is_dtensor
+from pipeloom.runtime.model.model import Model
+from pipeloom.runtime.model.pretrained import Pretrained, Saved
+from pipeloom.runtime.model.sharding import is_dtensor
 
 
 def pretrained_of(model: Model) -> Pretrained:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.checkpoint.resume import Checkpoints, TrainerState
-from pipeloom.runtime.checkpoint.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
+from pipeloom.runtime.checkpoint.saving import Saving
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeloom.errors import InputError, check_count
 from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
 from pipeloom.runtime.data.prefetch import DescribedBatch, Reading
-from pipeloom.runtime.model.model.model import Model, user_code
+from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.spec import batch_from_dicts
 
 _LOG = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model.model.model import Model, Part, user_code
+from pipeloom.runtime.model.model import Model, Part, user_code
 
 
 class CorruptSampleError(InputError):

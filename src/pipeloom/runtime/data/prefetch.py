@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.errors import InputError, check_count
-from pipeloom.runtime.model.model.model import Model, user_code
+from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.spec import Batch, Sample, batch_from_dicts
 
 _POLL_S = 0.05

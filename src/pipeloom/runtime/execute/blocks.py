@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.execute.memory import Offloaded, SelectiveRecompute
 from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, run_backward
-from pipeloom.runtime.model.model.model import Emit
-from pipeloom.runtime.model.model.random_state import RandomState
+from pipeloom.runtime.model.model import Emit
+from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import TRAITS, Strategy, word_strategies
 
 Layer = Callable[..., Tensor | Emit]

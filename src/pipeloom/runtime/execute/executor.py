@@ -19,13 +19,13 @@ from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import Transport, joins
-from pipeloom.runtime.model.model.encoder_dp import Dealer
-from pipeloom.runtime.model.model.flops import FlopCounts
-from pipeloom.runtime.model.model.model import Model, saved_tensors
-from pipeloom.runtime.model.model.random_state import ForwardSeeds
-from pipeloom.runtime.model.model.sharding import is_dtensor, sharded_modules
-from pipeloom.runtime.model.model.tied import tied_over_ranks
-from pipeloom.runtime.model.model.weights import give_weights
+from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.model.model import Model, saved_tensors
+from pipeloom.runtime.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.sharding import is_dtensor, sharded_modules
+from pipeloom.runtime.model.tied import tied_over_ranks
+from pipeloom.runtime.model.weights import give_weights
 from pipeloom.spec import Layout, ModuleLayout
 
 

@@ -20,12 +20,12 @@ from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState, part_of
 from pipeloom.runtime.launch.device import DeviceQueues
 from pipeloom.runtime.launch.transport import Post, Transport, joins
-from pipeloom.runtime.model.model.flops import FlopCounts
-from pipeloom.runtime.model.model.model import Model, Part
-from pipeloom.runtime.model.model.random_state import ForwardSeeds
-from pipeloom.runtime.model.model.reduce import Finish, ReduceGradients, zero_missing
-from pipeloom.runtime.model.model.sharding import complete_gradients, reshard, unshard
-from pipeloom.runtime.model.model.tied import SumOver, Tied, sum_tied
+from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.model.model import Model, Part
+from pipeloom.runtime.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.reduce import Finish, ReduceGradients, zero_missing
+from pipeloom.runtime.model.sharding import complete_gradients, reshard, unshard
+from pipeloom.runtime.model.tied import SumOver, Tied, sum_tied
 from pipeloom.spec import Layout
 
 

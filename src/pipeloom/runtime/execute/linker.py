@@ -36,8 +36,8 @@ from pipeloom.runtime.execute.unit import (
     StreamOutlet,
     UnitState,
 )
-from pipeloom.runtime.model.model.encoder_dp import Dealer, Share, Taken
-from pipeloom.runtime.model.model.model import Model, Module, torch_dtype
+from pipeloom.runtime.model.encoder_dp import Dealer, Share, Taken
+from pipeloom.runtime.model.model import Model, Module, torch_dtype
 from pipeloom.spec import Layout, TensorShape
 
 # Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.

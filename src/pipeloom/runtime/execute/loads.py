@@ -9,7 +9,7 @@ from typing import Any
 from pipeloom.runtime.data.dataset import LazySample, load_one, load_part, wanted_of, with_loaded
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import PartState, part_of
-from pipeloom.runtime.model.model.model import Part
+from pipeloom.runtime.model.model import Part
 
 
 class Loader:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pipeloom.errors import ExecutionError
-from pipeloom.runtime.model.model.sharding import awaited, is_dtensor, local_part, storage_address
+from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, storage_address
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

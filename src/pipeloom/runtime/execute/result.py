@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
-from pipeloom.runtime.model.model.membership import Membership
+from pipeloom.runtime.model.membership import Membership
 from pipeloom.spec import Batch, Layout
 
 

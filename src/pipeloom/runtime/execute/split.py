@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from pipeloom.runtime.model.model.sharding import storage_address
+from pipeloom.runtime.model.sharding import storage_address
 
 
 def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:

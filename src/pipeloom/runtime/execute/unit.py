@@ -13,8 +13,8 @@ from pipeloom.errors import ExecutionError
 from pipeloom.packing import Packing
 from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkActivation, ChunkStreams
 from pipeloom.runtime.launch.transport import Handle
-from pipeloom.runtime.model.model.encoder_dp import Rows, Share
-from pipeloom.runtime.model.model.model import Module, Part, empty_output, make_part
+from pipeloom.runtime.model.encoder_dp import Rows, Share
+from pipeloom.runtime.model.model import Module, Part, empty_output, make_part
 from pipeloom.spec import TensorShape
 
 Stated = tuple[tuple[int, ...], torch.dtype]

@@ -21,8 +21,8 @@ from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
 from pipeloom.runtime.data.dataset import load_part
 from pipeloom.runtime.data.prefetch import Describe, batch_of, idle_modules, made_up
-from pipeloom.runtime.measure.measure.workbench import Workbench, measure_forward, measure_strategies
-from pipeloom.runtime.model.model.model import (
+from pipeloom.runtime.measure.workbench import Workbench, measure_forward, measure_strategies
+from pipeloom.runtime.model.model import (
     Emit,
     Model,
     Module,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.data.dataset import count_targets, load_part
-from pipeloom.runtime.model.model.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
-from pipeloom.runtime.model.model.reduce import zero_missing
-from pipeloom.runtime.model.model.weights import give_all_weights
+from pipeloom.runtime.model.model import Emit, Model, Module, Part, check_emitted, empty_output, upstream_rows
+from pipeloom.runtime.model.reduce import zero_missing
+from pipeloom.runtime.model.weights import give_all_weights
 from pipeloom.spec import Batch, TensorShape
 from pipeloom.spec.model import num_instances
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.device import moved
-from pipeloom.runtime.measure.measure.reference import StreamsOf, rows_of, whole_part
-from pipeloom.runtime.model.model.model import Emit, Model, Module, Shape, dtype_name, user_code
-from pipeloom.runtime.model.model.random_state import RandomState
+from pipeloom.runtime.measure.reference import StreamsOf, rows_of, whole_part
+from pipeloom.runtime.model.model import Emit, Model, Module, Shape, dtype_name, user_code
+from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import DTYPE_BYTES, Batch, ModelSpec, Sample, TensorShape, Workload
 from pipeloom.spec.model import Dimension, num_instances
 

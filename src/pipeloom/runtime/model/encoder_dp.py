@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.packing import SubMicrobatch
-from pipeloom.runtime.model.model.model import Model, upstream_rows
+from pipeloom.runtime.model.model import Model, upstream_rows
 from pipeloom.spec import Layout, ModuleSpec, Sample, TensorShape, Workload
 from pipeloom.spec.batch import dealt
 

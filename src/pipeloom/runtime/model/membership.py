@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeloom.errors import InputError
 from pipeloom.packing import Loads, deal, token_loads
 from pipeloom.runtime.launch.mesh import Mesh, make_mesh
-from pipeloom.runtime.model.model.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
+from pipeloom.runtime.model.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
 from pipeloom.spec import Batch, Layout, ModelSpec
 
 BatchLoads = Callable[[Batch], Loads]

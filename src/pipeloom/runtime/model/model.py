@@ -31,7 +31,7 @@ from pipeloom.spec import (
 from pipeloom.spec.model import Dimension, Reads, find_module, num_instances, stream_sources
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.model.model.pretrained import Pretrained
+    from pipeloom.runtime.model.pretrained import Pretrained
 
 Shape = TensorShape | tuple[Dimension, ...]
 """A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""

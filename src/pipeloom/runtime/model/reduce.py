@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
-from pipeloom.runtime.model.model.sharding import Share, check_row_shards, give_gradient, local_part, take_shares
+from pipeloom.runtime.model.sharding import Share, check_row_shards, give_gradient, local_part, take_shares
 from pipeloom.spec import Layout
 
 Finish = Callable[[], None]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.runtime.launch.mesh import Mesh
-from pipeloom.runtime.model.model.model import Model
+from pipeloom.runtime.model.model import Model
 from pipeloom.spec import Layout
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model.model.model import Model
+from pipeloom.runtime.model.model import Model
 from pipeloom.spec import Layout
 
 SumOver = Callable[[tuple[int, ...], Tensor], None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model.model.model import Model, saved_tensors
+from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.spec import Layout
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
-from pipeloom.runtime.model.model.model import Model, Module, user_code
-from pipeloom.runtime.model.model.sharding import is_dtensor, shard_layer
-from pipeloom.runtime.model.model.weights import give_weights_to
+from pipeloom.runtime.model.model import Model, Module, user_code
+from pipeloom.runtime.model.sharding import is_dtensor, shard_layer
+from pipeloom.runtime.model.weights import give_weights_to
 from pipeloom.spec import Layout, Parallelism
 
 Sharding = Literal["fsdp"]

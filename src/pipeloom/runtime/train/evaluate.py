@@ -27,9 +27,9 @@ from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import SameBatch, hand_out, together
-from pipeloom.runtime.model.model.membership import BatchLoads, Membership
-from pipeloom.runtime.model.model.model import Model, user_code
-from pipeloom.runtime.model.model.random_state import RandomState
+from pipeloom.runtime.model.membership import BatchLoads, Membership
+from pipeloom.runtime.model.model import Model, user_code
+from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import Batch
 
 PlanForwards = Callable[[Batch], Delivery]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.model.model.model import user_code
+from pipeloom.runtime.model.model import user_code
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 """From a rank's parameters to its optimiser. One whose parameter is called ``named_parameters`` gets pairs of a name,

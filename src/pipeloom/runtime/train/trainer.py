@@ -19,11 +19,11 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError, check_positive
 from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
-from pipeloom.runtime.checkpoint.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.checkpoint.resume import Checkpoints, TrainerState
-from pipeloom.runtime.checkpoint.checkpoint.safetensors_files import SHARD_BYTES
-from pipeloom.runtime.checkpoint.checkpoint.save_pretrained import save_pretrained
-from pipeloom.runtime.checkpoint.checkpoint.saver import Saver
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
+from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
+from pipeloom.runtime.checkpoint.save_pretrained import save_pretrained
+from pipeloom.runtime.checkpoint.saver import Saver
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, close_reading
@@ -42,12 +42,12 @@ from pipeloom.runtime.launch.coordination import (
 )
 from pipeloom.runtime.launch.host_links import find_hosts
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
-from pipeloom.runtime.model.model.flops import FlopCounts
-from pipeloom.runtime.model.model.membership import BatchLoads, join_groups
-from pipeloom.runtime.model.model.model import Model, user_code
-from pipeloom.runtime.model.model.reduce import Position, counted_parameters, gradient_squares, limit_gradients
-from pipeloom.runtime.model.model.tied import sums_over_ranks
-from pipeloom.runtime.model.model.weights import give_memory, give_weights
+from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.model.membership import BatchLoads, join_groups
+from pipeloom.runtime.model.model import Model, user_code
+from pipeloom.runtime.model.reduce import Position, counted_parameters, gradient_squares, limit_gradients
+from pipeloom.runtime.model.tied import sums_over_ranks
+from pipeloom.runtime.model.weights import give_memory, give_weights
 from pipeloom.runtime.train.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.train.evaluate import Evaluated, Evaluator, PlanForwards
 from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer

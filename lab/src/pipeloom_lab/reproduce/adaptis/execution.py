@@ -13,7 +13,7 @@ from pipeloom.packing import Microbatch, Packing, SubMicrobatch
 from pipeloom.plan import lower
 from pipeloom.report import make_track, timeline_svg
 from pipeloom.runtime import ThreadHub, emulate, step_durations
-from pipeloom.runtime.measure.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
+from pipeloom.runtime.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
 from pipeloom.spec import Batch, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, simulate

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.explain.compare import BaselineResult
+from pipeloom.compare.result import BaselineResult
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.timeline import simulate
 

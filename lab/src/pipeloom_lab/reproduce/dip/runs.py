@@ -28,8 +28,8 @@ from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assi
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
 from pipeloom.compare.repacking import reordered
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import Finishing
 from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b

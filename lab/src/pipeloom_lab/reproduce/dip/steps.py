@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pipeloom.compare.baseline import System, fixed_system
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
+from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
-from pipeloom.explain.compare import BaselineResult
 from pipeloom.search import StoppingRule, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
 from pipeloom.timeline import Schedule, lower_bound, simulate

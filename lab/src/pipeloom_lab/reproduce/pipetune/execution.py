@@ -11,7 +11,7 @@ import numpy as np
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.report.figures import Axis, scatter_figure
 from pipeloom.runtime import step_durations
-from pipeloom.runtime.measure.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
+from pipeloom.runtime.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec

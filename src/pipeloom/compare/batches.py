@@ -1,14 +1,14 @@
-"""What other systems' schedules would take on the same batches, with the same costs and the same simulator."""
+"""Baselines on the batches of a training run, with the run's own costs, memory and packing."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
-import numpy as np
 
+from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad, chain_of_stages
 from pipeloom.layout.layouts import chunk_counts, dealt
@@ -17,41 +17,13 @@ from pipeloom.packing.choices import even_groups, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
 from pipeloom.planner.problem import Problem
-from pipeloom.report import Track, layers_by_rank, make_track
-from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b, uniform_settings
+from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.spec import Batch, Layout
-from pipeloom.taskgraph import NS_PER_S, TaskGraph, build_graph
+from pipeloom.taskgraph import build_graph
 from pipeloom.taskgraph.iteration import iteration_graph
-from pipeloom.timeline import LowerBound, Schedule, Timeline, bound_of, lower_bound, simulate, within_limits
+from pipeloom.timeline import bound_of, simulate
 
 _SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
-
-
-@dataclass(frozen=True)
-class BaselineResult:
-    """One system's iteration on one batch."""
-
-    name: str
-    layout: Layout
-    graph: TaskGraph
-    schedule: Schedule
-    timeline: Timeline
-    lower_bound: LowerBound
-    """Of this system's own graph: its layout fixes what any schedule of it can reach."""
-    after_s: float = 0.0
-    """What this system alone needs after the pipeline: the gradients of replicated modules."""
-    packing: Packing | None = None
-    """The microbatches, of systems whose plans are made for executors."""
-
-    @property
-    def iteration_s(self) -> float:
-        """The pipeline, and what this system alone needs after it."""
-        return self.timeline.makespan_ns / NS_PER_S + self.after_s
-
-    @property
-    def fits(self) -> bool:
-        """Whether it keeps to the limits of memory."""
-        return within_limits(self.graph, self.schedule, self.timeline)
 
 
 def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
@@ -147,45 +119,9 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
 
 
-def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:
-    """A system's iteration as reports show it: the whole of it, with what follows the pipeline and the layers by rank.
-
-    Parameters
-    ----------
-    result : BaselineResult
-    update_s : float
-        What every system needs after the pipeline: reducing gradients, updating weights.
-    num_tokens : int
-        Tokens of the iteration, all replicas together; 0: not known.
-    """
-    layout = result.layout
-    track = make_track(
-        result.name, result.graph, result.schedule, result.timeline, result.lower_bound, layout.chunk_names
-    )
-    after_ns = round((result.after_s + update_s) * NS_PER_S)
-    return replace(track, after_ns=after_ns, num_tokens=num_tokens, layers=layers_by_rank(layout))
-
-
 def system_of(problem: Problem, planned: PlannedBatch) -> BaselineResult:
     """Show a planned batch beside other systems."""
     graph = replace(planned.graph, name="per-batch plan")
     return BaselineResult(
         "per-batch plan", problem.layout, graph, planned.schedule, planned.timeline, planned.lower_bound
     )
-
-
-def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
-    """Run an order under the fastest setting of recomputation that fits.
-
-    Raises
-    ------
-    InfeasibleError
-        None fits.
-    """
-    # Settings come fastest first, so the first that fits is the fastest of those that do.
-    for setting in uniform_settings(graph):
-        chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
-        timeline = simulate(graph, chosen)
-        if within_limits(graph, chosen, timeline):
-            return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
-    raise InfeasibleError(f"{name}: does not fit even with full recomputation")
