@@ -20,7 +20,7 @@ from pipeloom.search import Evaluations
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
-PAGE = Path(__file__).parents[3] / "docs" / "compare.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
 
 
 def _on_cluster(model: str) -> ModelOnCluster:
