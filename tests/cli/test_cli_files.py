@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cli.app import COMMANDS, run
 from pipeloom.io import write_instance, write_schedule
+from pipeloom.outputs import REMEDIES
 from pipeloom.timeline import lower_bound, simulate
 from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_io_load import mutated
@@ -361,7 +362,15 @@ with tempfile.TemporaryDirectory(prefix="pipeloom-"):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("how", "code", "said"), [(">/dev/full", 2, "standard output cannot be written"), (">&-", 0, "")]
+    ("how", "code", "said"),
+    [
+        (
+            ">/dev/full",
+            2,
+            "standard output or a temporary file: cannot be written: no space left on device; free disk space",
+        ),
+        (">&-", 0, ""),
+    ],
 )
 def test_an_output_that_takes_nothing_is_told(how: str, code: int, said: str, tiny: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m pipeloom check {tiny} {_schedule(tmp_path)} {how}"
@@ -393,7 +402,7 @@ def test_defects_are_one_line_unless_asked_for(
         invoke("check", tiny, _schedule(tmp_path))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ELOOP])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ELOOP])
 def test_what_a_disk_or_a_name_refuses_is_no_defect(
     number: int, invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +411,9 @@ def test_what_a_disk_or_a_name_refuses_is_no_defect(
 
     monkeypatch.setattr("pipeloom.cli.check.judge", refused)
     done = invoke("check", tiny, _schedule(tmp_path))
-    assert (done.code, done.err) == (2, f"pipeloom: a.bin: cannot be used: {os.strerror(number)}\n")
+    reason = os.strerror(number)
+    assert done.code == 2
+    assert done.err == f"pipeloom: a.bin: cannot be used: {reason[0].lower()}{reason[1:]}; {REMEDIES[number]}\n"
 
 
 def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
@@ -436,7 +447,7 @@ def test_a_name_that_is_too_long_is_told_by_every_command(length: int, invoke: I
         assert len(done.err) < 2100
     done = invoke("report", name)
     assert done.err.startswith("pipeloom: xxx")
-    assert done.err.endswith("xxx: cannot be used: File name too long\n")
+    assert done.err.endswith("xxx: cannot be used: file name too long; give a shorter name\n")
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")

@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothin
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import select
@@ -24,16 +23,12 @@ from rich.markup import escape
 from pipeloom import __version__
 from pipeloom.errors import PipeloomError
 from pipeloom.heartbeat import heartbeat
-from pipeloom.outputs import declare_outputs
+from pipeloom.outputs import REMEDIES, declare_outputs, refused
 from pipeloom.printing import escape_logs, print_error, print_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
-
-# What a disk refuses, and what names in a user's command lead to: no defects, wherever they come up.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
@@ -227,13 +222,12 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
             return _defect(error)
         return _refuse(f"{error.name} is not installed, and this command needs it; pip install 'pipeloom[{extra}]'")
     except OSError as error:
-        # Files have names; what has none is the output.
-        if error.filename is not None and error.errno in (*_DISK, *_NAMES):
-            return _refuse(f"{error.filename}: cannot be used: {error.strerror}")
-        if error.errno not in _DISK:
+        if error.errno not in REMEDIES:
             return _defect(error)
+        if error.filename is not None:
+            return _refuse(str(refused(os.fspath(error.filename), error, "", "cannot be used")))
         _forget_stdout()
-        return _refuse(f"standard output cannot be written: {error.strerror}")
+        return _refuse(str(refused("standard output or a temporary file", error, "")))
     except MemoryError:
         return _refuse("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
     except Exception as error:

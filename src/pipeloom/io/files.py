@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError, visible_line
 from pipeloom.heartbeat import doing
-from pipeloom.outputs import check_input
+from pipeloom.outputs import check_input, refused, writing
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
 """Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
@@ -97,8 +97,10 @@ def write_bytes(path: PathLike, data: bytes) -> None:
                 file.write(data)
         else:
             _replace(os.path.realpath(name), data)
-    except (OSError, ValueError) as error:
-        raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
+    except OSError as error:
+        raise refused(printable(name), error, "name another folder") from error
+    except ValueError as error:
+        raise InputError(printable(name), f"cannot be written: {error}") from error
 
 
 def write_text(path: PathLike, text: str) -> None:
@@ -141,10 +143,8 @@ def make_folder(path: PathLike) -> None:
     InputError
         Naming the path: a file is in the way, or the disk refuses.
     """
-    try:
+    with writing(printable(os.fspath(path))):
         Path(path).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise InputError(printable(os.fspath(path)), f"cannot be made: {_reason(error)}") from error
 
 
 def printable(name: str) -> str:

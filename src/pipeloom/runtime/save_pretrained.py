@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.outputs import writing
 from pipeloom.runtime.coordination import Patience, together
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.model import Model
@@ -61,11 +62,9 @@ def begin(folder: Path) -> None:
         When the target is not empty, or cannot be made.
     """
     check_target(folder)
-    try:
+    with writing(folder):
         shutil.rmtree(partial_of(folder), ignore_errors=True)
         partial_of(folder).mkdir(parents=True)
-    except OSError as error:
-        raise InputError(str(folder), f"cannot be made ({error.strerror})", "name another folder") from error
 
 
 def discard(folder: Path) -> None:
@@ -84,11 +83,12 @@ def add(writer: ShardWriter, saved: Iterable[Saved]) -> None:
 def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> None:
     """Name the files, write what belongs beside them, and give the folder its name; one process does."""
     partial = partial_of(folder)
-    pretrained.write_beside(partial, most_common_dtypes(shards))
-    finish_shards(partial, shards)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    with writing(folder):
+        pretrained.write_beside(partial, most_common_dtypes(shards))
+        finish_shards(partial, shards)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
 
 
 def save_pretrained(
