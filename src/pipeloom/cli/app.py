@@ -198,7 +198,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         return leave.exit_code
     except UsageError as error:
         place = error.ctx.command_path if error.ctx is not None else "pipeloom"
-        problem = error.format_message().rstrip(".")
+        problem = error.format_message().rstrip(".") + _refused_value(error)
         if problem:  # there is none where no argument at all was given, and the help has been shown
             print_error(f"{problem}; see {place} --help", place)
         return WRONG_INPUT
@@ -234,6 +234,12 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         return _defect(error)
     finally:
         declare_outputs(())
+
+
+def _refused_value(error: Exception) -> str:
+    """The value of an option that Typer refuses; empty where there is none, or where its own message names it."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    return f", not {found[0]['input']!r}" if found else ""
 
 
 def _defect(error: Exception) -> int:
