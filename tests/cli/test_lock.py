@@ -58,6 +58,15 @@ def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
         locked(tmp_path).__enter__()
 
 
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("kept")
+    (tmp_path / ".lock").symlink_to(other)
+    with pytest.raises(InputError, match=r"\.lock: cannot be written: too many levels .*; remove the symbolic link"):
+        locked(tmp_path).__enter__()
+    assert other.read_text() == "kept"
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(

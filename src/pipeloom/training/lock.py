@@ -33,7 +33,8 @@ def locked(folder: Path) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / LOCK):
-        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        # A link may lead to a file of the user's, which would be emptied.
+        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise InputError(str(folder / LOCK), "is not a regular file", "remove it")

@@ -171,13 +171,18 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     """
     kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
     for path in (folder / name for name in kept):
-        if os.path.lexists(path) and not path.is_file():
+        # What a link leads to may be a file of the user's, which would get lines of the run.
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             raise InputError(str(path), "is not a regular file", "remove it")
+    for path in (folder / "plans", folder / TENSORBOARD):
+        if os.path.lexists(path) and not path.is_dir():
+            raise InputError(str(path), "is not a folder", "remove it")
     stale = [folder / name for name in WRITTEN if name not in kept]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         events = (*(folder / "plans").glob("*.plan"), *(folder / TENSORBOARD).glob("events.out.tfevents.*"))
-        for old in (*stale, *(() if go_on else events)):
+    for old in (*stale, *(() if go_on else events)):
+        with writing(old):
             old.unlink(missing_ok=True)
 
 
