@@ -50,14 +50,16 @@ def writing(path: PathLike, elsewhere: str = "name another folder") -> Iterator[
 
 
 def refused(path: PathLike, error: OSError, elsewhere: str, problem: str = "cannot be written") -> InputError:
-    """Return the error that names a file, why the operating system refuses it, and a remedy."""
-    remedies = (REMEDIES.get(error.errno or 0, ""), elsewhere)
+    """Return the error that names a file, why the operating system refuses it, and a remedy.
+
+    Of a folder, it names the file in it that the system's error names.
+    """
+    name, remedies = os.fspath(path), (REMEDIES.get(error.errno or 0, ""), elsewhere)
+    if isinstance(error.filename, str) and error.filename.startswith(os.path.join(name, "")):
+        name = error.filename
     reason = error.strerror or str(error)
-    return InputError(
-        visible_line(os.fspath(path)),
-        f"{problem}: {reason[:1].lower()}{reason[1:]}",
-        ", or ".join(filter(None, remedies)),
-    )
+    text = f"{problem}: {reason[:1].lower()}{reason[1:]}"
+    return InputError(visible_line(name), text, ", or ".join(filter(None, remedies)))
 
 
 def declare_outputs(paths: Sequence[PathLike]) -> None:

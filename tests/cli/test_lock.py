@@ -95,6 +95,21 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(
     assert re.search("cannot be written: (file exists|not a directory); remove", message), message
 
 
+@pytest.mark.parametrize("where", ["task.py", "runs/t", "runs/t/checkpoints"])
+def test_a_link_to_itself_is_refused_in_one_line(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+    assert run(["train", str(tmp_path / "train.toml"), "--runs", str(tmp_path / "runs")]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeloom: ")]
+    assert where.rpartition("/")[2] in line
+
+
 @pytest.mark.parametrize("where", ["runs/t", "saved"])
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "task.py").write_text(TASK)

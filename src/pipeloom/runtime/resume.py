@@ -359,7 +359,7 @@ class Checkpoints:
         return self.folder / f"step-{iteration:08d}{ending}"
 
     def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
-        with writing(f"checkpoint folder {self.folder}", "set another checkpoint.path"):
+        with writing(self.folder, "set another checkpoint.path"):
             return write(*arguments)
 
 

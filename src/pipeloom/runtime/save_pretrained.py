@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def check_target(folder: Path) -> None:
 
 def partial_of(folder: Path) -> Path:
     """Where a folder is written until it is whole."""
-    whole = folder.resolve()
+    whole = Path(os.path.realpath(folder))
     return whole.with_name(f"{whole.name}.partial")
 
 

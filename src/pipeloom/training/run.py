@@ -98,7 +98,7 @@ class TrainingRun(Job):
         config = read_config(file)
         if not config.task:
             return cls(config, folder_task(config, file), Path(runs) / config.name, file, display or Quiet())
-        source = (file.parent / config.task).resolve()
+        source = Path(os.path.realpath(file.parent / config.task))
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
         check_input(source)
