@@ -416,6 +416,18 @@ def test_what_a_disk_or_a_name_refuses_is_no_defect(
     assert done.err == f"pipeloom: a.bin: cannot be used: {reason[0].lower()}{reason[1:]}; {REMEDIES[number]}\n"
 
 
+def test_too_many_open_files_are_no_defect(
+    invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("pipeloom.cli.check.judge", refused)
+    done = invoke("check", tiny, _schedule(tmp_path))
+    remedy = "raise the limit of open files (ulimit -n)"
+    assert (done.code, done.err) == (2, f"pipeloom: a file or pipe: cannot be opened: too many open files; {remedy}\n")
+
+
 def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
     document = json.loads(tiny.read_text()) | {"name": "[/x] [red]"}
     path = tmp_path / "[red].json"

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothin
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -226,6 +227,8 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
             return _defect(error)
         if error.filename is not None:
             return _refuse(str(refused(os.fspath(error.filename), error, "", "cannot be used")))
+        if error.errno == errno.EMFILE:
+            return _refuse(str(refused("a file or pipe", error, "", "cannot be opened")))
         _forget_stdout()
         return _refuse(str(refused("standard output or a temporary file", error, "")))
     except MemoryError:
