@@ -25,6 +25,7 @@ REMEDIES = {
     errno.EISDIR: "remove the folder that is in its place",
     errno.ELOOP: "remove the symbolic link",
     errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENXIO: "start the reader of the pipe first",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """What a user can do about an `OSError`, by its number; such an error is no defect of Pipeloom."""

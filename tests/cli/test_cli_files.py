@@ -386,6 +386,20 @@ def test_a_pipe_is_written_through_its_device(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("text", "")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_that_nobody_reads_does_not_hold_a_command(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = invoke("simulate", tiny, _schedule(tmp_path), "--svg", pipe)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{pipe}: cannot be written: no such device or address; start the reader of the pipe first" in done.err
+    # A file that Pipeloom names itself, in a folder, is refused before anything is read.
+    (tmp_path / "batch.plan").symlink_to("batch.plan")
+    done = invoke("plan", "samples.jsonl", "--setup", "setup.json", "--tokens", 9, "--budget", 0, "--out", tmp_path)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'batch.plan'}: is not a regular file; remove it, or name another folder" in done.err
+
+
 def test_defects_are_one_line_unless_asked_for(
     invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,9 @@ def write_bytes(path: PathLike, data: bytes) -> None:
     try:
         # By its own name: where standard output is a pipe, what /dev/stdout leads to has none.
         if _is_special(name):
-            with open(name, "wb") as file:
+            # A pipe that nobody reads is an error; waiting for a reader could last for ever.
+            with open(name, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+                os.set_blocking(file.fileno(), True)
                 file.write(data)
         else:
             _replace(os.path.realpath(name), data)
