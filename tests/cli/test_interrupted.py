@@ -38,6 +38,14 @@ from pipeloom.cli import main
 main(["--version"])
 """
 
+FORK_SERVER = """
+import time
+from pipeloom.forks import begin_forks, can_fork
+begin_forks(["json"])
+print(can_fork(), flush=True)
+time.sleep(600)
+"""
+
 
 @dataclass
 class Ended:
@@ -104,6 +112,28 @@ def check(ended: Ended, sent: signal.Signals) -> None:
 def test_ctrl_c_while_the_command_line_is_imported_says_nothing() -> None:
     ended = subprocess.run([sys.executable, "-c", IN_IMPORTS], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_script_whose_process_group_is_ended_leaves_no_file(sent: signal.Signals) -> None:
+    """A program that calls the library handles no signal; the fork server removes its folders."""
+    # Short: a socket lies in it.
+    temporary = Path(tempfile.mkdtemp(prefix="pipeloom-test-"))
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK_SERVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        os.killpg(process.pid, sent)
+        # The fork server holds the output.
+        process.communicate(timeout=BOUND_S)
+    assert process.returncode == -sent
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

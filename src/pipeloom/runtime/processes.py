@@ -30,6 +30,7 @@ import torch.distributed as dist
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
+from pipeloom.outputs import REMEDIES
 from pipeloom.printing import escape_logs, print_error
 from pipeloom.runtime.addresses import interface_towards
 from pipeloom.runtime.device import DeviceType, Place, join_group, place_of
@@ -161,9 +162,9 @@ def _started(rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise ExecutionError(
-            f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
-        ) from error
+        remedy = REMEDIES.get(getattr(error, "errno", 0), "")
+        problem = f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
+        raise ExecutionError(f"{problem}; {remedy}" if remedy else problem) from error
 
 
 def _watch(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pipeloom.bounds import Finite, Number
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
+from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.copies import Copies, find_copies
 from pipeloom.runtime.ema import Averages
@@ -358,14 +359,8 @@ class Checkpoints:
         return self.folder / f"step-{iteration:08d}{ending}"
 
     def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
-        try:
+        with writing(self.folder, "set another checkpoint.path"):
             return write(*arguments)
-        except OSError as error:
-            raise InputError(
-                f"checkpoint folder {self.folder}",
-                f"cannot be written ({error.strerror})",
-                "make room, or give another checkpoint.path",
-            ) from error
 
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:

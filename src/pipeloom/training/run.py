@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from pipeloom.runtime import Model, Worker, choose_device, join_workers, launch,
 from pipeloom.runtime.coordination import Patience, first_says
 from pipeloom.runtime.divide import check_divisible
 from pipeloom.runtime.links import find_hosts, measure_links
-from pipeloom.runtime.processes import Joined
+from pipeloom.runtime.processes import Joined, report
 from pipeloom.search import METHODS, SearchParams
 from pipeloom.spec.layout import check_dealt
 from pipeloom.training.config import read_config
@@ -98,7 +98,7 @@ class TrainingRun(Job):
         config = read_config(file)
         if not config.task:
             return cls(config, folder_task(config, file), Path(runs) / config.name, file, display or Quiet())
-        source = (file.parent / config.task).resolve()
+        source = Path(os.path.realpath(file.parent / config.task))
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
         check_input(source)
@@ -313,9 +313,17 @@ class TrainingRun(Job):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
-                with paused():
+                # This process says what is done until rank 0 does.
+                with ExitStack() as silent:
                     found = launch(
-                        train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
+                        train_rank,
+                        config.num_processes,
+                        self,
+                        go_on,
+                        report,
+                        timeout_s=config.timeout_s,
+                        device=self.place,
+                        on_report=lambda _rank, _what: silent.enter_context(paused()),
                     )
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:
