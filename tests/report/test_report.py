@@ -34,7 +34,7 @@ from pipeloom.report.ranking import ranking_rows
 from pipeloom.search import gpipe, one_f_one_b
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import bound_of, bubbles, lower_bound, memory_curve, simulate
+from pipeloom.timeline import bound_of, bubbles, memory_curve, simulate
 from tests.chains import uniform_chain
 from tests.strategies import graphs, random_order
 

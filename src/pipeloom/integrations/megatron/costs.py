@@ -195,6 +195,6 @@ class StageCosts:
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
         key = tuple(map(id, templates))
         if key not in self._ranks:
-            static = static_bytes(templates, self.run.degrees, self.run.state)
-            self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement, self.run.state) // PS_PER_NS)
+            static = static_bytes(templates, self.run.degrees)
+            self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

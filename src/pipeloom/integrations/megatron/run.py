@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeloom.emulator.static import MIXED_PRECISION, StateBytes
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
@@ -53,8 +52,6 @@ class MegatronRun:
         Modules that selective recomputation can take here, and that hold something worth it.
     rules : Rules
         What Megatron accepts beside the other arguments.
-    state : StateBytes
-        Bytes of a parameter's gradient and optimizer state.
     replaced : tuple of str
         Arguments that say how the pipeline is set up now.
     is_recipe : bool
@@ -72,7 +69,6 @@ class MegatronRun:
     now: Setup
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
-    state: StateBytes = MIXED_PRECISION
     replaced: tuple[str, ...] = ()
     is_recipe: bool = False
     read: tuple[str, ...] = ()
@@ -161,7 +157,6 @@ def read_megatron(
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
-    state = read_state(arguments)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
     notes = arguments.notes + _notes(arguments, degrees)
     return MegatronRun(
@@ -174,7 +169,6 @@ def read_megatron(
         now,
         modules,
         rules,
-        state,
         replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
@@ -235,6 +229,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
         expert=expert,
         sequence_parallel=arguments.flag("sequence-parallel"),
         zero=zero,
+        state=read_state(arguments),
     )
 
 
