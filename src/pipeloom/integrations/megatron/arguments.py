@@ -6,7 +6,7 @@ import ast
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import MOST_SIZE
@@ -22,11 +22,13 @@ class UnknownText(str):
     """A value that a script does not say, as the script writes it."""
 
     reason: str
+    words: Literal["none", "one", "any"]
+    """How many words it is; ``none``: a variable that is not set. If ``any``, it may be other arguments too."""
 
-    def __new__(cls, text: str, reason: str) -> UnknownText:
+    def __new__(cls, text: str, reason: str, words: Literal["none", "one", "any"]) -> UnknownText:
         """Make a value with the reason why it is unknown."""
         made = super().__new__(cls, text)
-        made.reason = reason
+        made.reason, made.words = reason, words
         return made
 
 
@@ -109,17 +111,23 @@ class Arguments:
             return None
         if not values:
             raise self.refuse(name, "has no value")
-        for each in values if name in JOINED else values[:1]:
-            if isinstance(each, UnknownText):
-                raise self.refuse(name, each.reason, "write its value in its place")
+        self._check_known(name, values if name in JOINED else values[:1])
         value = "".join(values) if name in JOINED else values[0]
         if "$" in value:
             raise self.refuse(name, f"{value} is not set in this file", "write its value in its place")
         return value
 
+    def _check_known(self, name: str, values: Sequence[str]) -> None:
+        for each in values:
+            if isinstance(each, UnknownText):
+                raise self.refuse(name, each.reason, "write its value in its place")
+
     def flag(self, name: str) -> bool:
         """Whether it is given, or given as true."""
         values = self.values(name)
+        self._check_known(
+            name, [one for one in values or () if not isinstance(one, UnknownText) or one.words != "none"]
+        )
         return values is not None and (not values or values[0].lower() != "false")
 
     def on(self, name: str) -> bool:

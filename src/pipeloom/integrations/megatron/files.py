@@ -135,7 +135,7 @@ def _given(words: Iterable[str]) -> dict[str, Given]:
             close()
             label, equals, value = word.partition("=")
             if isinstance(word, UnknownText):
-                value = UnknownText(value, word.reason)
+                value = UnknownText(value, word.reason, word.words)
             values = [value] if equals else []
         elif label:
             values.append(word)
@@ -154,7 +154,13 @@ def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = (
             )
     check_known(labels.items(), known_names(), source)
     kept = {name: one for name, one in found.items() if name not in _LAUNCHER or name in _COUNTED}
-    return Arguments(source, kept, notes=notes)
+    unknown = tuple(
+        f"{one.label}: {value.reason}; it is read as a value, and arguments that it prints are not counted"
+        for one in kept.values()
+        for value in one.values
+        if isinstance(value, UnknownText) and value.words == "any"
+    )
+    return Arguments(source, kept, notes=notes + unknown)
 
 
 # ------------------------------------------------------------------ configuration files
