@@ -9,11 +9,20 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_IN_MICROBATCH
 from pipeloom.spec.architecture import MOST_SIZE
+from pipeloom.spec.model import MOST_LAYERS
 
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
-_MOST_LAYERS = 100_000
+_LAYERS = ("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(_LAYERS, MOST_LAYERS),
+    **dict.fromkeys(("seq-length", "max-position-embeddings"), 2**26),
+    **dict.fromkeys(("vocab-size", "padded-vocab-size", "global-batch-size"), MOST_SIZE),
+    "micro-batch-size": MAX_IN_MICROBATCH,
+}
+"""Most that an argument may be, beside others of ordinary size; of those not listed 2^20."""
 _OFF = ("none", "null", "false")
 """Words that switch nothing on."""
 
@@ -151,8 +160,9 @@ class Arguments:
             raise self.refuse(name, f"{value!r} is not a whole number") from None
         if number < least:
             raise self.refuse(name, f"{number} is below {least}")
-        if number > MOST_SIZE:
-            raise self.refuse(name, f"{number} is above {MOST_SIZE}")
+        most = _MOST.get(name, 2**20)
+        if number > most:
+            raise self.refuse(name, f"{number} is above {most}", "give a smaller number")
         return number
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -206,7 +216,7 @@ def _number_or_list(node: ast.expr) -> int | list[int]:
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
             times, row = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and isinstance(row, list) and times * len(row) <= _MOST_LAYERS:
+            if isinstance(times, int) and isinstance(row, list) and times * len(row) <= MOST_LAYERS:
                 return row * times
     raise ValueError(ast.dump(node))
 

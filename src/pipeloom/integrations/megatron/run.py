@@ -24,7 +24,7 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
-from pipeloom.limits import MAX_IN_MICROBATCH, MAX_MICROBATCHES
+from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
@@ -137,13 +137,10 @@ def read_megatron(
             f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
-    for name, count, most in (
-        ("micro-batch-size", micro, MAX_IN_MICROBATCH),
-        ("global-batch-size", batch // (micro * degrees.data), MAX_MICROBATCHES),
-    ):
-        if count > most:
-            what = "sequences of a microbatch" if name == "micro-batch-size" else "microbatches of a replica"
-            raise arguments.refuse(name, f"{count} {what} are more than {most}", "give fewer")
+    count = batch // (micro * degrees.data)
+    if count > MAX_MICROBATCHES:
+        problem = f"{count} microbatches of a replica are more than {MAX_MICROBATCHES}"
+        raise arguments.refuse("global-batch-size", problem, "give fewer")
     length = arguments.size("seq-length")
     for name, number in (
         ("context-parallel-size", 2 * degrees.context),
@@ -152,7 +149,6 @@ def read_megatron(
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
             raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
-    count = batch // (micro * degrees.data)
     size = arguments.size(GROUP, degrees.pipeline)
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
     rules = read_rules(arguments, degrees.pipeline)
