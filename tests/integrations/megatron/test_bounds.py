@@ -59,6 +59,15 @@ def test_a_number_above_its_bound_is_named_with_both(name, value, bound) -> None
         read_megatron(listed({name: value}), default_devices=8)
 
 
+def test_sizes_that_are_too_large_together_are_named() -> None:
+    run = read_megatron(listed(hidden_size=2**20, seq_length=2**26, max_position_embeddings=2**26), default_devices=8)
+    timing = Timing(run, load_cluster("h100-8"))
+    with pytest.raises(
+        InputError, match=r"arguments: sizes: together too large \(hidden size 1048576, sequences of 67108864"
+    ):
+        timing.of(run.now)
+
+
 ALIASES = {
     "lists": "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
     + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)),
