@@ -21,7 +21,7 @@ from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec.architecture import PredictionLayer
-from pipeloom.spec.image_tokens import image_disagreement
+from pipeloom.spec.media_tokens import disagreements
 
 if TYPE_CHECKING:
     from pipeloom.lab.systems.outcome import Outcome
@@ -301,9 +301,7 @@ def _confidence(outcome: Outcome) -> Section:
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]
-    disagreement = image_disagreement(outcome.case.architecture, samples)
-    if disagreement:
-        lines.append(f"Of your data, {disagreement}.")
+    lines += [f"Of your data, {note}." for note in disagreements(outcome.case.architecture, samples)]
     lines.append(
         "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
         "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."

@@ -35,7 +35,7 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.first_sample import show_first_sample
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
-from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
+from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
@@ -200,6 +200,11 @@ class TrainingRun(Job):
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
                 model.spec.module(name)
+        with self._in_file():
+            offered(self.config, model)
+        for strategy, problem in model.excluded.items():
+            if strategy in self.config.planner.strategies:
+                self.display.say(f"Without the memory strategy {strategy!r}, under which {model.name} fails: {problem}")
         return model
 
     @contextmanager
@@ -265,7 +270,7 @@ class TrainingRun(Job):
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,
-            strategies=config.planner.strategies,
+            strategies=offered(config, model),
             tuning=config.tuning,
             backend=backend_of(self.device if config.runtime.transport == "direct" else "cpu"),
             split_backward=config.planner.split_backward,

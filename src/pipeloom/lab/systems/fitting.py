@@ -9,7 +9,7 @@ from math import log2
 import msgspec
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.static import GRADIENT_BYTES, OPTIMISER_BYTES, WEIGHT_BYTES
+from pipeloom.emulator.static import WEIGHT_BYTES
 from pipeloom.errors import InputError
 from pipeloom.lab.systems.answer import Question
 from pipeloom.lab.systems.comparison import compare_case
@@ -57,7 +57,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
 
 def _least_bytes(case: ModelOnCluster) -> int:
     """Bytes of weights, gradients and optimizer states that all devices together hold at least."""
-    trained = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMISER_BYTES
+    trained = WEIGHT_BYTES + sum(case.degrees.state)
     return sum(
         layer.num_parameters * (WEIGHT_BYTES if module.frozen else trained)
         for module in case.model.modules
