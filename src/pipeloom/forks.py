@@ -420,5 +420,7 @@ def end_with_parent(folder: Path | None = None) -> None:
 
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:
+    # Asked for here, since the server may be gone before the command looks at who has started it.
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
     sys.exit(import_module("pipeloom.cli.app").run(list(arguments)))

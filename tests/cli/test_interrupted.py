@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from pipeloom.planner.process import STARTER
 
 from .test_lost_processes import BOUND_S, runs
 from .test_train_resume import config
@@ -172,3 +175,17 @@ def descendants(parent: int) -> list[int]:
         int(pid) for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()
     ]
     return children + [each for child in children for each in descendants(child)]
+
+
+def test_a_planner_whose_trainer_is_gone_already_leaves() -> None:
+    """The store's port answers nothing: torch would wait for it, and say so, for half a minute."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "pipeloom", "planner", "--store", f"127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(
+            command, env={**os.environ, STARTER: str(gone.pid)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as planner:
+            said, _ = planner.communicate(timeout=BOUND_S)
+    assert said == b""
+    assert planner.returncode == 1

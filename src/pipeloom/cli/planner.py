@@ -23,12 +23,12 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     import pipeloom.lab  # noqa: F401  a run may name one of the papers' searches
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
-    from pipeloom.planner.process import STORE_SECRET
+    from pipeloom.planner.process import STARTER, STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
     from pipeloom.runtime.processes import end_with_starter
 
     # The store tells that the trainer is gone only when it is asked, after a search.
-    end_with_starter()
+    end_with_starter(starter=int(os.environ.get(STARTER, 0)))
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))

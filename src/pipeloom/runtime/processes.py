@@ -299,15 +299,17 @@ def _comes_again(error: BaseException) -> bool:
     return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
 
 
-def end_with_starter(problem: str = "") -> None:
+def end_with_starter(problem: str = "", starter: int = 0) -> None:
     """From here on this process ends when the one that has started it is gone, however that ended.
 
     Parameters
     ----------
     problem : str
         What is then said on standard error; nothing where it is empty.
+    starter : int
+        Process ID of the one that has started this one, which may be gone already; 0: the parent process.
     """
-    starter = os.getppid()
+    starter = starter or os.getppid()
 
     def look() -> None:
         while os.getppid() == starter:
