@@ -59,7 +59,7 @@ def test_the_table_has_a_row_for_each_family_and_a_column_for_each_method(invoke
         (("elsewhere",), "'elsewhere' cannot be run"),
         (("instances", "--family", "none"), "--family: 'none'"),
         (("instances", "--method", "none"), "--method: 'none'"),
-        (("instances", "--seeds", 0), "Invalid value for '--seeds': Input should be greater than or equal to 1"),
+        (("instances", "--seeds", 0), "'--seeds': Input should be greater than or equal to 1, not '0'; see"),
         (("instances", "--budget", -1), "--budget: -1"),
     ],
 )

@@ -53,6 +53,8 @@ class _Server:
     """In a fork: the server, its parent as long as that runs."""
     terminal_signals: tuple[signal.Signals, ...] = ()
     """In the server: those that it ignores although they end other processes when a terminal is closed."""
+    ignores_sigterm: bool = False
+    """In the server: whether it ignores SIGTERM, which ends the processes that it forks."""
 
 
 _SERVER = _Server()
@@ -183,7 +185,9 @@ def serve_imports() -> None:
     # A terminal that is closed ends all that it runs; the server tidies up first.
     ending = [signal.SIGHUP, signal.SIGQUIT]
     _SERVER.terminal_signals = tuple(each for each in ending if signal.getsignal(each) == signal.SIG_DFL)
-    for each in _SERVER.terminal_signals:
+    # So does a scheduler that sends SIGTERM to all processes of a job.
+    _SERVER.ignores_sigterm = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    for each in (*_SERVER.terminal_signals, *[signal.SIGTERM] * _SERVER.ignores_sigterm):
         signal.signal(each, signal.SIG_IGN)
     # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
     folders = (folder, Path(temporary)) if temporary else (folder,)
@@ -254,6 +258,8 @@ class ForkTarget:
         self.function, self.environment, self.outputs = state
 
     def __call__(self, *args: Any) -> None:
+        if _SERVER.ignores_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number, given in enumerate(self.outputs, start=1):
             os.dup2(given.detach(), number)
         os.environ.clear()
@@ -414,5 +420,7 @@ def end_with_parent(folder: Path | None = None) -> None:
 
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:
+    # Asked for here, since the server may be gone before the command looks at who has started it.
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
     sys.exit(import_module("pipeloom.cli.app").run(list(arguments)))

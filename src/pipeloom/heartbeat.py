@@ -10,8 +10,11 @@ from contextlib import contextmanager
 
 from pipeloom import printing
 
-FIRST_S, EVERY_S = 2.5, 9.0
-"""Seconds without a line: until the first one of a heartbeat, and from then on."""
+FIRST_S, EVERY_S = 2.5, 7.0
+"""Seconds without a line: until the first one of a heartbeat, and from then on.
+
+Their sum is below 10 s: another process may take over just before a line is due.
+"""
 VARIABLE = "PIPELOOM_PROGRESS"
 """Environment variable; ``0`` turns these lines off."""
 _LOOK_S = 0.25

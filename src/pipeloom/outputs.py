@@ -1,16 +1,66 @@
-"""The files that the running command will write: none of them may be a file that it reads, nor be named twice."""
+"""Files that a command writes: check that their names do not collide, and report why one cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 
 from pipeloom.errors import InputError, visible_line
 
 PathLike = str | os.PathLike[str]
 
+REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free space in your disk quota",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EIO: "check the disk",
+    errno.EROFS: "mount the file system writable",
+    errno.EACCES: "allow access to it",
+    errno.EPERM: "allow access to it",
+    errno.EEXIST: "remove what is in its place",
+    errno.ENOTDIR: "remove the file that is in place of a folder",
+    errno.EISDIR: "remove the folder that is in its place",
+    errno.ELOOP: "remove the symbolic link",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENXIO: "start the reader of the pipe first",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What a user can do about an `OSError`, by its number; such an error is no defect of Pipeloom."""
+
 _OUTPUTS: list[PathLike] = []
+
+
+@contextmanager
+def writing(path: PathLike, elsewhere: str = "name another folder") -> Iterator[None]:
+    """Raise `InputError` where the operating system refuses to write a file or folder in this context.
+
+    Parameters
+    ----------
+    path : path
+        The file or folder that the message names.
+    elsewhere : str
+        How to write to another place; the message offers it beside the remedy for the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise refused(path, error, elsewhere) from error
+
+
+def refused(path: PathLike, error: OSError, elsewhere: str, problem: str = "cannot be written") -> InputError:
+    """Return the error that names a file, why the operating system refuses it, and a remedy.
+
+    Of a folder, it names the file in it that the system's error names.
+    """
+    name, remedies = os.fspath(path), (REMEDIES.get(error.errno or 0, ""), elsewhere)
+    if isinstance(error.filename, str) and error.filename.startswith(os.path.join(name, "")):
+        name = error.filename
+    reason = error.strerror or str(error)
+    text = f"{problem}: {reason[:1].lower()}{reason[1:]}"
+    return InputError(visible_line(name), text, ", or ".join(filter(None, remedies)))
 
 
 def declare_outputs(paths: Sequence[PathLike]) -> None:

@@ -11,7 +11,7 @@ from pipeloom.limits import MAX_PS, MAX_S, MAX_TOTAL
 NS_PER_S = 1_000_000_000
 PS_PER_S = 1_000_000_000_000
 _PER_S = {"ns": NS_PER_S, "ps": PS_PER_S}
-SMALLER_TIMES = "give smaller times: of the layers in the profile, or of the cluster's links and devices"
+SMALLER_TIMES = "give smaller times: of layers in the profile, of links and devices, or by smaller models and samples"
 SMALLER_SIZES = "give smaller sizes"
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from pipeloom.cli.app import commands, run
 from pipeloom.io import write_instance, write_schedule
+from pipeloom.outputs import REMEDIES
 from pipeloom.timeline import lower_bound, simulate
 from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_io_load import mutated
@@ -212,7 +213,10 @@ def test_verify_proves_and_refutes(invoke: Invoke, tmp_path: Path) -> None:
     done = invoke("verify", path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("verified: 2 ranks, 12 actions, 2 messages")
-    assert invoke("verify", path, "--serial").out.strip().endswith("rules, and rank by rank")
+    assert [line.partition(": ")[0] for line in done.out.splitlines()[1:]] == ["not checked"] * 2
+    assert "takes a layout" in done.out
+    assert invoke("verify", path, "--serial").out.splitlines()[0].endswith("rules, and rank by rank")
+    assert len(json.loads(invoke("verify", path, "--json").out)["not_checked"]) == 2
     path.write_text(PLAN.replace("SEND_B      lm.0 0.0 to=0 shape=2,3 dtype=float32\nWAIT_SEND_B lm.0 0.0\n", ""))
     done = invoke("verify", path)
     assert done.code == 1
@@ -363,7 +367,15 @@ with tempfile.TemporaryDirectory(prefix="pipeloom-"):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("how", "code", "said"), [(">/dev/full", 2, "standard output cannot be written"), (">&-", 0, "")]
+    ("how", "code", "said"),
+    [
+        (
+            ">/dev/full",
+            2,
+            "standard output or a temporary file: cannot be written: no space left on device; free disk space",
+        ),
+        (">&-", 0, ""),
+    ],
 )
 def test_an_output_that_takes_nothing_is_told(how: str, code: int, said: str, tiny: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m pipeloom check {tiny} {_schedule(tmp_path)} {how}"
@@ -377,6 +389,20 @@ def test_a_pipe_is_written_through_its_device(tmp_path: Path) -> None:
     code = "from pipeloom.io import write_text; write_text('/dev/stdout', 'text')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("text", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_that_nobody_reads_does_not_hold_a_command(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = invoke("simulate", tiny, _schedule(tmp_path), "--svg", pipe)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{pipe}: cannot be written: no such device or address; start the reader of the pipe first" in done.err
+    # A file that Pipeloom names itself, in a folder, is refused before anything is read.
+    (tmp_path / "batch.plan").symlink_to("batch.plan")
+    done = invoke("plan", "samples.jsonl", "--setup", "setup.json", "--tokens", 9, "--budget", 0, "--out", tmp_path)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'batch.plan'}: is not a regular file; remove it, or name another folder" in done.err
 
 
 def test_defects_are_one_line_unless_asked_for(
@@ -395,7 +421,7 @@ def test_defects_are_one_line_unless_asked_for(
         invoke("check", tiny, _schedule(tmp_path))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ELOOP])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ELOOP])
 def test_what_a_disk_or_a_name_refuses_is_no_defect(
     number: int, invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +430,21 @@ def test_what_a_disk_or_a_name_refuses_is_no_defect(
 
     monkeypatch.setattr("pipeloom.cli.check.judge", refused)
     done = invoke("check", tiny, _schedule(tmp_path))
-    assert (done.code, done.err) == (2, f"pipeloom: a.bin: cannot be used: {os.strerror(number)}\n")
+    reason = os.strerror(number)
+    assert done.code == 2
+    assert done.err == f"pipeloom: a.bin: cannot be used: {reason[0].lower()}{reason[1:]}; {REMEDIES[number]}\n"
+
+
+def test_too_many_open_files_are_no_defect(
+    invoke: Invoke, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("pipeloom.cli.check.judge", refused)
+    done = invoke("check", tiny, _schedule(tmp_path))
+    remedy = "raise the limit of open files (ulimit -n)"
+    assert (done.code, done.err) == (2, f"pipeloom: a file or pipe: cannot be opened: too many open files; {remedy}\n")
 
 
 def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_path: Path) -> None:
@@ -438,7 +478,7 @@ def test_a_name_that_is_too_long_is_told_by_every_command(length: int, invoke: I
         assert len(done.err) < 2100
     done = invoke("report", name)
     assert done.err.startswith("pipeloom: xxx")
-    assert done.err.endswith("xxx: cannot be used: File name too long\n")
+    assert done.err.endswith("xxx: cannot be used: file name too long; give a shorter name\n")
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")

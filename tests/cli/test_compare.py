@@ -169,8 +169,13 @@ def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsy
     _, string = shlex.split(megatron)
     assert sum(chunk.num_layers for chunk in read_megatron_layout(string, 2).chunks) == 6
     assert run([*command, "--now", words]) == 0
-    again = {row["system"]: row for row in json.loads(capsys.readouterr().out)["systems"]}
+    document = json.loads(capsys.readouterr().out)
+    again = {row["system"]: row for row in document["systems"]}
     assert again["now"]["iteration_s"] == pytest.approx(rows["now-tuned"]["iteration_s"])
+    # With these settings, no others are faster.
+    [advice] = [each["lines"] for each in document["sections"] if each["heading"] == "What to change in your trainer"]
+    assert advice == ["# nothing: no faster settings were found"]
+    assert "(now-tuned)" not in document["answer"]
     # The rest is of a train.toml.
     tables = tomllib.loads("\n".join(lines["The same run as a train.toml"]))
     layout = msgspec.convert(tables["layout"], LayoutConfig)

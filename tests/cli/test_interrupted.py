@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from pipeloom.planner.process import STARTER
 
 from .test_lost_processes import BOUND_S, runs
 from .test_train_resume import config
@@ -36,6 +39,14 @@ class Interrupted:
 sys.meta_path.insert(0, Interrupted())
 from pipeloom.cli import main
 main(["--version"])
+"""
+
+FORK_SERVER = """
+import time
+from pipeloom.forks import begin_forks, can_fork
+begin_forks(["json"])
+print(can_fork(), flush=True)
+time.sleep(600)
 """
 
 
@@ -106,6 +117,28 @@ def test_ctrl_c_while_the_command_line_is_imported_says_nothing() -> None:
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_script_whose_process_group_is_ended_leaves_no_file(sent: signal.Signals) -> None:
+    """A program that calls the library handles no signal; the fork server removes its folders."""
+    # Short: a socket lies in it.
+    temporary = Path(tempfile.mkdtemp(prefix="pipeloom-test-"))
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK_SERVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        os.killpg(process.pid, sent)
+        # The fork server holds the output.
+        process.communicate(timeout=BOUND_S)
+    assert process.returncode == -sent
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_ended_while_it_imports_says_one_word(tmp_path: Path, sent: signal.Signals) -> None:
     check(end(tmp_path, sent, 0.3, to_group=sent == signal.SIGINT), sent)
@@ -142,3 +175,17 @@ def descendants(parent: int) -> list[int]:
         int(pid) for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()
     ]
     return children + [each for child in children for each in descendants(child)]
+
+
+def test_a_planner_whose_trainer_is_gone_already_leaves() -> None:
+    """The store's port answers nothing: torch would wait for it, and say so, for half a minute."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "pipeloom", "planner", "--store", f"127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(
+            command, env={**os.environ, STARTER: str(gone.pid)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as planner:
+            said, _ = planner.communicate(timeout=BOUND_S)
+    assert said == b""
+    assert planner.returncode == 1

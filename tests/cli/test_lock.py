@@ -58,9 +58,20 @@ def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
         locked(tmp_path).__enter__()
 
 
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("kept")
+    (tmp_path / ".lock").symlink_to(other)
+    with pytest.raises(InputError, match=r"\.lock: cannot be written: too many levels .*; remove the symbolic link"):
+        locked(tmp_path).__enter__()
+    assert other.read_text() == "kept"
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be made or emptied"):
+    with pytest.raises(
+        InputError, match="cannot be written: not a directory; remove the file that is in place of a folder"
+    ):
         locked(tmp_path / "file" / "r").__enter__()
 
 
@@ -81,7 +92,22 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(
     assert run(["train", str(tmp_path / "train.toml"), "--runs", str(tmp_path / "runs"), "--from-scratch"]) == 2
     message = re.sub(r"\s+", " ", capsys.readouterr().err)
     assert f"{tmp_path / where}" in message
-    assert re.search("cannot be (written|made or emptied) [(](File exists|Not a directory)[)]", message), message
+    assert re.search("cannot be written: (file exists|not a directory); remove", message), message
+
+
+@pytest.mark.parametrize("where", ["task.py", "runs/t", "runs/t/checkpoints"])
+def test_a_link_to_itself_is_refused_in_one_line(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+    assert run(["train", str(tmp_path / "train.toml"), "--runs", str(tmp_path / "runs")]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeloom: ")]
+    assert where.rpartition("/")[2] in line
 
 
 @pytest.mark.parametrize("where", ["runs/t", "saved"])

@@ -62,6 +62,39 @@ def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytes
         assert size_text(max(document[one]["peak_memory_bytes"])) in text
 
 
+_TOO_LARGE = {
+    "num_layers": 24,
+    "hidden_size": 6144,
+    "num_attention_heads": 48,
+    "tensor_model_parallel_size": 4,
+    "micro_batch_size": 16,
+    "global_batch_size": 512,
+    "pipeline_model_parallel_layout": "Et*12|t*12L",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "writes"),
+    [
+        (
+            {"num_layers": 2, "pipeline_model_parallel_layout": "Ett|L"},
+            "no faster setup was found; change nothing",
+            False,
+        ),
+        (_TOO_LARGE, "the fastest setup that was found to fit; yours is no slower, but does not fit", True),
+    ],
+)
+def test_only_a_setup_that_is_faster_or_fits_is_offered(
+    changes: dict[str, object], verdict: str, writes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed(changes, pipeline_model_parallel_size=2, position_embedding_type="rope")))
+    assert run(["megatron", str(file), "--cluster", "h100-8", "--budget", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert verdict in lines
+    assert any("rite:" in line for line in lines) == writes
+
+
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [

@@ -5,15 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import typer
 
 from pipeloom.cli.app import commands, make_app, run
+from pipeloom.errors import InputError
+from pipeloom.io import write_text
+from pipeloom.runtime.checkpoint.safetensors_files import ShardWriter
+from pipeloom.training.record import append_line
 from tests.io.documents import TINY, TINY_SCHEDULE
 
 # Of every command: options and arguments that name files to write, and those that name files or folders to read.
@@ -187,3 +195,28 @@ def test_what_keeps_nothing_may_be_named_twice(capsys: pytest.CaptureFixture[str
     # The next command knows nothing of what this one wrote.
     assert run([*line[:3], "--trace", "trace.json"]) == 0
     assert run(["check", "instance.json", "schedule.json"]) == 0
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes, as `ulimit -f` does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_above_the_size_limit_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    reason = r"cannot be written.*[fF]ile too large.*; raise the file size limit \(ulimit -f\), or "
+    writer = ShardWriter(tmp_path, "0", 1000)
+    writer.add("model", "a", torch.zeros(1000))
+    with file_size_limit(100):
+        with pytest.raises(InputError, match=f"a.json: {reason}name another folder"):
+            write_text(tmp_path / "a.json", "x" * 1000)
+        with pytest.raises(InputError, match=f"history.jsonl: {reason}set another --runs"):
+            append_line(tmp_path / "history.jsonl", {"a": "x" * 1000})
+        with pytest.raises(InputError, match=f"{tmp_path}: {reason}name another folder"):
+            writer.close()
+    assert not (tmp_path / "a.json").exists()

@@ -150,6 +150,25 @@ def test_a_pipe_in_a_run_folder_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / name).exists()
 
 
+def test_a_link_in_a_run_folder_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("kept")
+    (tmp_path / HISTORY).symlink_to(other)
+    with pytest.raises(InputError, match=rf"{HISTORY}: is not a regular file; remove it"):
+        fresh_folder(tmp_path, go_on=True)
+    fresh_folder(tmp_path)
+    assert other.read_text() == "kept"
+
+
+def test_what_is_in_the_way_in_a_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / HISTORY).mkdir()
+    with pytest.raises(InputError, match=f"{HISTORY}: cannot be written: is a directory; remove the folder"):
+        fresh_folder(tmp_path)
+    (tmp_path / "plans").touch()
+    with pytest.raises(InputError, match="plans: is not a folder; remove it"):
+        fresh_folder(tmp_path)
+
+
 def test_a_history_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / HISTORY).write_text('{"iteration": 0}\n')
     with pytest.raises(InputError, match=r"history\.jsonl: line 1"):

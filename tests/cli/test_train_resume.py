@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom import heartbeat
 from pipeloom.cli.app import run
 from tests.cli.test_train_user_code import GOOD, TASK
 
@@ -63,6 +64,19 @@ class Full(pipeloom.Callback):
 
 def callbacks():
     return [Full()]
+"""
+
+# Ranks take a while to start.
+SLOW = """
+import multiprocessing
+import time
+
+_build_model = build_model
+
+def build_model(seed):
+    if "rank" in multiprocessing.current_process().name:
+        time.sleep(1)
+    return _build_model(seed)
 """
 
 
@@ -174,6 +188,18 @@ def test_a_run_that_ends_while_a_checkpoint_cannot_be_written_says_so_in_lines(
     assert "Traceback" not in said
     assert "step-00000002.partial cannot be written: " in said
     assert "callback Full.on_step: raised RuntimeError: stop" in " ".join(said.split())
+
+
+def test_a_run_says_what_it_does_while_ranks_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(heartbeat.VARIABLE, "1")
+    monkeypatch.setattr(heartbeat, "FIRST_S", 0.2)
+    path = config(tmp_path, crash=False)
+    task = path.with_name("task.py")
+    task.write_text(task.read_text() + SLOW)
+    assert run(["train", str(path), "--runs", str(tmp_path), "--iterations", "1"]) == 0
+    assert "pipeloom: starting 2 ranks and the planner" in capfd.readouterr().err
 
 
 def train_as_worker(rank: int, port: int, num_restarts: int, arguments: list[str]) -> None:

@@ -121,7 +121,7 @@ def test_a_failing_evaluation_loses_no_result(tmp_path: Path, capfd: pytest.Capt
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert run(["train", str(config(tmp_path)), "--runs", str(tmp_path / "file")]) == 2
-    assert "cannot be made or emptied" in capsys.readouterr().err
+    assert "cannot be written: not a directory; remove the file" in capsys.readouterr().err
 
 
 @pytest.mark.full

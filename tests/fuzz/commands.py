@@ -15,7 +15,11 @@ from typing import NamedTuple, get_type_hints
 from typer.models import OptionInfo
 
 from pipeloom.cli.app import commands
+from tests.cli.test_train_resume import CONFIG
+from tests.cli.test_train_user_code import GOOD, TASK
 from tests.explain.traces.test_megatron_log import log
+from tests.integrations.megatron.cases import listed
+from tests.integrations.megatron.test_reading import BRIDGE
 from tests.io.documents import TINY, TINY_SCHEDULE
 
 from .mutations import Mutator, change_bytes, change_json, change_lines, change_toml, change_words
@@ -57,6 +61,7 @@ _FIT = {
 }
 _PROFILE = {"format": "pipeloom.profile/1", "machine": "a", "layers": {"vision/vit": _FIT, "lm/gpt": _FIT}}
 _SAMPLES = "\n".join(json.dumps({"id": str(i), "text_tokens": 20 + i, "image_tokens": [4, 9]}) for i in range(4))
+_TEXTS = "\n".join(json.dumps({"id": str(i), "text_tokens": 20 + i}) for i in range(40))
 _LAYERS = {
     "format": "pipeloom.layers/1",
     "name": "two",
@@ -125,6 +130,47 @@ images_share = 0.5
 image_tokens = 16
 image_patches = 64
 """
+_NOW = """[now]
+pp = 2
+dp = 1
+schedule = "1f1b"
+layout = [2, 2]
+recompute = "full"
+microbatch_tokens = 512
+microbatches = 4
+"""
+_TITAN = """[training]
+local_batch_size = 2
+global_batch_size = 16
+seq_len = 128
+[parallelism]
+tensor_parallel_degree = 1
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+data_parallel_shard_degree = -1
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+_COMPARE = (
+    *("compare", "model.toml", "--cluster", "cluster.toml", "--data", "samples.jsonl", "--now", "now.toml"),
+    *("--systems", "1f1b,interleaved", "--budget", "0", "--processes", "1"),
+)
+_SCRIPT = f"""#!/bin/bash
+GPUS=8
+SIZES=(--micro-batch-size 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+if [ $GPUS -gt 4 ]; then PP=2; else PP=1; fi
+torchrun --nproc-per-node $GPUS pretrain_gpt.py {" ".join(listed(num_layers=4, pipeline_model_parallel_size=None))} \\
+    --pipeline-model-parallel-size $PP "${{SIZES[@]}}"
+"""
+_RECIPE = re.sub("^    ", "", BRIDGE.replace("LAYOUT", "null"), flags=re.MULTILINE)
+
+
+def _task() -> str:
+    text = TASK
+    for name, code in GOOD.items():
+        text = text.replace(name, code)
+    return text
 
 
 @dataclass(frozen=True)
@@ -140,8 +186,10 @@ _MUTATORS: dict[str, tuple[Mutator, ...]] = {
     "jsonl": (change_lines, change_lines, change_words),
     "toml": (change_toml, change_toml, change_words),
     "log": (change_words, change_bytes),
+    "sh": (change_words, change_words, change_bytes),
+    "yaml": (change_words, change_words, change_bytes),
 }
-"""By the ends of files' names."""
+"""By the ends of files' names; other files stay as they are."""
 
 CASES = {
     "plan": Case(
@@ -184,6 +232,23 @@ CASES = {
         {"model.toml": _ARCHITECTURE, "cluster.toml": _CLUSTER, "data.toml": _DATA},
     ),
     "explain": Case(("explain", "a.log", "--budget", "0"), {"a.log": log()}),
+    **{
+        name: Case(
+            _COMPARE, {"model.toml": _ARCHITECTURE, "cluster.toml": _CLUSTER, "samples.jsonl": _TEXTS, "now.toml": now}
+        )
+        for name, now in (("compare", _NOW), ("compare with torchtitan", _TITAN))
+    },
+    **{
+        f"megatron {file}": Case(
+            ("megatron", file, "--cluster", "cluster.toml", "--gpus", "8", "--budget", "0"),
+            {file: text, "cluster.toml": _CLUSTER},
+        )
+        for file, text in (("run.sh", _SCRIPT), ("recipe.yaml", _RECIPE))
+    },
+    "train": Case(
+        ("train", "train.toml", "--runs", "runs", "--from-scratch", "--iterations", "1"),
+        {"train.toml": CONFIG, "task.py": _task()},
+    ),
 }
 
 
@@ -215,14 +280,15 @@ def numeric_options() -> tuple[NumericOption, ...]:
 def draw_case(name: str, random: Random, folder: Path) -> list[str]:
     """Write the files of a command, one of them changed, and return its words, now and then with another number."""
     case = CASES[name]
-    changed = random.choice(sorted(case.files)) if random.random() < 0.85 else ""
+    files = [file for file in sorted(case.files) if file.partition(".")[2] in _MUTATORS]
+    changed = random.choice(files) if random.random() < 0.85 else ""
     for file, text in case.files.items():
         data = text.encode()
         if file == changed:
             data = random.choice(_MUTATORS[file.partition(".")[2]])(random, data)
         (folder / file).write_bytes(data)
     words = [str(folder / word) if "." in word and word[0].isalpha() else word for word in case.words]
-    options = [each.name for each in numeric_options() if each.command == name and each.name != "--seed"]
+    options = [each.name for each in numeric_options() if each.command == case.words[0] and each.name != "--seed"]
     if not changed and options:
         option = random.choice(options)
         value = random.choice(EXTREMES)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 import pytest
+import typer
 
 from pipeloom.cli.app import run
 
@@ -31,6 +33,12 @@ def fuzz(name: str, seeds: range, capsys: pytest.CaptureFixture[str], folder: Pa
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPELOOM_TRACEBACK", "1")
+
+    def stop(*_: object, **__: object) -> NoReturn:
+        raise typer.Exit
+
+    # Ranks are not started.
+    monkeypatch.setattr("pipeloom.training.run.launch", stop)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -102,6 +102,22 @@ def test_a_forward_before_its_input_has_arrived_is_refused() -> None:
         verify(plan)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_only_a_packing_tells_is_said_to_be_unchecked(seed: int) -> None:
+    """Where a packing refuses what a layout passes, either units are missing or it is said which parts are unknown."""
+    rng = random.Random(seed)
+    case = random_case(seed)
+    assert verify(case.plan, case.layout, case.packing) == ()
+    parts = [each for each in verify(case.plan, case.layout) if "which parts" in each]
+    assert not (parts and has_one_part(case))
+    for _ in range(20):
+        plan = mutated(rng, case.plan)
+        if passes(plan, case.layout) and not passes(plan, case.layout, case.packing):
+            said = verify(plan, case.layout)
+            assert said[0].startswith("that all samples of the batch are there")
+            assert units(plan) != units(case.plan) or any("which parts" in each for each in said)
+
+
 def test_a_message_about_a_unit_that_no_rank_computes_is_refused() -> None:
     plan = from_text((FIXTURES / "forward_before_input.plan").read_text())
     ranks = [

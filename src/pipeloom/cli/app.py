@@ -24,17 +24,13 @@ from rich.markup import escape
 from pipeloom import __version__, plugins
 from pipeloom.errors import PipeloomError
 from pipeloom.heartbeat import heartbeat
-from pipeloom.outputs import declare_outputs
+from pipeloom.outputs import REMEDIES, declare_outputs, refused
 from pipeloom.plugins import installed
 from pipeloom.printing import escape_logs, print_error, print_line
 
 # Newer versions of Typer carry their own click; its public names lead to whichever it uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
-
-# What a disk refuses, and what names in a user's command lead to: no defects, wherever they come up.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
@@ -221,7 +217,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         return leave.exit_code
     except UsageError as error:
         place = error.ctx.command_path if error.ctx is not None else "pipeloom"
-        problem = error.format_message().rstrip(".")
+        problem = error.format_message().rstrip(".") + _refused_value(error)
         if problem:  # there is none where no argument at all was given, and the help has been shown
             print_error(f"{problem}; see {place} --help", place)
         return WRONG_INPUT
@@ -245,19 +241,26 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
             return _defect(error)
         return _refuse(f"{error.name} is not installed, and this command needs it; pip install '{extra}'")
     except OSError as error:
-        # Files have names; what has none is the output.
-        if error.filename is not None and error.errno in (*_DISK, *_NAMES):
-            return _refuse(f"{error.filename}: cannot be used: {error.strerror}")
-        if error.errno not in _DISK:
+        if error.errno not in REMEDIES:
             return _defect(error)
+        if error.filename is not None:
+            return _refuse(str(refused(os.fspath(error.filename), error, "", "cannot be used")))
+        if error.errno == errno.EMFILE:
+            return _refuse(str(refused("a file or pipe", error, "", "cannot be opened")))
         _forget_stdout()
-        return _refuse(f"standard output cannot be written: {error.strerror}")
+        return _refuse(str(refused("standard output or a temporary file", error, "")))
     except MemoryError:
         return _refuse("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
     except Exception as error:
         return _defect(error)
     finally:
         declare_outputs(())
+
+
+def _refused_value(error: Exception) -> str:
+    """The value of an option that Typer refuses; empty where there is none, or where its own message names it."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    return f", not {found[0]['input']!r}" if found else ""
 
 
 def _defect(error: Exception) -> int:

@@ -22,7 +22,7 @@ from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec.architecture import PredictionLayer
-from pipeloom.spec.image_tokens import image_disagreement
+from pipeloom.spec.media_tokens import disagreements
 
 if TYPE_CHECKING:
     from pipeloom.compare.outcome import Outcome
@@ -82,7 +82,7 @@ def answer(outcome: Outcome) -> str:
     fitting = sorted((one for one in outcome.systems if one.result is not None), key=outcome.iteration_s)
     names = [one.name for one in fitting]
     told = [] if names[0] == base.name else [fitting[0]]
-    told += [one for one in fitting[1:] if one.name == TUNED and base.name == NOW]
+    told += [one for one in fitting[1:] if one.name == TUNED and base.name == NOW and _is_better(outcome, one)]
     times = {one.name: seconds_text(outcome.iteration_s(one)) for one in fitting}
     said = f"Emulated: {'you take' if base.name == NOW else f'{base.title} takes'} {times[base.name]} an iteration"
     parts = [
@@ -92,6 +92,14 @@ def answer(outcome: Outcome) -> str:
     if len(fitting) > 1 and not parts:
         return f"{said}, and no other system is faster."
     return ". ".join([said, *parts]) + "." + _would_fit(outcome)
+
+
+def _is_better(outcome: Outcome, one: Comparison) -> bool:
+    """Whether a system that fits is worth changing to: it is faster than what is run now, or that does not fit."""
+    base = outcome.baseline
+    if base is None or base.name != NOW or not outcome.row(base)["fits"]:
+        return True
+    return outcome.iteration_s(one) < outcome.iteration_s(base)
 
 
 def _would_fit(outcome: Outcome) -> str:
@@ -192,6 +200,8 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     assert run is not None
     assert tuned.result is not None
     layout = tuned.result.layout
+    if not _is_better(outcome, tuned):
+        return ["# nothing: no faster settings were found"]
     row = outcome.row(tuned)
     lines = [f"# your trainer with other settings: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
     if run.source.endswith("of Megatron"):
@@ -252,6 +262,8 @@ def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:
 def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
     case, degrees = outcome.case, outcome.case.degrees
     best = min((found[name] for name in (OURS, PACKED) if name in found), key=outcome.iteration_s)
+    if not _is_better(outcome, best):
+        return ["# none: Pipeloom is no faster than your setup"]
     row = outcome.row(best)
     chosen = found[OURS].tried[0].name if found[OURS].tried else ""
     gain = "" if row["gain"] is None else f", {gain_text(row['gain'])}"
@@ -290,9 +302,7 @@ def _confidence(outcome: Outcome) -> Section:
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]
-    disagreement = image_disagreement(outcome.case.architecture, samples)
-    if disagreement:
-        lines.append(f"Of your data, {disagreement}.")
+    lines += [f"Of your data, {note}." for note in disagreements(outcome.case.architecture, samples)]
     lines.append(
         "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
         "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."

@@ -24,7 +24,7 @@ from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_cluster, names
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
-from pipeloom.spec.image_tokens import image_disagreement
+from pipeloom.spec.media_tokens import disagreements
 from pipeloom.spec.parallelism import Degrees
 
 HELP = """\
@@ -131,11 +131,10 @@ def own_microbatches(architecture: Architecture, data: str | None, count: int) -
 def microbatches_of(architecture: Architecture, data: str | None, count: int, seed: int) -> Sequence[Sequence[Sample]]:
     """Microbatches of a user's own samples, or drawn from a data set of the zoo.
 
-    Prints a note on standard error where images are those of another model.
+    Prints a note on standard error where images or recordings are those of another model.
     """
     groups = own_microbatches(architecture, data, count) if is_file(data) else Draw(count, data, seed).of(architecture)
-    note = image_disagreement(architecture, [sample for group in groups for sample in group])
-    if note:
+    for note in disagreements(architecture, [sample for group in groups for sample in group]):
         stderr().print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     return groups
 

@@ -102,6 +102,14 @@ def _peak(one: Timed) -> str:
     return peak if one.fits else f"{peak}, does not fit"
 
 
+def _verdict(found: MegatronAnswer) -> str:
+    if found.best is found.now:
+        return "no faster setup was found; change nothing"
+    if found.gain > 0:
+        return f"faster by {share_text(found.gain)}"
+    return "the fastest setup that was found to fit; yours is no slower, but does not fit"
+
+
 def _print(found: MegatronAnswer) -> None:
     from pipeloom.report.any_width import Table
 
@@ -123,11 +131,7 @@ def _print(found: MegatronAnswer) -> None:
     for name, text in rows.items():
         table.add_row(name, text(found.now), text(found.best))
     console.print(table)
-    lines = [
-        f"now:  {found.now.setup.layout}",
-        f"best: {found.best.setup.layout}",
-        f"faster by {share_text(found.gain)}" if found.gain > 0 else "nothing faster was found",
-    ]
+    lines = [f"now:  {found.now.setup.layout}", f"best: {found.best.setup.layout}", _verdict(found)]
     if found.best is not found.now:
         out = f"Leave out {' '.join(run.replaced)}, and write:" if run.replaced else "Write:"
         lines += ["", out, *(f"  {line}" for line in found.arguments())]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.errors import printable_line
+from pipeloom.errors import InputError, printable_line, visible_line
 from pipeloom.heartbeat import doing
 from pipeloom.io import check_writable, write_text
 from pipeloom.io.files import keeps_company
@@ -135,6 +135,9 @@ def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
     named = [target for target in targets if target is not None]
     for target in named:
         check_writable(target)
+    for target in later:
+        if os.path.lexists(target) and not target.is_file():
+            raise InputError(visible_line(str(target)), "is not a regular file", "remove it, or name another folder")
     declare_outputs([target for target in (*named, *later) if keeps_company(target)])
 
 

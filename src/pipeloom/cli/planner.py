@@ -22,12 +22,12 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to."""
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
-    from pipeloom.planner.process import STORE_SECRET
+    from pipeloom.planner.process import STARTER, STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
     from pipeloom.runtime.launch.processes import end_with_starter
 
     # The store tells that the trainer is gone only when it is asked, after a search.
-    end_with_starter()
+    end_with_starter(starter=int(os.environ.get(STARTER, 0)))
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))

@@ -24,7 +24,6 @@ from pipeloom.compare.model_on_cluster import (
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.cost.dealt import dealt_sum_s
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
@@ -108,12 +107,13 @@ def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
 
     Adding up gradients of modules that are replicated or dealt, and updating weights of dealt ones, which are whole.
     """
+    gradient_bytes = case.degrees.state.gradient
     shared = {m.name: 1 if m.name in layout.dealt else case.degrees.tensor for m in layout.modules}
     num_bytes = {
-        m.name: sum(layer.num_parameters for layer in m.flat_layers) * GRADIENT_BYTES // shared[m.name]
+        m.name: sum(layer.num_parameters for layer in m.flat_layers) * gradient_bytes // shared[m.name]
         for m in case.model.modules
     }
-    inside_s = dealt_sum_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * GRADIENT_BYTES)
+    inside_s = dealt_sum_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * gradient_bytes)
     return ring_seconds(layout, num_bytes, case.costs) + inside_s + _dealt_update_s(case, layout)
 
 

@@ -12,7 +12,7 @@ from pipeloom.compare.answer import Question
 from pipeloom.compare.comparison import compare_case
 from pipeloom.compare.model_on_cluster import ModelOnCluster, num_experts, put_on_cluster
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.static import GRADIENT_BYTES, OPTIMISER_BYTES, WEIGHT_BYTES
+from pipeloom.emulator.static import WEIGHT_BYTES
 from pipeloom.errors import InputError
 from pipeloom.search import Evaluations
 from pipeloom.spec import Chunk
@@ -57,7 +57,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
 
 def _least_bytes(case: ModelOnCluster) -> int:
     """Bytes of weights, gradients and optimizer states that all devices together hold at least."""
-    trained = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMISER_BYTES
+    trained = WEIGHT_BYTES + sum(case.degrees.state)
     return sum(
         layer.num_parameters * (WEIGHT_BYTES if module.frozen else trained)
         for module in case.model.modules

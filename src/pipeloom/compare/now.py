@@ -117,9 +117,9 @@ def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, 
 
 
 def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
-    """Costs with a run's way of holding activations first, and behind it those that Megatron-LM has."""
+    """Costs with a run's way of holding activations first, then those of Megatron-LM that its trainer accepts."""
     own = () if run.strategy is None else (run.strategy,)
-    strategies = (*own, *(level for level in LEVELS if level not in own))
+    strategies = (*own, *(level for level in LEVELS if level not in own and level.first not in run.rejected))
     split = run.order == "zero_bubble"
     return EmulatedCosts(case.architecture, case.cluster, case.degrees, strategies, split=split)
 

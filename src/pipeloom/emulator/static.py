@@ -8,7 +8,6 @@ parallelism, ZeRO-3 everything (Rajbhandari et al. 2020).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,19 +20,6 @@ from pipeloom.emulator.template import LayerTemplate
 from pipeloom.spec.parallelism import Degrees
 
 WEIGHT_BYTES = 2
-GRADIENT_BYTES = 4
-OPTIMISER_BYTES = 12
-
-
-class StateBytes(NamedTuple):
-    """Bytes of a parameter's accumulated gradient, and of its optimizer state."""
-
-    gradient: int = GRADIENT_BYTES
-    optimizer: int = OPTIMISER_BYTES
-
-
-MIXED_PRECISION = StateBytes()
-"""Of Adam, with a float32 copy of the weight and two float32 moments."""
 
 
 def shards(degrees: Degrees) -> tuple[int, int]:
@@ -42,7 +28,7 @@ def shards(degrees: Degrees) -> tuple[int, int]:
     return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
 
 
-def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, state_bytes: StateBytes = MIXED_PRECISION) -> int:
+def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
     """Bytes of weights, gradients and optimiser state of some layers on one device.
 
     With ZeRO-3 two layers at a time are whole: the one at work and the one gathered ahead.
@@ -51,7 +37,7 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, state_bytes:
     for layer in layers:
         largest = max(largest, sum(layer.local_parameters) * WEIGHT_BYTES)
         for count, peers in zip(layer.local_parameters, shards(degrees), strict=True):
-            state = state_bytes if layer.trainable else (0, 0)
+            state = degrees.state if layer.trainable else (0, 0)
             whole = WEIGHT_BYTES + state[0]
             if degrees.zero == 3:
                 total += count * (whole + state[1]) / peers
@@ -60,11 +46,10 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, state_bytes:
     return round(total) + (2 * largest if degrees.zero == 3 else 0)
 
 
-def update_costs(
-    layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int, state: StateBytes = MIXED_PRECISION
-) -> list[Cost]:
+def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int) -> list[Cost]:
     """Operators of the end of an iteration: reduce gradients, optimiser step, gather the new weights."""
     costs: list[Cost] = []
+    state = degrees.state
     for count, peers in zip(
         map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True)), shards(degrees), strict=False
     ):
@@ -84,9 +69,9 @@ def update_costs(
     return costs
 
 
-def update_ps(layers: Sequence[LayerTemplate], placement: Placement, state: StateBytes = MIXED_PRECISION) -> int:
+def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     """Picoseconds of the end of an iteration on a rank that holds some layers."""
-    costs = update_costs(layers, placement.degrees, placement.data_link, state)
+    costs = update_costs(layers, placement.degrees, placement.data_link)
     if not costs:
         return 0
     table = RuleTable(

@@ -19,7 +19,7 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.image_tokens import fitted_images
+from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
 
 _NEAR = 1.2

@@ -14,10 +14,13 @@ from pipeloom.integrations.titan_runs import TABLES, read_titan
 from pipeloom.io.document import convert
 from pipeloom.io.files import printable, read_text
 from pipeloom.spec.current_run import CurrentRun, RunSchedule
+from pipeloom.spec.strategies import Strategy
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
 """An example."""
-FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in ("only", "source", "notes"))
+_OF_TRAINERS = ("only", "rejected", "state", "source", "notes")
+"""Fields that only a trainer's own files say."""
+FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in _OF_TRAINERS)
 """What may be said."""
 _LONGEST_PATH = 4096
 _READS = f"words ({WORDS}), a .toml with a table [now] or of torchtitan, and arguments of Megatron"
@@ -64,7 +67,6 @@ def is_megatron(name: str) -> bool:
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     """The one place where a run as Megatron describes it becomes ours."""
-    from pipeloom.emulator.static import MIXED_PRECISION
     from pipeloom.integrations.megatron import read_megatron
 
     megatron = read_megatron(path, default_devices=num_devices)
@@ -83,9 +85,6 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         cheap = bool({"layernorm", "moe_act", "mlp", "moe"} & set(recompute.modules))
         word = "selective" if cheap else "none"
         notes.append(f"recomputing {' and '.join(recompute.modules)} is emulated as recompute={word}")
-    if megatron.state != MIXED_PRECISION:
-        direction = "low" if sum(megatron.state) > sum(MIXED_PRECISION) else "high"
-        notes.append(f"gradients and optimizer states are emulated as of float32 Adam; memory is too {direction}")
     fields = {
         "tp": degrees.tensor,
         "pp": degrees.pipeline,
@@ -104,7 +103,11 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     }
     run = _convert(fields, str(path), strict=True, source=f"{path}, of Megatron")
     only: RunSchedule | None = "interleaved" if megatron.rules.one_stage else None
-    return msgspec.structs.replace(run, only="1f1b" if megatron.rules.several_stages else only)
+    only = "1f1b" if megatron.rules.several_stages else only
+    rejected: list[Strategy] = [] if "layernorm" in megatron.recomputable else ["selective"]
+    if megatron.rules.full:
+        rejected.append("recompute")
+    return msgspec.structs.replace(run, only=only, rejected=tuple(rejected), state=degrees.state)
 
 
 def _words(text: str) -> dict[str, Any]:

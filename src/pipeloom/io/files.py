@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError, visible_line
 from pipeloom.heartbeat import doing
-from pipeloom.outputs import check_input
+from pipeloom.outputs import check_input, refused, writing
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
 """Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
@@ -93,12 +93,16 @@ def write_bytes(path: PathLike, data: bytes) -> None:
     try:
         # By its own name: where standard output is a pipe, what /dev/stdout leads to has none.
         if _is_special(name):
-            with open(name, "wb") as file:
+            # A pipe that nobody reads is an error; waiting for a reader could last for ever.
+            with open(name, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+                os.set_blocking(file.fileno(), True)
                 file.write(data)
         else:
             _replace(os.path.realpath(name), data)
-    except (OSError, ValueError) as error:
-        raise InputError(printable(name), f"cannot be written: {_reason(error)}") from error
+    except OSError as error:
+        raise refused(printable(name), error, "name another folder") from error
+    except ValueError as error:
+        raise InputError(printable(name), f"cannot be written: {error}") from error
 
 
 def write_text(path: PathLike, text: str) -> None:
@@ -141,10 +145,8 @@ def make_folder(path: PathLike) -> None:
     InputError
         Naming the path: a file is in the way, or the disk refuses.
     """
-    try:
+    with writing(printable(os.fspath(path))):
         Path(path).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise InputError(printable(os.fspath(path)), f"cannot be made: {_reason(error)}") from error
 
 
 def printable(name: str) -> str:

@@ -1,7 +1,7 @@
 """What must be where before what, as far as a plan tells by itself: from the names of its chunks and messages.
 
-Without a packing it is not known which part of a module goes into which part of the next one. Where several could be
-meant, only what holds for each of them is asked.
+Without a packing it is not known which part of a module goes into which part of the next one: a message names its
+consumer only where its producer has several. Where several could be meant, only what holds for each of them is asked.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class _Part(NamedTuple):
         return self._replace(place=self.place + places)
 
 
-def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]]]:
+def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]], list[int]]:
     """Return what goes from unit to unit in a plan, and rows that cannot be, with what is wrong with them.
+
+    Last come the rows of forwards of which the plan does not tell all that they take.
 
     Parameters
     ----------
@@ -51,7 +53,7 @@ def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[t
     if layout is not None:
         moves += flow.between_modules(layout)
         faults += flow.cut_short(layout)
-    return moves, faults
+    return moves, faults, sorted(flow.open)
 
 
 class _Flow:
@@ -63,6 +65,7 @@ class _Flow:
         self.listed = [action for actions in table.plan.ranks for action in actions]
         self.forward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb is Verb.F}
         self.backward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb in (Verb.B, Verb.I)}
+        self.open: set[int] = set()
         self.of_rank: defaultdict[tuple[int, int], list[_Part]] = defaultdict(list)
         for part, row in self.forward.items():
             self.of_rank[int(table.rank[row]), part.microbatch].append(part)
@@ -100,6 +103,8 @@ class _Flow:
             takers = [part for part in takers if action.target in _names(part)]
         if not takers:
             return
+        if len(takers) > 1:
+            self.open.update(self.forward[part] for part in takers)
         made, target = self.forward[producer], self.table.targets[action.target, action.stream]
         yield made, max(self.forward[part] for part in takers), made, target, 0
         gives = [self.backward[part] for part in takers if part in self.backward]
@@ -131,8 +136,13 @@ class _Flow:
                 lasts[part.module, part.microbatch].append(part)
         for module in layout.modules:
             for (name, microbatch), takers in firsts.items():
-                for above in module.after if name == module.name and len(takers) == 1 else ():
-                    yield from self._between(lasts[above, microbatch], takers[0])
+                for above in module.after if name == module.name else ():
+                    if len(takers) == 1:
+                        yield from self._between(lasts[above, microbatch], takers[0])
+                    ranks = {int(self.table.rank[self.forward[part]]) for part in lasts[above, microbatch]}
+                    mine = [self.forward[part] for part in takers]
+                    if len(takers) > 1 or len(ranks) > 1:
+                        self.open.update(row for row in mine if int(self.table.rank[row]) in ranks)
 
     def _between(self, producers: list[_Part], taker: _Part) -> Iterator[Move]:
         rank, taken = self.table.rank, self.forward[taker]

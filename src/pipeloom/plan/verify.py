@@ -34,7 +34,7 @@ from pipeloom.spec import Layout, word_strategies
 
 def verify(
     plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None, *, serial: bool = False
-) -> None:
+) -> tuple[str, ...]:
     """Check a plan; return when it is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
 
     Always: each rank's steps are in a possible order (a backward after its forward, every receive and send
@@ -55,6 +55,11 @@ def verify(
         Of the plan's iteration.
     serial : bool
 
+    Returns
+    -------
+    tuple of str
+        What was not checked, as it takes a layout or a packing.
+
     Raises
     ------
     PlanError
@@ -70,11 +75,20 @@ def verify(
         _check_layout(table, layout)
     if layout is not None and packing is not None:
         _check_transfers(table, layout, packing)
-    else:
-        moves, faults = flow_of(table, layout)
-        for row, problem in faults[:1]:
-            _fail_row(table, row, problem)
-        _check_moves(table, np.array(moves, np.int64).reshape(-1, 5).T)
+        return ()
+    moves, faults, unknown = flow_of(table, layout)
+    for row, problem in faults[:1]:
+        _fail_row(table, row, problem)
+    _check_moves(table, np.array(moves, np.int64).reshape(-1, 5).T)
+    missing = ["that all samples of the batch are there: it takes a packing"]
+    if unknown:
+        first = action_text(plan.ranks[int(table.rank[unknown[0]])][table.step(unknown[0])])
+        missing.append(
+            f"which parts of their microbatch {len(unknown)} forwards take, such as {first!r}: it takes a packing"
+        )
+    if layout is None:
+        missing.append("chunks, layers, and what a rank keeps for itself between modules: it takes a layout")
+    return tuple(missing)
 
 
 class _Faults:

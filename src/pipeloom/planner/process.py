@@ -16,6 +16,10 @@ STORE_SECRET = "PIPELOOM_STORE_SECRET"
 """Environment variable by which the process is told the secret of the store: a command line is seen by everybody."""
 
 
+STARTER = "PIPELOOM_STARTER"
+"""Environment variable with the process ID of the one that has started a planner as an interpreter."""
+
+
 @dataclass
 class PlannerProcess:
     """Runs ``python -m pipeloom planner`` against the store at an address.
@@ -47,7 +51,9 @@ class PlannerProcess:
             return
         command = [sys.executable, "-m", "pipeloom", *arguments]
         with interrupts_held():
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env={**os.environ, **environment, STARTER: str(os.getpid())}
+            )
 
     @property
     def pid(self) -> int | None:

@@ -1,7 +1,8 @@
 """Candidates that fit into memory together: an exhaustive search for where the leanest of every pair do not.
 
 What a set of tasks holds once it has run does not depend on its order, so sets are tried and no order twice.
-A task that fits and takes nothing for good is run at once: that can only make room.
+A task that fits and takes nothing for good is run at once: that can only make room. Under a candidate whose weight
+gradient takes no time, it runs right behind its input gradient, so that its bytes are held for no time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Option(NamedTuple):
     candidate: int
     activation: int
     gradient: int
+    """Held from the input gradient to the weight gradient; 0 where the latter takes no time."""
     host: int
+    whole: bool
+    """The weight gradient takes no time."""
 
 
 class _Change(NamedTuple):
@@ -112,9 +116,9 @@ def _limits(graph: TaskGraph, room: IntArray | None) -> list[int]:
 def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] | None:
     """An order of one job's tasks that fits, and the candidates of its pairs."""
     seen: set[tuple[int, Chosen]] = set()
-    stack: list[tuple[int, Free, Chosen, Run]] = [(0, free, (), ())]
+    stack: list[tuple[int, Free, Run, Chosen]] = [(0, free, (), ())]
     while stack and len(seen) < most:
-        done, free, chosen, run = stack.pop()
+        done, free, run, chosen = stack.pop()
         done, free, run = search.run_what_gives(done, free, dict(chosen), run)
         if (done, chosen) in seen:
             continue
@@ -125,7 +129,7 @@ def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] 
         steps = search.steps(done, free, dict(chosen))
         for change, task, option in sorted(steps, key=lambda step: (-step[0].net, -step[0].host_net)):
             picked = tuple(sorted({**dict(chosen), search.pair[task]: option}.items()))
-            stack.append((done | 1 << search.place[task], search.left(free, task, change), picked, (run, task)))
+            stack.append((*search.after(done, free, run, (change, task, option)), picked))
     return None
 
 
@@ -165,13 +169,22 @@ class _Search:
                 self.edges[source] += allocated
                 self.edges[target] -= allocated
 
-    def change(self, task: int, option: Option) -> _Change:
-        """What a task needs at most above what its rank and its host hold, and what it takes for good."""
+    def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
+        """Return the weight gradient that runs right behind a task, in no time; empty where none does."""
+        weight = self.weight[self.pair[task]]
+        ends = option.whole and task == self.backward[self.pair[task]]
+        return (weight,) if ends and not self.before[weight] & ~(done | 1 << self.place[task]) else ()
+
+    def change(self, task: int, option: Option, done: int) -> _Change:
+        """What a task needs at most above what its rank and its host hold, and what it takes for good.
+
+        The weight gradient that is joined to it counts with it.
+        """
         pair = self.pair[task]
         forward = task in self.forward
         ends = task == self.backward[pair] or (forward and self.backward[pair] == NO_TASK)
         first = option.activation if forward else 0
-        last = self.edges[task]
+        last = self.edges[task] + sum(self.edges[weight] for weight in self.joined(task, option, done))
         if ends:
             last -= option.activation
         if self.weight[pair] != NO_TASK and task == self.backward[pair]:
@@ -196,7 +209,7 @@ class _Search:
                 continue
             pair, rank = self.pair[task], self.rank[task]
             for option in self.options[pair] if task in self.forward else (chosen[pair],):
-                change = self.change(task, option)
+                change = self.change(task, option, done)
                 if change.peak <= free[rank] and change.host_peak <= free[self.num_ranks + rank]:
                     found.append((change, task, option))
         return found
@@ -208,8 +221,15 @@ class _Search:
             step = next((s for s in steps if s[0].net <= 0 and s[1] not in self.forward), None)
             if step is None:
                 return done, free, run
-            change, task, _ = step
-            done, free, run = done | 1 << self.place[task], self.left(free, task, change), (run, task)
+            done, free, run = self.after(done, free, run, step)
+
+    def after(self, done: int, free: Free, run: Run, step: tuple[_Change, int, Option]) -> tuple[int, Free, Run]:
+        """What is done, free and run once a task has run, and the weight gradient that is joined to it."""
+        change, task, option = step
+        free = self.left(free, task, change)
+        for each in (task, *self.joined(task, option, done)):
+            done, run = done | 1 << self.place[each], (run, each)
+        return done, free, run
 
 
 def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...]:
@@ -220,8 +240,9 @@ def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...
         Option(
             i,
             option.activation_bytes,
-            option.weight_gradient_bytes if split else 0,
+            option.weight_gradient_bytes if split and option.weight_ns else 0,
             option.host_bytes if graph.host_capacity_bytes is not None else 0,
+            bool(split and not option.weight_ns),
         )
         for i, option in enumerate(graph.candidates[pair])
         if fits[i]

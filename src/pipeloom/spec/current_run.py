@@ -8,8 +8,8 @@ import msgspec
 
 from pipeloom.bounds import Count, Microbatches, Number
 from pipeloom.errors import InputError, check_count
-from pipeloom.spec.parallelism import Degrees
-from pipeloom.spec.strategies import ChunkStrategy, chunk_strategy
+from pipeloom.spec.parallelism import MIXED_PRECISION, Degrees, StateBytes
+from pipeloom.spec.strategies import ChunkStrategy, Strategy, chunk_strategy
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Stage = Number | dict[str, Number]
@@ -60,6 +60,9 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Of one replica in one iteration."""
     only: RunSchedule | None = None
     """The one of 1F1B and interleaved 1F1B that the trainer's other settings allow; None: either."""
+    rejected: tuple[Strategy, ...] = ()
+    """Ways of recomputing that the trainer's other settings do not allow."""
+    state: StateBytes = MIXED_PRECISION
     source: str = ""
     """What it was read from."""
     notes: tuple[str, ...] = ()
@@ -127,4 +130,5 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             context=self.cp,
             expert=self.ep,
             zero=self.zero,
+            state=self.state,
         )

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pipeloom.bounds import Count
 from pipeloom.errors import InputError, check_count
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a parameter's accumulated gradient, and of its optimizer state."""
+
+    gradient: int = 4
+    optimizer: int = 12
+
+
+MIXED_PRECISION = StateBytes()
+"""Of Adam, with a float32 gradient, a float32 copy of the weight and two float32 moments."""
 
 
 class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +38,7 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
 
     ``expert`` divides the experts over so many devices among those of one data-parallel replica group;
     ``zero``: 0 nothing is sharded over data parallelism, 1 the optimiser's state, 3 gradients and weights too.
+    ``state``: what there is of these for every parameter.
     """
 
     pipeline: Count = 1
@@ -34,6 +46,7 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     expert: Count = 1
     sequence_parallel: bool = True
     zero: Literal[0, 1, 3] = 1
+    state: StateBytes = MIXED_PRECISION
 
     def __post_init__(self) -> None:
         """Refuse degrees below one, and experts that do not divide."""

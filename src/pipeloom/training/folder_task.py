@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -132,7 +133,7 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     """
     model = convert(config.model, ModelConfig, f"{file}: model")
     data = convert(config.data, DataConfig, f"{file}: data")
-    folder = str((file.parent / model.transformers).resolve())
+    folder = os.path.realpath(file.parent / model.transformers)
     if not Path(folder).is_dir():
         raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
     _check_model(folder, file)
@@ -181,7 +182,7 @@ def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> Processed
     try:
         return _KINDS[kind](
             _beside(file, getattr(data, kind)),
-            str((file.parent / data.processor).resolve()) if data.processor else folder,
+            os.path.realpath(file.parent / data.processor) if data.processor else folder,
             data.fields,
             train_on=data.train_on,
             function=_function(file, data.function),
@@ -222,7 +223,7 @@ def _function(file: Path, given: str) -> Any:
     if not given:
         return None
     source, _, name = given.rpartition(":")
-    path = (file.parent / source).resolve()
+    path = Path(os.path.realpath(file.parent / source))
     if not source or not path.is_file():
         raise InputError(f"function = {given!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
     return _Function(str(path), name)

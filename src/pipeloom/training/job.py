@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,11 @@ AUTOCAST = {None: None, "bf16": torch.bfloat16}
 _RESERVED = 16
 """One part in so many of a GPU's memory is the driver's, the messages', and lost between tensors: 5 GB of 80, as the
 device tables assume. Not measured."""
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    # Unlike Path.resolve, it accepts a link that leads to itself.
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Job:
             locks.enter_context(locked(self.folder))
             # The run's own folder holds them unless the user names another.
             saved = self.checkpoints
-            if saved is not None and self.folder.resolve() not in saved.folder.resolve().parents:
+            if saved is not None and not _is_below(saved.folder, self.folder):
                 locks.enter_context(locked(saved.folder))
             if saved is not None:
                 saved.make()

@@ -17,7 +17,8 @@ from pipeloom.layout.training import Preview, arrange_training_layout, choose_tr
 from pipeloom.runtime import Model
 from pipeloom.runtime.train.divide import layers_with_tied
 from pipeloom.search import OrderRule
-from pipeloom.spec import DTYPE_BYTES, Layout, Parallelism
+from pipeloom.spec import DTYPE_BYTES, Layout, Parallelism, Strategy
+from pipeloom.training.config import TrainConfig
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.measure import FirstBatches
 
@@ -109,6 +110,21 @@ def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> La
     return Laid(separate(model.spec, config.ranks, config.modules, profile.load))
 
 
+def offered(config: TrainConfig, model: Model) -> tuple[Strategy, ...]:
+    """Return the memory strategies of a run under which the model's layers run.
+
+    Raises
+    ------
+    InputError
+        There is none.
+    """
+    found = tuple(each for each in config.planner.strategies if each not in model.excluded)
+    if not found:
+        name, problem = next(iter(model.excluded.items()))
+        raise InputError("planner.strategies", f"{model.name} fails under {name!r}: {problem}", "add 'keep'")
+    return found
+
+
 def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Preview:
     """The run to come, as its first batches show it, with all that it offers its planner."""
     config = job.config
@@ -117,7 +133,7 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
             model.spec,
             profile,
             job.cluster,
-            config.planner.strategies,
+            offered(config, model),
             split_backward=config.planner.split_backward,
             held_copies=held_copies(job, model),
         ),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeloom.errors import InputError
+from pipeloom.outputs import writing
 
 LOCK = ".lock"
 # Some file systems of clusters have no locks; there the user must take care.
@@ -29,11 +30,11 @@ def locked(folder: Path) -> Iterator[None]:
     InputError
         Another process holds it, or the folder cannot be made.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "name another folder") from error
+    with writing(folder / LOCK):
+        # A link may lead to a file of the user's, which would be emptied.
+        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise InputError(str(folder / LOCK), "is not a regular file", "remove it")

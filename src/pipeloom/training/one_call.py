@@ -17,6 +17,7 @@ import torch
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement
+from pipeloom.outputs import refused
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Batches as LoadedBatches
 from pipeloom.runtime import Model, this_worker
@@ -340,6 +341,6 @@ def _new_folder(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(str(folder), f"cannot be made ({error.strerror})", "give settings a folder") from error
+            raise refused(folder, error, "give settings a folder") from error
         return folder
     raise AssertionError("numbers do not end")

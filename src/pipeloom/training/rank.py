@@ -32,7 +32,7 @@ from pipeloom.training.relayout import Relayout
 from pipeloom.training.tensorboard import TensorBoardLog
 
 
-def train_rank(job: Job, go_on: bool) -> Summary | None:
+def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = None) -> Summary | None:
     """Train as one rank of the default process group.
 
     Parameters
@@ -41,6 +41,8 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
         Prepared: its setup is in its folder.
     go_on : bool
         Go on from the newest checkpoint.
+    displays : callable or None
+        Rank 0 calls it, with the name of the work, when it begins to display the run.
 
     Returns
     -------
@@ -63,6 +65,8 @@ def train_rank(job: Job, go_on: bool) -> Summary | None:
                 if first:
                     job.display.say(f"Going on from the checkpoint after {first} iterations.")
                 show = shown.enter_context(job.display.iterations(job.config.iterations, first))
+                if displays is not None:
+                    displays("training")
                 listeners.append(Listener(job, first, show))
             done = _train(_Evaluations(job, setup, trainer, next(iter(listeners), None)), batches, first, relayout)
             if not relayout.changed:

@@ -19,6 +19,7 @@ from pipeloom.errors import InputError
 from pipeloom.explain.difference import Difference
 from pipeloom.files import open_regular
 from pipeloom.io import write_text
+from pipeloom.outputs import writing
 from pipeloom.plan import to_text
 from pipeloom.runtime import StepReport
 from pipeloom.runtime.train.evaluate import Evaluated
@@ -170,16 +171,19 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
     """
     kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
     for path in (folder / name for name in kept):
-        if os.path.lexists(path) and not path.is_file():
+        # What a link leads to may be a file of the user's, which would get lines of the run.
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             raise InputError(str(path), "is not a regular file", "remove it")
+    for path in (folder / "plans", folder / TENSORBOARD):
+        if os.path.lexists(path) and not path.is_dir():
+            raise InputError(str(path), "is not a folder", "remove it")
     stale = [folder / name for name in WRITTEN if name not in kept]
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         events = (*(folder / "plans").glob("*.plan"), *(folder / TENSORBOARD).glob("events.out.tfevents.*"))
-        for old in (*stale, *(() if go_on else events)):
+    for old in (*stale, *(() if go_on else events)):
+        with writing(old):
             old.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(str(folder), f"cannot be made or emptied ({error.strerror})", "name another folder") from error
 
 
 @dataclass
@@ -295,13 +299,11 @@ class Recorder:
         )
         if self.num_plans:
             path = self._plan(report.iteration)
-            try:
+            with writing(path, _ELSEWHERE):
                 self._plan(report.iteration - self.num_plans).unlink(missing_ok=True)
                 # Whatever is there of an earlier start may be no regular file.
                 path.unlink(missing_ok=True)
                 path.write_text(to_text(answer.plan))
-            except OSError as error:
-                raise _unwritable(path, error) from error
         append_line(self.folder / HISTORY, row)
         self._totals.add(row)
         if report.iteration % self._stride == 0:
@@ -318,13 +320,11 @@ class Recorder:
     def _drop_plans(self, first: int) -> None:
         """Make the folder for the plans, and remove what is older than those that are kept."""
         folder = self.folder / "plans"
-        try:
+        with writing(folder, _ELSEWHERE):
             folder.mkdir(exist_ok=True)
             for path in folder.glob("*.plan"):
                 if path.stem.isdecimal() and int(path.stem) < first - self.num_plans:
                     path.unlink()
-        except OSError as error:
-            raise _unwritable(folder, error) from error
 
     @property
     def last_evaluated(self) -> int:
@@ -405,6 +405,7 @@ class Recorder:
         return summary
 
 
+_ELSEWHERE = "set another --runs"
 _Line = TypeVar("_Line")
 
 
@@ -416,11 +417,8 @@ def append_line(path: Path, line: object) -> None:
     InputError
         When it cannot be written.
     """
-    try:
-        with path.open("a") as lines:
-            lines.write(_line(line))
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    with writing(path, _ELSEWHERE), path.open("a") as lines:
+        lines.write(_line(line))
 
 
 def read_history(path: Path) -> list[Row]:
@@ -467,10 +465,6 @@ def _decoded(line: bytes, kind: type[_Line]) -> _Line:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(str(path), f"cannot be written ({error.strerror})", "make room, or use --runs")
 
 
 def _line(row: object) -> str:

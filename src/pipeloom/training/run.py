@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
 from pipeloom.runtime.launch.coordination import Patience, first_says
 from pipeloom.runtime.launch.host_links import find_hosts, measure_links
-from pipeloom.runtime.launch.processes import Joined, launch
+from pipeloom.runtime.launch.processes import Joined, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_dealt
@@ -35,7 +35,7 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.first_sample import show_first_sample
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
-from pipeloom.training.layouts import given_layout, held_copies, lay_out, preview
+from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
@@ -98,7 +98,7 @@ class TrainingRun(Job):
         config = read_config(file)
         if not config.task:
             return cls(config, folder_task(config, file), Path(runs) / config.name, file, display or Quiet())
-        source = (file.parent / config.task).resolve()
+        source = Path(os.path.realpath(file.parent / config.task))
         if not source.is_file():
             raise InputError(f"{file}: task", f"{str(source)!r} is not a file", "give a Python file beside train.toml")
         check_input(source)
@@ -198,6 +198,11 @@ class TrainingRun(Job):
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
                 model.spec.module(name)
+        with self._in_file():
+            offered(self.config, model)
+        for strategy, problem in model.excluded.items():
+            if strategy in self.config.planner.strategies:
+                self.display.say(f"Without the memory strategy {strategy!r}, under which {model.name} fails: {problem}")
         return model
 
     @contextmanager
@@ -263,7 +268,7 @@ class TrainingRun(Job):
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,
-            strategies=config.planner.strategies,
+            strategies=offered(config, model),
             tuning=config.tuning,
             backend=backend_of(self.device if config.runtime.transport == "direct" else "cpu"),
             split_backward=config.planner.split_backward,
@@ -311,9 +316,17 @@ class TrainingRun(Job):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
-                with paused():
+                # This process says what is done until rank 0 does.
+                with ExitStack() as silent:
                     found = launch(
-                        train_rank, config.num_processes, self, go_on, timeout_s=config.timeout_s, device=self.place
+                        train_rank,
+                        config.num_processes,
+                        self,
+                        go_on,
+                        report,
+                        timeout_s=config.timeout_s,
+                        device=self.place,
+                        on_report=lambda _rank, _what: silent.enter_context(paused()),
                     )
             except ExecutionError as error:
                 if restart > restarts or error.comes_again:

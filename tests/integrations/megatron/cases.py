@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 SMALL = {
     "num-layers": 12,
     "hidden-size": 2048,
@@ -29,3 +31,8 @@ def listed(changes: dict | None = None, **more: object) -> list[str]:
         if value is not True:
             words += str(value).split(" ")
     return words
+
+
+def beside_defaults(notes: Iterable[str]) -> tuple[str, ...]:
+    """Notes without those on arguments that are absent."""
+    return tuple(note for note in notes if not note.startswith("without --") or ": " not in note)

@@ -292,3 +292,17 @@ def test_one_step_under_our_layout_has_the_gradients_of_the_default_layout(tmp_p
     # A run that differs would be seen: gradients of different layers are not alike.
     rows = [default[f"decoder.layers.{i}.mlp.linear_fc1.weight"] for i in range(6)]
     assert not any(torch.equal(a, b) for a, b in pairwise(rows))
+
+
+def test_the_defaults_of_megatron_core_are_those_that_are_noted() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    layer = TransformerConfig.__dataclass_fields__
+    found = {name: layer[name].default for name in ("attention_dropout", "hidden_dropout", "moe_grouped_gemm")}
+    assert found == {"attention_dropout": 0.1, "hidden_dropout": 0.1, "moe_grouped_gemm": False}
+    assert (layer["cross_entropy_loss_fusion"].default, layer["moe_permute_fusion"].default) == (False, False)
+    assert layer["moe_token_dispatcher_type"].default == "allgather"
+    assert OptimizerConfig().clip_grad == 1.0
+    assert DistributedDataParallelConfig().grad_reduce_in_fp32 is False

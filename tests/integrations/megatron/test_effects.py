@@ -9,16 +9,21 @@ from collections import Counter
 from dataclasses import replace
 from importlib import resources
 
+import msgspec
 import pytest
 
-from pipeloom.emulator.static import StateBytes
+from pipeloom.compare.model_on_cluster import put_on_cluster
+from pipeloom.compare.now import run_costs
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import Timing, read_megatron
 from pipeloom.integrations.megatron.effects import effects_of, known_fields
 from pipeloom.integrations.megatron.files import _INVERTED, _RENAMED
+from pipeloom.integrations.models import load_model
+from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
-from tests.integrations.megatron.cases import listed
+from pipeloom.spec.parallelism import MIXED_PRECISION, StateBytes
+from tests.integrations.megatron.cases import beside_defaults, listed
 
 FILES = ("arguments", "fields")
 REASONS = {
@@ -62,7 +67,9 @@ def test_every_name_stands_once() -> None:
     for file in FILES:
         text = resources.files("pipeloom.integrations.megatron").joinpath("names", f"{file}.toml").read_text("utf-8")
         tables = tomllib.loads(text)
-        unless = tables.pop("unless")
+        unless, absent, implied = (tables.pop(name, {}) for name in ("unless", "absent", "implied"))
+        assert set(leaves(absent)) >= implied.keys()
+        assert {*leaves(absent), *leaves(implied)} <= effects_of(file).names
         assert tables.keys() == {"modelled", "harmless", "noted", "refused"}
         assert unless.keys() <= effects_of(file).noted.keys()
         names.update(leaves(tables))
@@ -74,12 +81,15 @@ def test_every_reason_and_direction_is_one_of_few() -> None:
     for file in FILES:
         effects = effects_of(file)
         assert set(effects.harmless.values()) <= REASONS
-        for note in effects.noted.values():
-            assert note.direction.startswith("the emulated ")
-            assert any(word in note.direction for word in ("too high", "too low"))
+        for direction in [note.direction for note in effects.noted.values()] + [each for _, each in effects.absent]:
+            assert direction.startswith("the emulated ")
+            assert any(word in direction for word in ("too high", "too low"))
         assert all(effects.rejected.values())
     renamed = {name for name, why in effects_of("fields").harmless.items() if why == "other names of arguments"}
-    assert renamed - {"activation-func", "should-pad-vocab"} == _RENAMED.keys() | _INVERTED.keys() - known_arguments()
+    assert (
+        renamed - {"activation-func", "should-pad-vocab", "grad-reduce-in-fp32"}
+        == _RENAMED.keys() | _INVERTED.keys() - known_arguments()
+    )
 
 
 def known_arguments() -> frozenset[str]:
@@ -159,7 +169,8 @@ def test_what_is_rejected_is_named(name) -> None:
 
 
 def test_what_is_harmless_changes_nothing() -> None:
-    plain, names = run_of(), sorted(effects_of("arguments").harmless)
+    effects = effects_of("arguments")
+    plain, names = run_of(), sorted(effects.harmless.keys() - set().union(*effects.absent.values()))
     found = run_of(*itertools.chain.from_iterable((f"--{name}", "7") for name in names))
     assert found.ignored == tuple(f"--{name}" for name in names)
     assert replace(found, ignored=plain.ignored) == plain
@@ -192,7 +203,7 @@ def test_a_precision_aware_optimizer_has_the_bytes_of_its_data_types(gradient, m
         ),
         num_devices=8,
     )
-    assert run.state == StateBytes(KINDS[gradient], KINDS[main] + KINDS[first] + KINDS[second])
+    assert run.degrees.state == StateBytes(KINDS[gradient], KINDS[main] + KINDS[first] + KINDS[second])
 
 
 def test_data_types_count_in_memory() -> None:
@@ -221,7 +232,7 @@ def test_data_types_count_in_memory() -> None:
     ],
 )
 def test_bytes_of_gradients_and_optimizer_states(changes, state) -> None:
-    assert read_megatron(listed(changes)).state == state
+    assert read_megatron(listed(changes)).degrees.state == state
 
 
 @pytest.mark.parametrize(
@@ -260,7 +271,7 @@ def test_the_lists_hold_for_recipes(field, found, tmp_path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(textwrap.dedent(RECIPE).replace("FIELD", field))
     try:
-        said = "\n".join(read_megatron(file).notes)
+        said = "\n".join(beside_defaults(read_megatron(file).notes))
     except InputError as error:
         said = str(error)
     assert found in said if found else not said
@@ -275,12 +286,12 @@ def test_sections_of_a_recipe(tmp_path) -> None:
     )
     run = read_megatron(file)
     assert run.ignored == ("logger.*",)
-    assert run.notes == (
+    assert beside_defaults(run.notes) == (
         "mixed_precision.*: bfloat16 is emulated in its place; the emulated time and memory are too high",
         "optimizer.sparkle: not known, and emulated without",
     )
     file.write_text(plain + "mixed_precision: bf16_mixed\n")
-    assert read_megatron(file).notes == ()
+    assert beside_defaults(read_megatron(file).notes) == ()
     file.write_text(plain + "peft: {dim: 8}\n")
     with pytest.raises(InputError, match=r"peft\.\*: cannot be planned; only training of all parameters is emulated"):
         read_megatron(file)
@@ -288,7 +299,94 @@ def test_sections_of_a_recipe(tmp_path) -> None:
 
 def test_compare_says_what_it_does_not_count(tmp_path) -> None:
     file = tmp_path / "arguments.txt"
-    file.write_text(" ".join(listed(optimizer="sgd", fp8_format="hybrid")))
-    notes = load_run(str(file), 8).notes
-    assert "gradients and optimizer states are emulated as of float32 Adam; memory is too high" in notes
-    assert any(note.startswith("--fp8-format: bfloat16") for note in notes)
+    file.write_text(" ".join(listed(fp8_format="hybrid")))
+    assert any(note.startswith("--fp8-format: bfloat16") for note in load_run(str(file), 8).notes)
+
+
+def test_compare_has_the_bytes_of_optimizer_states(tmp_path) -> None:
+    """Of every system: static memory on two ranks is that of `pipeloom megatron`."""
+    file = tmp_path / "arguments.txt"
+    words = listed(optimizer="sgd", grad_reduce_in_bf16=True, use_distributed_optimizer=True)
+    file.write_text(" ".join(words))
+    run = load_run(str(file), 8)
+    assert run.state == (2, 8)
+    assert run.degrees(8).state == run.state
+    model, cluster = load_model(str(file)), load_cluster("h100-8")
+    chunk = Chunk("lm", (0, 3), 0)
+    plain, own = (
+        put_on_cluster(model, cluster, msgspec.structs.replace(run.degrees(8), state=state))
+        for state in (MIXED_PRECISION, run.state)
+    )
+    # The state is divided over two replicas.
+    assert own.costs.static_bytes(chunk) / plain.costs.static_bytes(chunk) == pytest.approx((2 + 2 + 4) / (2 + 4 + 6))
+    assert own.levels.static_bytes(chunk) == own.costs.static_bytes(chunk)
+    assert run_costs(own, run).static_bytes(chunk) == own.costs.static_bytes(chunk)
+    assert own.update_s < plain.update_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "rejected"),
+    [
+        ({}, ()),
+        ({"transformer_impl": "local"}, ("selective",)),
+        ({"fp8_format": "hybrid"}, ("selective",)),
+        ({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, ()),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "num_experts": 8, "num_virtual_stages_per_pipeline_rank": 3},
+            ("recompute",),
+        ),
+        ({"cuda_graph_impl": "local"}, ("selective", "recompute")),
+    ],
+)
+def test_compare_tries_the_recomputation_that_megatron_accepts(changes, rejected, tmp_path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(" ".join(listed(changes)))
+    run = load_run(str(file), 8)
+    case = put_on_cluster(load_model(str(file)), load_cluster("h100-8"), run.degrees(8))
+    offered = {strategy.first for strategy in run_costs(case, run).strategies}
+    assert offered == {"keep", "selective", "recompute"} - set(rejected)
+
+
+ABSENT = [
+    (name, text, direction) for (text, direction), names in effects_of("arguments").absent.items() for name in names
+]
+
+
+@pytest.mark.parametrize(("name", "text", "direction"), ABSENT)
+def test_a_default_that_is_not_emulated_is_said(name, text, direction) -> None:
+    def said(*more) -> bool:
+        lines = [note for note in run_of(*more).notes if note.startswith("without --") and f" --{name}" in note]
+        assert all(note.endswith(f": {text}; {direction}") for note in lines)
+        return bool(lines)
+
+    assert said()
+    assert not said(f"--{name}", "0")
+    assert not said(
+        *itertools.chain.from_iterable((f"--{one}", "1") for one in effects_of("arguments").implied.get(name, [name]))
+    )
+
+
+def test_defaults_of_experts_are_said_of_experts_alone() -> None:
+    assert not any("--moe-" in note for note in read_megatron(listed()).notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "state"),
+    [
+        ("ddp: {grad_reduce_in_fp32: true}", (4, 12)),
+        ("ddp: {grad_reduce_in_fp32: false}", (2, 12)),
+        ("ddp: {}", (2, 12)),
+        ("mixed_precision: bf16_mixed", (4, 12)),
+        ("mixed_precision: fp16-mixed", (2, 12)),
+        ("mixed_precision: {fp16: true}", (4, 12)),
+        ("mixed_precision: {bf16: true, grad_reduce_in_fp32: false}\nddp: {grad_reduce_in_fp32: true}", (2, 12)),
+        ("mixed_precision: {bf16: true, grad_reduce_in_fp32: true}\nddp: {grad_reduce_in_fp32: false}", (4, 12)),
+        ("optimizer: {main_grads_dtype: torch.bfloat16, clip_grad: 1.0}\nddp: {grad_reduce_in_fp32: true}", (4, 12)),
+    ],
+)
+def test_gradients_of_a_recipe_are_reduced_as_it_says(section, state, tmp_path) -> None:
+    """The data types of mixed precision override those of other sections, as in Megatron Bridge."""
+    pytest.importorskip("yaml")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(textwrap.dedent(RECIPE).replace(", FIELD", "") + section + "\n")
+    assert read_megatron(file).degrees.state == state

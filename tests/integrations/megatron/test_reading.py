@@ -10,7 +10,7 @@ from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Recompute, read_megatron
 from pipeloom.spec.architecture import AttentionMixer, ExpertsMixer, LatentAttentionMixer, MLPMixer
-from tests.integrations.megatron.cases import listed
+from tests.integrations.megatron.cases import beside_defaults, listed
 
 
 def read(*more, devices=None, **changes):
@@ -248,7 +248,7 @@ def test_the_yaml_of_megatron_lm(tmp_path):
     file.write_text(textwrap.dedent(LANGUAGE_MODEL))
     run = read_megatron(file)
     assert run.model.blocks[0].feed_forward.mixers[0] == MLPMixer(5440)
-    assert (run.now.layout, run.notes, run.is_recipe) == ("Et*3|t*3|t*3|t*3L", (), False)
+    assert (run.now.layout, beside_defaults(run.notes), run.is_recipe) == ("Et*3|t*3|t*3|t*3L", (), False)
 
 
 def test_arguments_in_a_test_recipe(tmp_path):
@@ -367,7 +367,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_what_is_emulated_otherwise_is_said():
     run = read(fp8_format="hybrid", overlap_grad_reduce=True, cuda_graph_impl="none")
-    assert run.notes == (
+    assert beside_defaults(run.notes) == (
         "--fp8-format: bfloat16 is emulated in its place; the emulated time and memory are too high",
         "--overlap-grad-reduce: the reduction is emulated behind the pipeline; the emulated time is too high",
     )

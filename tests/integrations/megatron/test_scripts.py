@@ -411,3 +411,46 @@ def test_a_remedy_that_does_not_help_is_not_given(tmp_path):
     with pytest.raises(InputError) as caught:
         read(tmp_path, "torchrun a.py --hidden-size 8")
     assert str(caught.value).endswith("--num-layers: is missing; add it")
+
+
+OUTPUT = "$(cat more.txt)"
+
+
+@pytest.mark.parametrize("more", ["--ffn-hidden-size {}", "--ffn-hidden-size={}", "--swiglu {}"])
+@pytest.mark.parametrize("output", [OUTPUT, f'"{OUTPUT}"'])
+def test_output_of_a_command_behind_an_argument_that_counts_is_refused(tmp_path, more, output):
+    """It may be several words, none, or another argument; within quotes it is one word, which may be an argument."""
+    script = f"torchrun pretrain_gpt.py --num-layers 8 REST {more.format(output)}"
+    message = (
+        r"train.sh: --[a-z0-9-]+: \$\(cat more.txt\) is known only when the script runs \(line 1\); write its value"
+    )
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, script)
+
+
+@pytest.mark.parametrize("more", ["--ffn-hidden-size 4096 {}", "--lr 1 {}", "--use-flash-attn 1 {}"])
+def test_output_of_a_command_that_may_be_arguments_is_refused(tmp_path, more):
+    with pytest.raises(InputError, match=r"line 1: it is unknown which arguments Megatron gets: \$\(cat more.txt\)"):
+        read(tmp_path, f"torchrun pretrain_gpt.py --num-layers 8 REST {more.format(OUTPUT)}")
+
+
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        ("--lr {}", True),
+        ("--save ckpt-{}", True),
+        ("--use-flash-attn {} --swiglu", True),
+        ('--lr "{}"', False),
+        ('--lr="{}"', False),
+        ('--data-path 0.5 "{}"', True),
+    ],
+)
+def test_output_of_a_command_behind_an_argument_that_changes_nothing_is_noted(tmp_path, more, noted):
+    run = read(tmp_path, f"torchrun pretrain_gpt.py --num-layers 8 REST {more.format(OUTPUT)}")
+    note = f"{more.split()[0].partition('=')[0]}: {OUTPUT} is known only when the script runs (line 1); "
+    note += "it is read as a value, and arguments that it prints are not counted"
+    assert (note in run.notes) == noted
+
+
+def test_a_variable_that_is_not_set_leaves_a_flag_alone(tmp_path):
+    assert read(tmp_path, "torchrun pretrain_gpt.py --num-layers 8 REST --swiglu $MORE").model.blocks[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import build
 from pipeloom.integrations.transformers.build import family_of
+from pipeloom.packing import PackingSpec
+from pipeloom.runtime import profile_model
 from pipeloom.runtime.execute import memory
+from pipeloom.training.config import PlannerConfig
+from pipeloom.training.layouts import offered
+from pipeloom.training.run import TrainingRun
 
 from . import tiny
 
@@ -145,12 +152,39 @@ def test_layers_that_change_a_product_in_place_train_under_every_strategy() -> N
     assert found.worst < TOLERANCE, str(found)
 
 
-def test_a_model_that_fails_under_one_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+def test_a_strategy_under_which_a_model_fails_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are offered, measured and right."""
     monkeypatch.setattr(build, "_FOUND", {})
     monkeypatch.setattr(memory, "_CopiesBeforeChanges", lambda _: nullcontext())
-    with pytest.raises(InputError, match=r"under the memory strategy 'selective': .*mutated") as caught:
-        pl.from_transformers(llama4())
-    assert "\n" not in str(caught.value)
+    batch = tiny.text_batch()
+    model = pl.from_transformers(llama4())
+    assert list(model.excluded) == ["selective"]
+    assert "mutated" in model.excluded["selective"]
+    assert "\n" not in model.excluded["selective"]
+    assert pl.check_gradients(llama4(), batch, ranks=2, plans=3).worst < TOLERANCE
+    options = pl.ProfileOptions(strategies=True)
+    profile = profile_model(model, [batch], packing=PackingSpec(64), placements={}, options=options)
+    assert all(fit.strategies is not None for fit in profile.layers.values())
+
+
+def test_a_run_offers_its_planner_the_strategies_under_which_the_model_runs() -> None:
+    model = pl.from_transformers(tiny.llama())
+    model = replace(model, excluded={"selective": "it is mutated"})
+    config = SimpleNamespace(planner=PlannerConfig(strategies=("selective", "keep", "recompute")))
+    assert offered(config, model) == ("keep", "recompute")  # type: ignore[arg-type]
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(name="run", layout=SimpleNamespace(modules={}), planner=config.planner),
+        display=SimpleNamespace(say=said.append),
+        build_model=lambda: model,
+        _in_file=lambda *_: nullcontext(),
+    )
+    assert TrainingRun._checked_model(run) is model
+    assert said[1:] == [f"Without the memory strategy 'selective', under which {model.name} fails: it is mutated"]
+    config.planner = PlannerConfig(strategies=("selective",))
+    with pytest.raises(InputError, match=r"planner.strategies: .* fails under 'selective': it is mutated"):
+        offered(config, model)  # type: ignore[arg-type]
 
 
 class Llama(hf.LlamaForCausalLM):

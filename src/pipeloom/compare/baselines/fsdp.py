@@ -66,7 +66,7 @@ def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     the pipeline's is counted.
     """
     devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
-    degrees = Degrees(data=devices * case.degrees.data, zero=3)
+    degrees = Degrees(data=devices * case.degrees.data, zero=3, state=case.degrees.state)
 
     def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         whole = _whole(case, groups, degrees.num_devices)
@@ -80,7 +80,8 @@ def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
 
 
 def _whole(case: ModelOnCluster, groups: Microbatches, num_replicas: int) -> _Whole:
-    costs = EmulatedCosts(case.architecture, case.cluster, Degrees(data=num_replicas, zero=3), LEVELS, split=False)
+    degrees = Degrees(data=num_replicas, zero=3, state=case.degrees.state)
+    costs = EmulatedCosts(case.architecture, case.cluster, degrees, LEVELS, split=False)
     modules = case.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)

@@ -9,7 +9,6 @@ import msgspec
 from pipeloom.compare.model_on_cluster import LEVELS, ModelOnCluster
 from pipeloom.cost import StrategyCost
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.static import GRADIENT_BYTES
 from pipeloom.layout.choose import ring_seconds
 from pipeloom.spec import Chunk, Layout, Workload
 
@@ -68,8 +67,9 @@ class LongShortCosts(EmulatedCosts):
         parameters : dict
             Of every module.
         """
-        tensor = self.placement.degrees.tensor
-        shares = {name: count * GRADIENT_BYTES // tensor for name, count in parameters.items()}
+        degrees = self.placement.degrees
+        tensor = degrees.tensor
+        shares = {name: count * degrees.state.gradient // tensor for name, count in parameters.items()}
         inside = sum(shares[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
         over_ranks = ring_seconds(layout, shares, self)
         # Inside a rank devices are as near as ranks ever are.

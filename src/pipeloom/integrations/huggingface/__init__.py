@@ -7,6 +7,7 @@ config leaves out has the default of its model type, as in the library.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from pipeloom.errors import InputError
@@ -39,7 +40,7 @@ def read_huggingface(path: str | Path) -> Architecture:
     if not isinstance(config, dict):
         raise InputError(str(file), "is not a JSON object")
     try:
-        own = file.resolve()
+        own = Path(os.path.realpath(file))
         name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
         return architecture_of(config, str(config.get("_name_or_path") or name))
     except InputError as error:

@@ -6,14 +6,23 @@ import ast
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_IN_MICROBATCH
 from pipeloom.spec.architecture import MOST_SIZE
+from pipeloom.spec.model import MOST_LAYERS
 
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
 """Arguments whose value may hold brackets and bars, which a shell would part."""
-_MOST_LAYERS = 100_000
+_LAYERS = ("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(_LAYERS, MOST_LAYERS),
+    **dict.fromkeys(("seq-length", "max-position-embeddings"), 2**26),
+    **dict.fromkeys(("vocab-size", "padded-vocab-size", "global-batch-size"), MOST_SIZE),
+    "micro-batch-size": MAX_IN_MICROBATCH,
+}
+"""Most that an argument may be, beside others of ordinary size; of those not listed 2^20."""
 _OFF = ("none", "null", "false")
 """Words that switch nothing on."""
 
@@ -22,11 +31,13 @@ class UnknownText(str):
     """A value that a script does not say, as the script writes it."""
 
     reason: str
+    words: Literal["none", "one", "any"]
+    """How many words it is; ``none``: a variable that is not set. If ``any``, it may be other arguments too."""
 
-    def __new__(cls, text: str, reason: str) -> UnknownText:
+    def __new__(cls, text: str, reason: str, words: Literal["none", "one", "any"]) -> UnknownText:
         """Make a value with the reason why it is unknown."""
         made = super().__new__(cls, text)
-        made.reason = reason
+        made.reason, made.words = reason, words
         return made
 
 
@@ -109,17 +120,23 @@ class Arguments:
             return None
         if not values:
             raise self.refuse(name, "has no value")
-        for each in values if name in JOINED else values[:1]:
-            if isinstance(each, UnknownText):
-                raise self.refuse(name, each.reason, "write its value in its place")
+        self._check_known(name, values if name in JOINED else values[:1])
         value = "".join(values) if name in JOINED else values[0]
         if "$" in value:
             raise self.refuse(name, f"{value} is not set in this file", "write its value in its place")
         return value
 
+    def _check_known(self, name: str, values: Sequence[str]) -> None:
+        for each in values:
+            if isinstance(each, UnknownText):
+                raise self.refuse(name, each.reason, "write its value in its place")
+
     def flag(self, name: str) -> bool:
         """Whether it is given, or given as true."""
         values = self.values(name)
+        self._check_known(
+            name, [one for one in values or () if not isinstance(one, UnknownText) or one.words != "none"]
+        )
         return values is not None and (not values or values[0].lower() != "false")
 
     def on(self, name: str) -> bool:
@@ -143,8 +160,9 @@ class Arguments:
             raise self.refuse(name, f"{value!r} is not a whole number") from None
         if number < least:
             raise self.refuse(name, f"{number} is below {least}")
-        if number > MOST_SIZE:
-            raise self.refuse(name, f"{number} is above {MOST_SIZE}")
+        most = _MOST.get(name, 2**20)
+        if number > most:
+            raise self.refuse(name, f"{number} is above {most}", "give a smaller number")
         return number
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -198,7 +216,7 @@ def _number_or_list(node: ast.expr) -> int | list[int]:
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
             times, row = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and isinstance(row, list) and times * len(row) <= _MOST_LAYERS:
+            if isinstance(times, int) and isinstance(row, list) and times * len(row) <= MOST_LAYERS:
                 return row * times
     raise ValueError(ast.dump(node))
 

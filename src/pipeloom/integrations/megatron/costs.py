@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from pipeloom.emulator.build import Placement, joining_layer, layer_template
 from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block
 from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
 from pipeloom.integrations.megatron.run import MegatronRun
@@ -120,7 +122,21 @@ class StageCosts:
 
     def of(self, setup: Setup) -> tuple[StageNumbers, ...]:
         """Numbers of every stage."""
-        return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
+        with self._sizes_named():
+            return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
+
+    @contextmanager
+    def _sizes_named(self) -> Iterator[None]:
+        """Name the run's sizes where they give times or bytes that are too large together."""
+        run = self.run
+        try:
+            yield
+        except InputError as error:
+            sizes = (
+                f"hidden size {run.model.head.hidden}, sequences of {run.seq_length}, {run.micro_batch_size} at once"
+            )
+            problem = f"together too large ({sizes}): {error.entity} {error.problem}"
+            raise InputError(f"{run.source}: sizes", problem, "lower the largest of them") from error
 
     def _parts(self, setup: Setup) -> list[list[_Part]]:
         blocks = iter(self._blocks)
@@ -190,11 +206,12 @@ class StageCosts:
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
         for i, parts in enumerate(self._parts(setup)):
             mine[i % setup.num_ranks] += [part.template for part in parts if not part.shares]
-        return tuple(map(self._rank, mine))
+        with self._sizes_named():
+            return tuple(map(self._rank, mine))
 
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
         key = tuple(map(id, templates))
         if key not in self._ranks:
-            static = static_bytes(templates, self.run.degrees, self.run.state)
-            self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement, self.run.state) // PS_PER_NS)
+            static = static_bytes(templates, self.run.degrees)
+            self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

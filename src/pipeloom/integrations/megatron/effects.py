@@ -53,6 +53,10 @@ class Effects:
     harmless: Mapping[str, str]
     noted: Mapping[str, Note]
     rejected: Mapping[str, str]
+    absent: Mapping[tuple[str, str], tuple[str, ...]]
+    """Names whose absence is noted, by what is emulated and what follows for the numbers."""
+    implied: Mapping[str, tuple[str, ...]]
+    """Names that switch off what the absence of a name leaves on."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,8 +75,19 @@ def effects_of(file: str) -> Effects:
         for direction, table in tables["noted"].items()
         for name, what in _by_name(table)
     }
-    modelled, harmless, rejected = tables["modelled"], tables["harmless"], tables["refused"]
-    return Effects(frozenset(modelled.split()), dict(_by_name(harmless)), noted, dict(_by_name(rejected)))
+    absent = {
+        (text, direction): tuple(names.split())
+        for direction, table in tables.get("absent", {}).items()
+        for text, names in table.items()
+    }
+    return Effects(
+        frozenset(tables["modelled"].split()),
+        dict(_by_name(tables["harmless"])),
+        noted,
+        dict(_by_name(tables["refused"])),
+        absent,
+        {name: tuple(others.split()) for name, others in tables.get("implied", {}).items()},
+    )
 
 
 def _by_name(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -102,7 +117,10 @@ def check_rejected(arguments: Arguments) -> None:
 
 
 def notes_of(arguments: Arguments) -> list[str]:
-    """Return a note for every argument that is emulated otherwise than it runs, with what follows for the numbers."""
+    """Return a note for every argument that is emulated otherwise than it runs, with what follows for the numbers.
+
+    It is also noted where Megatron's default is not what is emulated.
+    """
     found = []
     for file in ("arguments", "fields"):
         for name, note in effects_of(file).noted.items():
@@ -110,6 +128,17 @@ def notes_of(arguments: Arguments) -> list[str]:
                 values = set(arguments.given[name].values)
                 if not values or not values <= note.unless:
                     found.append(f"{arguments.label(name)}: {note.text}; {note.direction}")
+    effects = effects_of("arguments")
+    for (text, direction), names in effects.absent.items():
+        missing = [
+            f"--{name}"
+            for name in names
+            if name not in arguments.given
+            and _applies(arguments, name)
+            and not any(map(arguments.on, effects.implied.get(name, ())))
+        ]
+        if missing:
+            found.append(f"without {' '.join(missing)}: {text}; {direction}")
     unknown = [name for name in arguments.given if name not in known_fields() | arguments.asked]
     if unknown:
         found.append(f"{' '.join(map(arguments.label, unknown))}: not known, and emulated without")

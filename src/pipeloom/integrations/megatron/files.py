@@ -55,6 +55,7 @@ _RENAMED = {
     "nccl-ub": "use-nccl-ub",
     "use-custom-fsdp": "use-megatron-fsdp",
     "cpu-offloading": "cpu-offloading-num-layers",
+    "skip-getting-attention-mask-from-dataset": "no-create-attention-mask-in-dataloader",
 }
 """Fields that are arguments under another name."""
 _INVERTED = {
@@ -69,8 +70,11 @@ _INVERTED = {
     "apply-rope-fusion": "no-rope-fusion",
     "gradient-reduce-div-fusion": "no-gradient-reduce-div-fusion",
     "pad-vocab-size": "no-pad-vocab-size",
+    "check-for-nan-in-grad": "no-check-for-nan-in-loss-and-grad",
 }
 """Fields whose argument says the opposite."""
+_REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
+"""Arguments that say what the field ``grad_reduce_in_fp32`` does, by its value."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
@@ -131,7 +135,7 @@ def _given(words: Iterable[str]) -> dict[str, Given]:
             close()
             label, equals, value = word.partition("=")
             if isinstance(word, UnknownText):
-                value = UnknownText(value, word.reason)
+                value = UnknownText(value, word.reason, word.words)
             values = [value] if equals else []
         elif label:
             values.append(word)
@@ -150,7 +154,13 @@ def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = (
             )
     check_known(labels.items(), known_names(), source)
     kept = {name: one for name, one in found.items() if name not in _LAUNCHER or name in _COUNTED}
-    return Arguments(source, kept, notes=notes)
+    unknown = tuple(
+        f"{one.label}: {value.reason}; it is read as a value, and arguments that it prints are not counted"
+        for one in kept.values()
+        for value in one.values
+        if isinstance(value, UnknownText) and value.words == "any"
+    )
+    return Arguments(source, kept, notes=notes + unknown)
 
 
 # ------------------------------------------------------------------ configuration files
@@ -185,6 +195,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
             if one is not None:
                 _merge(found, *one)
     check_known(checked, known_fields(), source)
+    _set_precision(found, document.get("mixed_precision"))
     model = document.get("model")
     if not {"num-layers", "hidden-size"} & found.keys() and not (isinstance(model, dict) and "_target_" in model):
         raise InputError(
@@ -209,6 +220,21 @@ def _argument_words(listed: Mapping[Any, Any]) -> Iterator[str]:
             yield from map(str, value if isinstance(value, list) else [value])
 
 
+def _set_precision(found: dict[str, Given], given: Any) -> None:
+    """Set what a recipe's mixed precision, a table or a name, overrides in the fields of other sections."""
+    label = "mixed_precision.*"
+    if isinstance(given, str):
+        label, single = "mixed_precision", "bf16" not in given and "fp16" in given
+        given = {"bf16": "bf16" in given, "fp16": single, "grad_reduce_in_fp32": not single}
+    if not isinstance(given, dict):
+        return
+    for name in ("bf16", "fp16", *_REDUCED):
+        found.pop(name, None)
+    for name, value in ({"grad_reduce_in_fp32": True} | given).items():
+        if name in ("bf16", "fp16", "grad_reduce_in_fp32"):
+            found.update(filter(None, [_field(name.replace("_", "-"), label, value)]))
+
+
 def _merge(found: dict[str, Given], name: str, one: Given) -> None:
     old = found.get(name)
     found[name] = one if old is None or old.values == one.values else Given(one.label, one.values, old.values)
@@ -220,6 +246,8 @@ def _field(name: str, label: str, value: Any) -> tuple[str, Given] | None:
         return None
     if name in _INVERTED:
         return None if value is True else (_INVERTED[name], Given(label))
+    if name == "grad-reduce-in-fp32":
+        return _REDUCED[bool(value)], Given(label)
     if name == "activation-func":
         return ("swiglu", Given(label)) if str(value) in ("swiglu", "geglu") else ("activation-func", Given(label))
     if name == "pipeline-model-parallel-layout" and not isinstance(value, str):

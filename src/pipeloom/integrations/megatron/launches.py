@@ -42,17 +42,20 @@ def argument_words(source: str, line: int, words: Sequence[StartedWord]) -> list
         is_whole = unknown is not None and word.text == unknown.source
         if unknown is not None:
             follows = bool(found) and found[-1].startswith("--") and "=" not in found[-1]
-            several = unknown.kind == "list" or (is_whole and unknown.kind in ("output", "required") and not follows)
-            if several or (word.text.startswith("--") and unknown.source in word.text.partition("=")[0]):
+            unquoted = unknown.kind in ("output", "required")
+            if (unknown.kind == "list" or (is_whole and unquoted and not follows)) or (
+                word.text.startswith("--") and unknown.source in word.text.partition("=")[0]
+            ):
                 raise InputError(
                     f"{source}: line {line}", f"it is unknown which arguments Megatron gets: {unknown.reason}", REMEDY
                 )
-            found.append(UnknownText(word.text, unknown.reason))
+            any_words = unquoted or (is_whole and not follows)
+            found.append(UnknownText(word.text, unknown.reason, "any" if any_words else "one"))
         else:
             found.append(word.text)
         last = i + 1 == len(words) or words[i + 1].text.startswith("--")
         if word.gone is not None and last and word.text.startswith("--") and "=" not in word.text:
-            found.append(UnknownText(word.gone.source, word.gone.reason))
+            found.append(UnknownText(word.gone.source, word.gone.reason, "none"))
     return found
 
 

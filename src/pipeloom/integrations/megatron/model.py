@@ -17,7 +17,6 @@ from pipeloom.spec.architecture import (
     ResidualLayer,
     TokenEmbeddingLayer,
 )
-from pipeloom.spec.model import MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,6 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         A size is missing or impossible.
     """
     layers, hidden = arguments.size("num-layers"), arguments.size("hidden-size")
-    if layers > MOST_LAYERS:
-        raise arguments.refuse("num-layers", f"{layers} is above {MOST_LAYERS}")
     norm: Norm = "rms" if _normalization(arguments) == "RMSNorm" else "layer"
     windows = _windows(arguments, layers)
     experts = _experts(arguments, layers)

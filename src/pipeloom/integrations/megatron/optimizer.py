@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeloom.emulator.static import StateBytes
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.spec.parallelism import StateBytes
 
 _BYTES = {
     **dict.fromkeys(("fp32", "float32", "float"), 4),
@@ -25,7 +25,9 @@ def read_state(arguments: Arguments) -> StateBytes:
     main_gradient = _bytes(arguments, "main-grads-dtype")
     gradient = 4
     if not arguments.flag("accumulate-allreduce-grads-in-fp32"):
-        if arguments.flag("fp16") or (arguments.flag("grad-reduce-in-bf16") and arguments.flag("bf16")):
+        # The arguments reduce gradients of bfloat16 in float32 by default; Megatron Core's configuration does not.
+        in_bf16 = arguments.flag("grad-reduce-in-bf16") or arguments.is_recipe
+        if arguments.flag("fp16") or (in_bf16 and arguments.flag("bf16")):
             gradient = 2
         elif arguments.flag("bf16"):
             gradient = main_gradient

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeloom.emulator.static import MIXED_PRECISION, StateBytes
 from pipeloom.errors import InputError, check_count
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
@@ -25,7 +24,7 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
-from pipeloom.limits import MAX_IN_MICROBATCH, MAX_MICROBATCHES
+from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
@@ -53,8 +52,6 @@ class MegatronRun:
         Modules that selective recomputation can take here, and that hold something worth it.
     rules : Rules
         What Megatron accepts beside the other arguments.
-    state : StateBytes
-        Bytes of a parameter's gradient and optimizer state.
     replaced : tuple of str
         Arguments that say how the pipeline is set up now.
     is_recipe : bool
@@ -72,7 +69,6 @@ class MegatronRun:
     now: Setup
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
-    state: StateBytes = MIXED_PRECISION
     replaced: tuple[str, ...] = ()
     is_recipe: bool = False
     read: tuple[str, ...] = ()
@@ -141,13 +137,10 @@ def read_megatron(
             f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
-    for name, count, most in (
-        ("micro-batch-size", micro, MAX_IN_MICROBATCH),
-        ("global-batch-size", batch // (micro * degrees.data), MAX_MICROBATCHES),
-    ):
-        if count > most:
-            what = "sequences of a microbatch" if name == "micro-batch-size" else "microbatches of a replica"
-            raise arguments.refuse(name, f"{count} {what} are more than {most}", "give fewer")
+    count = batch // (micro * degrees.data)
+    if count > MAX_MICROBATCHES:
+        problem = f"{count} microbatches of a replica are more than {MAX_MICROBATCHES}"
+        raise arguments.refuse("global-batch-size", problem, "give fewer")
     length = arguments.size("seq-length")
     for name, number in (
         ("context-parallel-size", 2 * degrees.context),
@@ -156,12 +149,10 @@ def read_megatron(
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
             raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
-    count = batch // (micro * degrees.data)
     size = arguments.size(GROUP, degrees.pipeline)
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
-    state = read_state(arguments)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
     notes = arguments.notes + _notes(arguments, degrees)
     return MegatronRun(
@@ -174,7 +165,6 @@ def read_megatron(
         now,
         modules,
         rules,
-        state,
         replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
@@ -235,6 +225,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
         expert=expert,
         sequence_parallel=arguments.flag("sequence-parallel"),
         zero=zero,
+        state=read_state(arguments),
     )
 
 

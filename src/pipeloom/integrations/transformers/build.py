@@ -141,6 +141,7 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
         targets="target tokens",
         describe=sizes.describe,
         examples=sizes.examples if encoders else None,
+        excluded=family.excluded,
         per_token=sizes.per_token,
     )
 

@@ -26,7 +26,7 @@ from pipeloom.integrations.transformers.reference import (
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
-from pipeloom.spec import STRATEGIES, Batch, Chunk, Layout, ModelSpec, ModuleLayout, Workload
+from pipeloom.spec import STRATEGIES, Batch, Chunk, Layout, ModelSpec, ModuleLayout, Strategy, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate
 
@@ -113,7 +113,7 @@ def check_gradients(
     worst: GradientCheck | None = None
     for number in range(plans):
         rng = random.Random(f"{seed} {number}")
-        loss, found = _run(ours, _draw(rng, ours.spec, described, ranks), batch)
+        loss, found = _run(ours, _draw(rng, ours, described, ranks), batch)
         check = _compare(ours, loss, found, library_loss, wanted)
         worst = check if worst is None or check.worst > worst.worst else worst
     if worst is None:
@@ -130,6 +130,7 @@ class _Costs:
 
     seed: str
     split: bool
+    strategies: Sequence[Strategy]
 
     split_backward = True
     slowness = ()
@@ -139,7 +140,7 @@ class _Costs:
         forward, inputs, weights = (rng.randint(1, 5) * 1e-3 for _ in range(3))
         halves = (inputs, weights) if self.split else (None, None)
         return tuple(
-            StrategyCost(strategy, forward, inputs + weights, rng.randint(1, 100), *halves) for strategy in STRATEGIES
+            StrategyCost(each, forward, inputs + weights, rng.randint(1, 100), *halves) for each in self.strategies
         )
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -170,13 +171,14 @@ class _Drawn:
     plan: ExecutionPlan
 
 
-def _draw(rng: random.Random, spec: ModelSpec, batch: Batch, ranks: int) -> _Drawn:
+def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int) -> _Drawn:
     """Draw a layout, a packing, an order and strategies."""
+    spec, strategies = model.spec, [each for each in STRATEGIES if each not in model.excluded]
     layout = _draw_layout(rng, spec, ranks)
     longest = int(budget_tokens(batch, spec).max())
     packing = pack(batch, spec, layout, PackingSpec(rng.randint(longest, 3 * longest), "first_fit"))
     split = rng.random() < 0.5
-    costs: Any = _Costs(str(rng.random()), split)
+    costs: Any = _Costs(str(rng.random()), split, strategies)
     graph = build_graph(layout, packing, costs, backward="split" if split else "whole")
     schedule = random_schedule(rng, graph)
     timeline = simulate(graph, schedule)

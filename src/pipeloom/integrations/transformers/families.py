@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from pipeloom.integrations.transformers.blanks import (
     image_shape,
 )
 from pipeloom.integrations.transformers.layers import PACKED, PLAIN, Form
+from pipeloom.spec import Strategy
 
 Sample = Mapping[str, Any]
 
@@ -156,6 +157,8 @@ class Family:
     """Each of the model's config: some take encoders of several kinds."""
     refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
     """Options that are not supported: name, whether a config has it, and what to do instead."""
+    excluded: Mapping[Strategy, str] = field(default_factory=dict)
+    """Memory strategies under which its layers do not run, with what fails."""
 
 
 _ROUTER = (

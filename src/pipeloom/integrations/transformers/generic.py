@@ -49,7 +49,8 @@ def find_family(kind: type, config: Any, assemble: Callable[[Any, Family], Any])
     Returns
     -------
     Family
-        What was tried: on a small model of the same configuration, loss and gradients are the library's own.
+        What was tried: on a small model of the same configuration, loss and gradients are the library's own. Memory
+        strategies under which they are not, or that fail, are excluded.
 
     Raises
     ------
@@ -91,14 +92,20 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
         samples = _with_images(small, samples, encoder)
         encoders = (lambda _: encoder,)
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
+    found: list[Family] = []
     problem = ""
     # What short samples do not reach cannot be tried: then each is called as the library would.
     for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
         family = Family(each, encoders)
-        problem = _try(copy.deepcopy(small), samples, wanted, family, assemble)
-        if not problem:
+        problems = _try(copy.deepcopy(small), samples, wanted, family, assemble)
+        if not problems:
             return family
-    raise InputError("model", problem)
+        problem = problems.pop("keep", "")
+        if not problem:
+            found.append(replace(family, excluded=problems))
+    if not found:
+        raise InputError("model", problem)
+    return min(found, key=lambda family: len(family.excluded))
 
 
 def _run(model: Any, sample: dict[str, Tensor]) -> None:
@@ -293,14 +300,20 @@ def _try(
     wanted: tuple[float, Gradients],
     family: Family,
     assemble: Callable[[Any, Family], Any],
-) -> str:
-    """Compare layers under every memory strategy with the library's forward; say what differs, or nothing."""
+) -> dict[Strategy, str]:
+    """Compare layers under every memory strategy with the library's forward; return what differs under which.
+
+    What differs under ``keep`` would under all.
+    """
+    problems: dict[Strategy, str] = {}
     for strategy in STRATEGIES:
         small.zero_grad(set_to_none=True)
         problem = _try_strategy(small, samples, wanted, partial(assemble, small, family), strategy)
         if problem:
-            return problem if strategy == "keep" else f"under the memory strategy {strategy!r}: {problem}"
-    return ""
+            problems[strategy] = problem
+        if "keep" in problems:
+            break
+    return problems
 
 
 def _try_strategy(

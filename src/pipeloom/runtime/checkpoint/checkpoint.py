@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.outputs import REMEDIES
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.optimizer_options import give_options, options_by_name
 from pipeloom.runtime.execute.executor import Executor
@@ -124,8 +125,11 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
 
     from pipeloom.runtime.checkpoint.digests import DigestingWriter
 
-    remedy = "; make room, or give another folder"
-    with _quiet_alone(), _told(lambda reason: ExecutionError(f"checkpoint {path} cannot be written: {reason}{remedy}")):
+    def unwritable(reason: str, cause: BaseException) -> ExecutionError:
+        remedy = REMEDIES.get(getattr(cause, "errno", 0) or 0, "free disk space")
+        return ExecutionError(f"checkpoint {path} cannot be written: {reason}; {remedy}, or give another folder")
+
+    with _quiet_alone(), _told(unwritable):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -328,7 +332,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 @contextmanager
-def _told(make: Callable[[str], PipeloomError]) -> Iterator[None]:
+def _told(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]:
     """Turn what torch raises, a BaseException with the tracebacks of all ranks, into the cause in one line."""
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
@@ -339,12 +343,12 @@ def _told(make: Callable[[str], PipeloomError]) -> Iterator[None]:
         if isinstance(cause, PipeloomError):
             raise cause from None
         first = str(cause).partition("\n")[0]
-        raise make(f"rank {rank}: {type(cause).__name__}: {first}") from error
+        raise make(f"rank {rank}: {type(cause).__name__}: {first}", cause) from error
 
 
 def _read_of(path: Path | str) -> AbstractContextManager[None]:
     remedy = "give a whole checkpoint, or an older one"
-    return _told(lambda reason: InputError(str(path), f"cannot be read: {reason}", remedy))
+    return _told(lambda reason, _: InputError(str(path), f"cannot be read: {reason}", remedy))
 
 
 def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from pipeloom.bounds import Finite, Number
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.files import open_regular, remove, sync_folder, write_pieces
+from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.replicas import Copies, find_copies
@@ -350,14 +351,8 @@ class Checkpoints:
         return self.folder / f"step-{iteration:08d}{ending}"
 
     def _attempt(self, write: Callable[..., T], *arguments: object) -> T:
-        try:
+        with writing(self.folder, "set another checkpoint.path"):
             return write(*arguments)
-        except OSError as error:
-            raise InputError(
-                f"checkpoint folder {self.folder}",
-                f"cannot be written ({error.strerror})",
-                "make room, or give another checkpoint.path",
-            ) from error
 
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.outputs import writing
 
 _DTYPES = {
     "F64": torch.float64,
@@ -220,11 +222,14 @@ class ShardWriter:
 
         tensors = {key: tensor.detach().contiguous() for key, tensor in self._waiting.pop(stem).items()}
         name = f"{stem}.{self.tag}-{len(self.shards)}.part"
-        try:
+        with writing(self.folder):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            safetensors.torch.save_file(tensors, str(self.folder / name), metadata={"format": "pt"})
-        except (OSError, safetensors.SafetensorError) as error:
-            raise InputError(str(self.folder), f"cannot be written ({error})", "make room, or name another") from error
+            try:
+                safetensors.torch.save_file(tensors, str(self.folder / name), metadata={"format": "pt"})
+            except safetensors.SafetensorError as error:
+                # The library names the number of the system's error in its message alone.
+                number = re.search(r"os error (\d+)", str(error))
+                raise OSError(number and int(number[1]), str(error)) from error
         sizes: Counter[str] = Counter()
         for tensor in tensors.values():
             sizes[str(tensor.dtype)] += tensor.nbytes
@@ -241,11 +246,8 @@ def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
         if len(parts) == 1:
             names = [f"{stem}.safetensors"]
         for part, name in zip(parts, names, strict=True):
-            try:
+            with writing(folder / name, "with several hosts, name a folder that all of them share"):
                 (folder / part.name).rename(folder / name)
-            except OSError as error:
-                remedy = "with several hosts, name a folder that all of them share"
-                raise InputError(str(folder / name), f"cannot be written ({error.strerror})", remedy) from error
         if len(parts) > 1:
             files = {key: Path(name).name for part, name in zip(parts, names, strict=True) for key in part.keys}
             total = sum(sum(part.num_bytes.values()) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import InputError
+from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint.safetensors_files import (
     SHARD_BYTES,
     Shard,
@@ -54,7 +56,7 @@ def check_target(folder: Path) -> None:
 
 def partial_of(folder: Path) -> Path:
     """Where a folder is written until it is whole."""
-    whole = folder.resolve()
+    whole = Path(os.path.realpath(folder))
     return whole.with_name(f"{whole.name}.partial")
 
 
@@ -67,11 +69,9 @@ def begin(folder: Path) -> None:
         When the target is not empty, or cannot be made.
     """
     check_target(folder)
-    try:
+    with writing(folder):
         shutil.rmtree(partial_of(folder), ignore_errors=True)
         partial_of(folder).mkdir(parents=True)
-    except OSError as error:
-        raise InputError(str(folder), f"cannot be made ({error.strerror})", "name another folder") from error
 
 
 def discard(folder: Path) -> None:
@@ -90,11 +90,12 @@ def add(writer: ShardWriter, saved: Iterable[Saved]) -> None:
 def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> None:
     """Name the files, write what belongs beside them, and give the folder its name; one process does."""
     partial = partial_of(folder)
-    pretrained.write_beside(partial, most_common_dtypes(shards))
-    finish_shards(partial, shards)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    with writing(folder):
+        pretrained.write_beside(partial, most_common_dtypes(shards))
+        finish_shards(partial, shards)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
 
 
 def save_pretrained(

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
+from pipeloom.outputs import REMEDIES
 from pipeloom.printing import escape_logs, print_error
 from pipeloom.runtime.launch.addresses import interface_towards
 from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
@@ -161,9 +162,9 @@ def _started(rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise ExecutionError(
-            f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
-        ) from error
+        remedy = REMEDIES.get(getattr(error, "errno", 0), "")
+        problem = f"rank {rank}: the process could not be started: {str(error) or 'it has ended'}"
+        raise ExecutionError(f"{problem}; {remedy}" if remedy else problem) from error
 
 
 def _watch(
@@ -298,15 +299,17 @@ def _comes_again(error: BaseException) -> bool:
     return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
 
 
-def end_with_starter(problem: str = "") -> None:
+def end_with_starter(problem: str = "", starter: int = 0) -> None:
     """From here on this process ends when the one that has started it is gone, however that ended.
 
     Parameters
     ----------
     problem : str
         What is then said on standard error; nothing where it is empty.
+    starter : int
+        Process ID of the one that has started this one, which may be gone already; 0: the parent process.
     """
-    starter = os.getppid()
+    starter = starter or os.getppid()
 
     def look() -> None:
         while os.getppid() == starter:

@@ -113,7 +113,7 @@ def measure_layers(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        bench = Workbench(torch.device(options.device), options.autocast)
+        bench = Workbench(torch.device(options.device), options.autocast, tuple(model.excluded))
         with bench.region():
             return _Measuring(model, packing, samples, known, options, bench).run()
     finally:

@@ -9,7 +9,7 @@ import copy
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +87,13 @@ class Workbench:
     device : torch.device
     autocast : torch.dtype or None
         Precision of autocast regions; None: none.
+    excluded : collection of Strategy
+        Memory strategies under which the layers do not run; keeping everything is measured in place of them.
     """
 
     device: torch.device
     autocast: torch.dtype | None = None
+    excluded: Collection[Strategy] = ()
 
     def now_s(self) -> float:
         """Seconds on a clock, once the device has done what it was given."""
@@ -244,6 +247,7 @@ class _Runs:
         for argument in self.arguments:
             if isinstance(argument, Tensor):
                 argument.grad = None
+        strategy = "keep" if strategy in self.bench.excluded else strategy
         activation = ChunkActivation(self.bench.device, self.context, self.bench.autocast)
         return activation, activation.forward([self.layer], ((0, 1, strategy),), self.arguments, True)
 

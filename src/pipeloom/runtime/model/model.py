@@ -24,6 +24,7 @@ from pipeloom.spec import (
     ModelSpec,
     ModuleSpec,
     Sample,
+    Strategy,
     StreamEnd,
     TensorShape,
     Workload,
@@ -228,6 +229,8 @@ class Model:
         Where the weights of layers lie that are on ``meta``, and how another library reads them when they are trained.
     tied : tuple of tuple of str
         Parameters that several layers share, as ``module.layer.parameter`` each.
+    excluded : mapping
+        Memory strategies under which its layers do not run, with what fails.
     """
 
     modules: Sequence[Module]
@@ -238,6 +241,7 @@ class Model:
     describe: Callable[[Any], dict[str, Any]] | None = None
     examples: Callable[[str], Sequence[Any]] | None = None
     pretrained: Pretrained | None = field(default=None, repr=False)
+    excluded: Mapping[Strategy, str] = field(default_factory=dict, repr=False)
     spec: ModelSpec = field(init=False, repr=False)
     tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 
