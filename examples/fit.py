@@ -1,4 +1,4 @@
-"""A model, its batches, and one call: everything else is chosen, and can be replaced."""
+"""Train a small language model with `pl.fit`. It learns the successor of each word."""
 
 from functools import partial
 
@@ -15,22 +15,22 @@ def build_model():
     return pl.Model([module], loss, num_targets=lambda text: len(text[1]), name="fit")
 
 
-def words_of(part):  # a text is a name and its words; a part, the texts that go through the model together
+def words_of(part):  # a text is a pair (name, words); a part holds the texts of one microbatch
     return torch.cat([words for _, words in part.samples])
 
 
-def loss(output, part):  # of guessing each word's successor, summed over all words
+def loss(output, part):  # summed over all words
     return nn.functional.cross_entropy(output, (words_of(part) + 1) % 50, reduction="sum")
 
 
-def batches():  # the same in every process
+def batches():  # every process must produce the same batches
     random = torch.Generator().manual_seed(0)
     for i in range(10):
         lengths = torch.randint(5, 60, (24,), generator=random).tolist()
         yield [(f"{i}.{j}", torch.randint(50, (n,), generator=random)) for j, n in enumerate(lengths)]
 
 
-def describe(text):  # what the planner is told of a text: its size, never its words
+def describe(text):  # the planner sees only sample sizes
     return {"id": text[0], "text_tokens": len(text[1])}
 
 

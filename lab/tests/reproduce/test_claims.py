@@ -189,8 +189,14 @@ def test_a_page_opens_with_a_picture_of_what_is_recorded(paper: str) -> None:
     assert "<svg" in first.svg
 
 
-LINK = re.compile(r"\[([^\]]*)\]\(((?:docs/|\.\./)?results/[^)]*)\)")
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "notes").glob("*.md"))]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#]+)(?:#([^)]*))?\)")
+RESULTS = ROOT / "docs" / "results"
+TEXTS = [
+    ROOT / "README.md",
+    RESULTS / "summary.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "notes").glob("*.md")),
+]
 
 
 def _blocks(text: str) -> list[str]:
@@ -215,13 +221,12 @@ def test_a_quoted_figure_is_the_recorded_one(path: Path) -> None:
     """A result of the evaluation is quoted as the text of a link to its line in the index, and nowhere else."""
     lines = _lines()
     for block in _blocks(path.read_text()):
-        links = LINK.findall(block)
-        for words, target in links:
+        links = [link for link in LINK.finditer(block) if (path.parent / link[2]).resolve().parent == RESULTS]
+        for words, page, name in (link.groups() for link in links):
             figures = FIGURE.findall(words)
             if not figures:
                 continue
-            page, _, name = target.partition("#")
-            assert page.endswith("results/index.md"), f"{path.name} quotes {words!r}: link it to its line in the index"
+            assert page.endswith("index.md"), f"{path.name} quotes {words!r}: link it to its line in the index"
             assert name in lines, f"{path.name} quotes {words!r} of {name!r}, which is none of the index"
             recorded = [float(figure) for figure in FIGURE.findall(lines[name])]
             assert len(figures) == len(recorded), f"{path.name} quotes {words!r} of {name}, recorded is {lines[name]}"
@@ -231,5 +236,5 @@ def test_a_quoted_figure_is_the_recorded_one(path: Path) -> None:
             ]
             assert figures == said, f"{path.name} quotes {words!r} of {name}, recorded is {lines[name]}"
         if links:
-            left = LINK.sub("", block)
+            left = functools.reduce(lambda text, link: text.replace(link[0], ""), links, block)
             assert not re.search(r"\d %", left), f"{path.name} quotes a result beside a link, not in it: {left}"
