@@ -1,4 +1,4 @@
-"""Every line that the page of faults quotes for a wrong input is the line that is printed."""
+"""Every line that the page of error messages quotes for a wrong input is the line that is printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_formats_doc import FORMATS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "when-the-planner-fails.md").read_text()
+PAGE = (ROOT / "docs" / "errors.md").read_text()
 ROWS = dict(re.findall(r"^\| (.+?) \| `(.+)` \|$", PAGE.partition("\n## Wrong input")[2].partition("\n## ")[0], re.M))
 PUBLISHED = ROOT / "src" / "pipeloom" / "integrations" / "huggingface" / "published" / "qwen2.5-vl-3b.json"
 

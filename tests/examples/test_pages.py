@@ -42,10 +42,13 @@ def test_the_page_on_training_shows_a_whole_run() -> None:
     assert blocks("train", "toml")[0] == (EXAMPLES / "own_task" / "train.toml").read_text()
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_what_the_page_shows_of_a_file_is_read(number: int) -> None:
+@pytest.mark.parametrize("page", ["train", "train-config", "checkpoints", "evaluation", "memory"])
+def test_what_a_page_shows_of_a_file_is_read(page: str) -> None:
     least = {"name": "x", "iterations": 1, "layout": {"ranks": 1}, "packing": {"token_budget": 1}, "task": "x.py"}
-    convert(least | tomllib.loads(blocks("train", "toml")[number]), TrainConfig, "train.md")
+    shown = blocks(page, "toml")
+    assert shown
+    for text in shown:
+        convert(least | tomllib.loads(text), TrainConfig, f"{page}.md")
 
 
 def test_the_file_alone_is_read() -> None:

@@ -1,4 +1,4 @@
-"""The code of docs/parallelism.md, run inside launched processes."""
+"""The code of docs/training-loop.md, run inside launched processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.runtime import Model, Module
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training-loop.md"
 WIDTH = 8
 
 
