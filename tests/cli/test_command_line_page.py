@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeloom.cli.app import _HIDDEN, COMMANDS, make_app, run
+from pipeloom.cli.app import _HIDDEN, COMMANDS, commands, make_app, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
@@ -23,7 +23,9 @@ FROM_THE_DEMO = ("make", "source", "plan", "verify", "report")
 
 
 def test_it_lists_every_command() -> None:
-    assert set(re.findall(r"^\| `([a-z]+)` \|", PAGE, re.MULTILINE)) == set(COMMANDS) - _HIDDEN
+    listed = set(re.findall(r"^\| `([a-z]+)` \|", PAGE, re.MULTILINE))
+    assert listed >= set(COMMANDS) - _HIDDEN
+    assert listed <= set(commands()) | {"bench", "reproduce"}
 
 
 @pytest.mark.parametrize("words", [step[1:] for step in STEPS if step[0] == "pipeloom"], ids=lambda words: words[0])
