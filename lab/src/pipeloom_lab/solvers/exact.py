@@ -61,7 +61,7 @@ def cp_sat(
         Threads.
     """
     if find_spec("ortools") is None:
-        raise InputError("method", "cp-sat needs OR-Tools, which is not installed", "pip install 'pipeloom[exact]'")
+        raise InputError("method", "cp-sat needs OR-Tools, which is not installed", "pip install 'pipeloom-lab[exact]'")
     arguments = (graph, seconds, hint, bound_ns, workers, seed)
     answer: Exact = exact_worker.call("exact.solve_here", *arguments)
     return answer

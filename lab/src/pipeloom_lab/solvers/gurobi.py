@@ -33,7 +33,7 @@ def gurobi(
     """
     linear.refuse_candidates(graph, "gurobi")
     if find_spec("gurobipy") is None:
-        raise InputError("method", "gurobi needs gurobipy, which is not installed", "pip install 'pipeloom[exact]'")
+        raise InputError("method", "gurobi needs gurobipy, which is not installed", "pip install 'pipeloom-lab[exact]'")
     import gurobipy
 
     model = linear.state(graph, hint, bound_ns)

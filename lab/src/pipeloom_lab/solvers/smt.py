@@ -36,7 +36,7 @@ def z3(
     """
     linear.refuse_candidates(graph, "z3")
     if find_spec("z3") is None:
-        raise InputError("method", "z3 needs z3-solver, which is not installed", "pip install 'pipeloom[exact]'")
+        raise InputError("method", "z3 needs z3-solver, which is not installed", "pip install 'pipeloom-lab[exact]'")
     end = time.monotonic() + seconds
     question = _Question(graph, hint, seed)
     best, shortest = hint, simulate(graph, hint).makespan_ns // question.unit
