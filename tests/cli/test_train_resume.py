@@ -217,6 +217,7 @@ def train_as_worker(rank: int, port: int, num_restarts: int, arguments: list[str
     sys.exit(run(arguments))
 
 
+@pytest.mark.full
 def test_workers_that_are_started_again_go_on(undisturbed: tuple[Path, list[float]], tmp_path: Path) -> None:
     arguments = ["train", str(config(tmp_path, crash=True)), "--runs", str(tmp_path)]
 

@@ -91,6 +91,7 @@ def batch_of(samples: list[Any]) -> pl.Batch:
     return batch_from_dicts([loop_fit.describe(sample) for sample in samples])
 
 
+@pytest.mark.full
 def test_the_loop_over_ranks_is_that_of_one_process_and_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     settings = {
         "scheduler": loop_fit.halving,
@@ -146,6 +147,7 @@ def assert_board(folder: Path, result: pl.FitResult) -> None:
     assert [event.step for event in board.Scalars("loss/evaluation")] == [2, 3, 5]
 
 
+@pytest.mark.full
 def test_a_run_with_evaluation_has_the_losses_of_one_without(tmp_path: Path) -> None:
     without = fitted(tmp_path / "without", loop_fit.build_dropping)
     settings: dict[str, Any] = {"evaluate_on": loop_fit.held_out, "evaluation": pl.EvaluationConfig(1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -38,7 +39,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise typer.Exit
 
     # Ranks are not started.
-    monkeypatch.setattr("pipeloom.training.run.launch", stop)
+    monkeypatch.setattr(import_module("pipeloom.training.run"), "launch", stop)
 
 
 @pytest.mark.parametrize("name", CASES)

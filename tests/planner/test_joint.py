@@ -59,6 +59,7 @@ def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluati
     assert again.plan == planned.plan
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=3)
 @given(st.integers(0, 250).map(lambda number: 4 * number))
 @example(208)  # Twice what its first plans lack leaves no order at all.

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from pipeloom.runtime.batches import bound
 
 import pipeloom as pl
 from pipeloom.integrations.data.processed import ProcessedDataset
@@ -20,7 +21,7 @@ from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower
 from pipeloom.runtime import ExecutorOptions, ThreadHub
 from pipeloom.runtime.data.batches import bound
-from pipeloom.spec import Chunk, Layout, ModuleLayout
+from pipeloom.spec import STRATEGIES, Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate
 
@@ -96,7 +97,7 @@ def test_a_rank_decodes_what_its_own_layers_need(folder: Path, chunks: tuple[Chu
     layout = Layout(ranks, tuple(modules), chunks)
     packing = pack(batch, model.spec, layout, PackingSpec(110, "first_fit"))
     assert len(packing.microbatches) > 1
-    costs: Any = _Costs("0", False)
+    costs: Any = _Costs("0", False, STRATEGIES)
     graph = build_graph(layout, packing, costs, backward="whole")
     schedule = random_schedule(random.Random(0), graph)
     plan = lower(graph, schedule, simulate(graph, schedule), layout, packing, boundary_shapes(model.spec, layout))

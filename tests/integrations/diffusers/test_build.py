@@ -300,7 +300,7 @@ def test_half_precision(name: str, weights: torch.dtype, autocast: Any) -> None:
     losses = []
     for dtype, region in ((torch.float32, None), (weights, autocast)):
         model = pl.from_diffusers(transformer.to(dtype), encoder.to(dtype), freeze=())
-        drawn = check._draw(random.Random(0), model.spec, pl.batch_of(batch, model.describe), 1)
+        drawn = check._draw(random.Random(0), model, pl.batch_of(batch, model.describe), 1)
         options = ExecutorOptions(autocast=region)
         executor = pl.Executor(model, drawn.layout, 0, ThreadHub().transport(0), options=options)
         result = executor.run(drawn.plan, drawn.packing, batch)
