@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from pipeloom.runtime.batches import bound
 
 import pipeloom as pl
 from pipeloom.integrations.data.processed import ProcessedDataset

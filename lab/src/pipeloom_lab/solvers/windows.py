@@ -74,7 +74,7 @@ def search_windows(search: Search, stretch: Stretch) -> None:
         OR-Tools is not installed.
     """
     if find_spec("ortools") is None:
-        raise InputError("method", "windows needs OR-Tools, which is not installed", "pip install 'pipeloom-lab[exact]'")
+        raise InputError("method", "windows needs OR-Tools, not installed here", "pip install 'pipeloom-lab[exact]'")
     graph = search.graph
     orders = search.orders()
     while not search.done and search.meter.spent < stretch.until:
