@@ -25,7 +25,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import DEVICE_NAMES, Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.runtime.measure.measure import linkbench
+from pipeloom.runtime.measure import linkbench
 from pipeloom.spec import Workload
 from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.totals import PS_PER_S
