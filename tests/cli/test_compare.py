@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.compare import answer, comparison
+from pipeloom.compare import answer, registry
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.errors import InputError
 from pipeloom.integrations.current_runs import load_run
@@ -48,8 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts are chosen by few evaluations."""
-    monkeypatch.setattr(comparison, "choose_layout", functools.partial(choose_layout, trial=Evaluations(3), rounds=1))
-    monkeypatch.setattr(comparison, "FINAL", Evaluations(3))
+    monkeypatch.setattr(registry, "choose_layout", functools.partial(choose_layout, trial=Evaluations(3), rounds=1))
+    monkeypatch.setattr(registry, "FINAL", Evaluations(3))
     monkeypatch.setattr(answer, "PACKING_TIMES", 1)
 
 
@@ -222,7 +222,7 @@ def test_text_alone_is_ranked_under_every_system(folder: Path, quick: None, caps
     command = ["compare", *SMALL, "--data", "texts.jsonl", "--budget", "0.02", "--json"]
     assert run(command) == 0
     document = json.loads(capsys.readouterr().out)
-    assert {row["system"] for row in document["systems"]} >= set(comparison.BASELINES)
+    assert {row["system"] for row in document["systems"]} >= set(registry.BASELINES)
     assert all(row["iteration_s"] > 0 for row in document["systems"])
 
 
@@ -232,8 +232,8 @@ def test_a_system_that_cannot_run_gets_one_line(
     def refuses(*_: object) -> None:
         raise InputError("module 'vision'", "is not for this system", "use another")
 
-    entry = comparison.Baseline("Never", refuses)  # type: ignore[arg-type]
-    monkeypatch.setitem(comparison.BASELINES, "never", entry)
+    entry = registry.Baseline("Never", refuses)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.BASELINES, "never", entry)
     assert run(["compare", *SMALL, "--systems", "never,1f1b,fsdp"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^never +cannot run *$", shown, re.MULTILINE)

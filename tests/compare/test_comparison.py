@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.compare import comparison
+from pipeloom.compare import registry
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.comparison import compare_case
@@ -87,7 +87,7 @@ def test_no_system_is_ended_by_what_samples_lack(
     config["num_hidden_layers"], config["vision_config"]["depth"] = 4, 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
-    monkeypatch.setattr(comparison, "choose_layout", quick)
+    monkeypatch.setattr(registry, "choose_layout", quick)
     case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
     found = compare_case(case, [groups], groups, list(BASELINES), budget=Evaluations(2))
     assert [one.problem for one in found if not one.can_run] == []

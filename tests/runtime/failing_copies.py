@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
-from pipeloom.runtime.checkpoint.checkpoint import replicas as module
+from pipeloom.runtime.checkpoint import replicas as module
 from pipeloom.runtime.checkpoint.replicas import Copies
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.launch.coordination import long_group

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
-from pipeloom.runtime.checkpoint.checkpoint import digests as checkpoint_files
+from pipeloom.runtime.checkpoint import digests as checkpoint_files
 from pipeloom.runtime.checkpoint.digests import PlainReader, write_digests
 from pipeloom.runtime.checkpoint.replicas import Copies
 from pipeloom.runtime.checkpoint.resume import TrainerState

@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, single_rank
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, packing_of
 from pipeloom.runtime import MeasureOptions, Model, Module, measure_layers
-from pipeloom.runtime.measure.measure import measure
+from pipeloom.runtime.measure import measure
 from pipeloom.spec import Batch, Layout, ModelSpec, Sample, TensorShape, Workload
 
 from . import small_models

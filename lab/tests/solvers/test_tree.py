@@ -3,10 +3,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeloom.compiled.stamp import files_of
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Deadline, Evaluations, solve
 from pipeloom.search.context import begin
@@ -15,6 +17,7 @@ from pipeloom.timeline import check, lower_bound, simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.explore import next_permutation
+from pipeloom_lab.solvers.kernels import tree
 from pipeloom_lab.solvers.kernels.tree import complete, make_desk, make_tree, propagate, select
 from pipeloom_lab.solvers.sequences import Sequences
 from pipeloom_lab.solvers.tree import _Shared, _Walker
@@ -186,3 +189,8 @@ def test_the_best_uniform_setting_is_the_best_of_all(seed):
     assert found.timeline.makespan_ns <= min(spans)
     tight = replace(graph, capacity_bytes=graph.static_bytes + 1)
     assert uniform_start(tight) is None
+
+
+def test_the_stamp_of_compiled_code_covers_the_products_kernels():
+    used = files_of(Path(tree.__file__))
+    assert {"queues.py", "decorators.py"} <= {file.name for file in used}
