@@ -1,13 +1,15 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
 No circle between files, type-checking imports included. No line kept from the formatter. No test of the product that
-imports the laboratory. Outside compiled kernels, no function of more than seven parameters or eighty lines. What a
-command line declares as an option or argument is not counted as a parameter, since every option is one.
+imports the laboratory. No retired word in a document. Outside compiled kernels, no function of more than seven
+parameters or eighty lines. What a command line declares as an option or argument is not counted as a parameter, since
+every option is one.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 PACKAGES = ("pipeloom", "pipeloom_instances", "pipeloom_lab")
 MOST_PARAMETERS, MOST_LINES = 7, 80
+RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
+"""Words of documents that have a standard term instead; see the glossary. Code in them may still have the names."""
+GENERATED = ("benchmarks.md", "results/index.md", "results/dip.md", "results/pipetune.md", "results/adaptis.md")
 
 
 def circles() -> Iterator[str]:
@@ -95,9 +100,22 @@ def _is_option(default: ast.expr | None) -> bool:
     return isinstance(default, ast.Call) and ast.unparse(default.func) in ("typer.Option", "typer.Argument")
 
 
+def retired_words() -> Iterator[str]:
+    """Retired words in the documents, outside code and links."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in pages:
+        if str(page.relative_to(ROOT / "docs") if page.is_relative_to(ROOT / "docs") else page.name) in GENERATED:
+            continue
+        text = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.DOTALL)
+        for number, line in enumerate(text.splitlines(), 1):
+            for word in RETIRED.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
+                yield f"{page.relative_to(ROOT)}:{number} {word!r} is retired, see docs/glossary.md"
+
+
 def problems() -> Iterator[str]:
     """All that is wrong, a line each."""
     yield from circles()
+    yield from retired_words()
     for folder in ("src", "lab", "tests", "examples", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
