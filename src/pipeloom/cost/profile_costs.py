@@ -462,13 +462,21 @@ class _OnWorkload:
         halves = (used.first_half_bytes, used.second_half_bytes) if split else ()
         return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes
 
+    def _recomputed_bytes(self, strategy: Strategy) -> int:
+        """What the backward makes again of a layer with this strategy."""
+        match TRAITS[strategy].recomputes:
+            case "nothing":
+                return 0
+            case "cheap":
+                return max(0, self.kept_bytes - self.selective_bytes)
+            case "all":
+                return self.moved_bytes
+            case unknown:
+                assert_never(unknown)
+
     def passes(self, strategies: Sequence[Strategy]) -> PassBytes:
         """What passes use, where layers have these strategies."""
-        again = 0
-        if any(TRAITS[each].recomputes == "all" for each in strategies):
-            again = self.moved_bytes
-        elif any(TRAITS[each].recomputes != "nothing" for each in strategies):
-            again = max(0, self.kept_bytes - self.selective_bytes)
+        again = max((self._recomputed_bytes(each) for each in strategies), default=0)
         # A split backward catches gradients; when its first half has ended, they count as held.
         caught = max(0, self.between_bytes - self.kept_bytes)
         moves = any(TRAITS[each].offloads for each in strategies)

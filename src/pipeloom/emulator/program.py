@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, assert_never
 
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
@@ -69,16 +69,25 @@ class Passes:
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
     """Tensors that the forward keeps, each once, in the order in which they are first needed."""
     wanted: dict[Tensor, None] = {}
-    again = TRAITS[strategy].recomputes
-
     seen: set[Tensor] = set()
+
+    def recomputed(record: Record) -> bool:
+        match TRAITS[strategy].recomputes:
+            case "nothing":
+                return False
+            case "cheap":
+                return record.cheap
+            case "all":
+                return True
+            case unknown:
+                assert_never(unknown)
 
     def want(tensor: Tensor) -> None:
         if tensor in seen:
             return
         seen.add(tensor)
         record = tensor.producer
-        if record is None or (not record.transient and not (again == "all" or (again == "cheap" and record.cheap))):
+        if record is None or not (record.transient or recomputed(record)):
             wanted[tensor] = None
             return
         for source in record.inputs:

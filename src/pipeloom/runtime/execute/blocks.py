@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -213,13 +213,16 @@ class ChunkActivation:
 
     def _forward(self, block: _Block) -> Tensor:
         traits = TRAITS[block.strategy]
-        if traits.recomputes != "nothing":
-            block.missing = True
-            block.random_state = RandomState.now(self.device)
-            if traits.recomputes == "cheap":
+        match traits.recomputes:
+            case "nothing":
+                pass
+            case "cheap":
                 block.selective = SelectiveRecompute()
-            with torch.no_grad() if block.selective is None else block.selective.forward():
-                return self._run(block, keeps_casts=False)
+                return self._forward_to_repeat(block, block.selective.forward())
+            case "all":
+                return self._forward_to_repeat(block, torch.no_grad())
+            case unknown:
+                assert_never(unknown)
         if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
             held = [*weights, *block.inputs, *self.context.values(), *(self.streams or {}).values()]
@@ -233,6 +236,13 @@ class ChunkActivation:
                 output = self._run(block)
         _end(block, output)
         return output
+
+    def _forward_to_repeat(self, block: _Block, region: AbstractContextManager[Any]) -> Tensor:
+        """Run a forward that the backward repeats, with the same random numbers."""
+        block.missing = True
+        block.random_state = RandomState.now(self.device)
+        with region:
+            return self._run(block, keeps_casts=False)
 
     def _leave(self, block: _Block) -> None:
         """Take the streams and losses that a block's forward emitted, and hold no graph but by its edges."""
