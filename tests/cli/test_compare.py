@@ -73,6 +73,7 @@ def _shown(page: Path) -> str:
     return html.unescape(body[body.index("<body>") :])
 
 
+@pytest.mark.full
 def test_any_number_on_the_console_is_on_the_page_and_in_json(
     folder: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,7 +116,8 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
     close(found)
 
 
-@pytest.mark.parametrize(("seed", "streams"), [(0, True), pytest.param(1, False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("seed", "streams"), [(0, True), (1, False)])
 def test_plans_of_forwards_hold_what_they_say_and_less_than_training(seed: int, streams: bool) -> None:
     model, documents, profile = measured(seed, True, True, streams=streams)
     layout, _ = layouts(model, random.Random(seed))
