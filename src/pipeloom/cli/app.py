@@ -202,7 +202,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
         # Whoever waits for a planner is told by its trainer.
-        beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading")
+        beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading" if named else "loading")
         with beat:
             app = make_app([named])
             result = _command(app).main(

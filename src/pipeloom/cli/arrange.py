@@ -95,7 +95,7 @@ def arrange(
         raise InputError("--threads", f"{threads} is not between 0 and {_MOST_THREADS}")
     known = (_JOINT, *installed(ARRANGE_METHODS))
     if method not in known:
-        raise InputError("--method", f"{method!r} is unknown", f"use {' or '.join(known)}")
+        raise InputError("--method", f"{method!r} is none of {', '.join(known)}", "pipeloom-lab adds adaptis")
     if params is not None and method != _JOINT:
         raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
