@@ -17,13 +17,12 @@ from pipeloom.packing.choices import even_groups, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
 from pipeloom.planner.problem import Problem
-from pipeloom.search import StoppingRule, gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search import StoppingRule
+from pipeloom.search.schedules import SCHEDULES, ScheduleSettings, schedule_name
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import build_graph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import bound_of, simulate
-
-_SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_one_b}
 
 
 def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
@@ -103,7 +102,8 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
 
 
 def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> BaselineResult:
-    schedule_of, costs = _SCHEDULES[name], problem.whole_backwards().costs
+    schedule_of = SCHEDULES[schedule_name(name)].orders(layout.num_ranks, ScheduleSettings())[0]
+    costs = problem.whole_backwards().costs
     try:
         # A computation needs room beside what is held, in a baseline as in the plan.
         memory = replace(problem.memory, spare_bytes=())

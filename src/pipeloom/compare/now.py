@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import numpy as np
 
 from pipeloom.compare.baseline import System, in_turn, loads_by_time
-from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, num_experts, pack_microbatches
 from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import encoders_in_first_stage, layout_of_stages
 from pipeloom.packing import Packing
-from pipeloom.search import (
-    StoppingRule,
-    check_group_size,
-    gpipe,
-    group_sizes,
-    interleaved_as_megatron,
-    interleaved_one_f_one_b,
-    one_f_one_b,
-    uniform_settings,
-)
+from pipeloom.search import StoppingRule, check_group_size, group_sizes, uniform_settings
+from pipeloom.search.schedules import SCHEDULES, Order, ScheduleSettings
 from pipeloom.spec import ChunkStrategy, Layout
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.taskgraph import TaskGraph
@@ -120,7 +110,7 @@ def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
     """Costs with a run's way of holding activations first, then those of Megatron-LM that its trainer accepts."""
     own = () if run.strategy is None else (run.strategy,)
     strategies = (*own, *(level for level in LEVELS if level not in own and level.first not in run.rejected))
-    split = run.order == "zero_bubble"
+    split = SCHEDULES[run.order].splits_backward
     return EmulatedCosts(case.architecture, case.cluster, case.degrees, strategies, split=split)
 
 
@@ -162,20 +152,13 @@ def under_static_order(
     raise InfeasibleError(f"{name}: does not fit, whatever is recomputed")
 
 
-def static_orders(run: CurrentRun, layout: Layout) -> list[Callable[[TaskGraph], Schedule]]:
-    """A run's schedule; where ranks have several stages, the schedule that can run them."""
+def static_orders(run: CurrentRun, layout: Layout) -> list[Order]:
+    """Forms of a run's schedule; where ranks have several stages, of the schedule that can run them."""
     ranks = [chunk.rank for chunk in layout.chunks]
     stages = [rank for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank]
-    if run.order == "gpipe":
-        return [gpipe]
-    if run.order == "interleaved" or len(set(stages)) < len(stages):
-        if run.group is None and not _pytorch(run):
-            return [interleaved_as_megatron]
-        return [partial(interleaved_one_f_one_b, group_size=run.group)]
-    if run.order == "1f1b":
-        return [one_f_one_b]
-    # Weight gradients as late as is best, since with recomputation much memory waits for them.
-    return [partial(zero_bubble_h1, most_behind=behind) for behind in range(layout.num_ranks)]
+    several = len(set(stages)) < len(stages)
+    name = "interleaved" if several and SCHEDULES[run.order].one_stage else run.order
+    return SCHEDULES[name].orders(layout.num_ranks, ScheduleSettings(run.group, as_megatron=not _pytorch(run)))
 
 
 def held_as(costs: EmulatedCosts, result: BaselineResult) -> ChunkStrategy:

@@ -11,16 +11,13 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.integrations.titan_fields import NOTED, READ, REFUSED, RENAMED, unimportant_fields
 from pipeloom.io.files import printable
+from pipeloom.search.schedules import SCHEDULES, schedule_name
 from pipeloom.spec.current_run import RunSchedule
 
 TABLES = ("parallelism", "training", "job")
 """A file with one of these tables is one of torchtitan."""
-_SCHEDULES: dict[str, tuple[RunSchedule, int]] = {
-    "gpipe": ("gpipe", 1),
-    "1f1b": ("1f1b", 1),
-    "interleaved1f1b": ("interleaved", 2),
-}
-"""Schedules that can be emulated, with the stages a rank has by default."""
+_EMULATED = ("gpipe", "1f1b", "interleaved1f1b")
+"""Schedules of PyTorch that can be emulated."""
 _FIELDS = frozenset((*READ, *RENAMED, *NOTED, *REFUSED, *unimportant_fields()))
 _PARENTS = frozenset(field[:i] for field in _FIELDS for i, letter in enumerate(field) if letter == ".")
 _QUANTIZED = re.compile(r"(quantize\.\w+\.)?(float8|mx)")
@@ -163,9 +160,10 @@ def _schedule(file: _File, pp: int) -> tuple[RunSchedule, int]:
     word: str = file.get("parallelism.pipeline_parallel_schedule")
     if pp == 1:
         return "1f1b", 1
-    if word.lower() not in _SCHEDULES:
-        raise file.refused("parallelism.pipeline_parallel_schedule", f"emulated are {', '.join(_SCHEDULES)}")
-    return _SCHEDULES[word.lower()]
+    if word.lower() not in _EMULATED:
+        raise file.refused("parallelism.pipeline_parallel_schedule", f"emulated are {', '.join(_EMULATED)}")
+    name = schedule_name(word)
+    return name, SCHEDULES[name].stages
 
 
 def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[int]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pipeloom.compare.baselines.fsdp import fsdp_seconds
 from pipeloom.compare.baselines.nnscaler import best_stages
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse, optimus_fine
-from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.search import one_f_one_b
+from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 from pipeloom.taskgraph import FORWARD, TaskGraph, build_graph
 from pipeloom.timeline import Schedule, check, simulate

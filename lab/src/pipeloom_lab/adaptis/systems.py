@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.compare.baselines.zero_bubble import zero_bubble_h1
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimise.evaluate import NEVER, arrays_of, evaluate, schedule_of
 from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, graph_of
@@ -19,6 +18,7 @@ from pipeloom.layout.cooptimise.rules import PriorityRule
 from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks, round_robin, stages, wave
 from pipeloom.layout.cooptimise.starts import natural_keys
 from pipeloom.search import gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, check, simulate
 from pipeloom_lab.adaptis.dualpipev import dual_pipe_v

@@ -1,0 +1,100 @@
+"""Static schedules by name: the one list of them for all commands, baselines and integrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pipeloom.errors import InputError
+from pipeloom.search.static_orders import gpipe, interleaved_as_megatron, interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search.zero_bubble import zero_bubble_h1
+from pipeloom.spec.current_run import RunSchedule
+from pipeloom.taskgraph import TaskGraph
+from pipeloom.timeline import Schedule
+
+Order = Callable[[TaskGraph], Schedule]
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """What a trainer sets beside the name of a schedule.
+
+    Attributes
+    ----------
+    group : int or None
+        Microbatches that a stage takes in turn, interleaved; None: the trainer's default.
+    as_megatron : bool
+        The default group is the smallest that Megatron accepts; False: the number of ranks, as in PyTorch.
+    """
+
+    group: int | None = None
+    as_megatron: bool = False
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A static schedule.
+
+    Attributes
+    ----------
+    orders : callable
+        From the number of ranks and the settings to the forms of the schedule, of which the fastest counts.
+    aliases : tuple of str
+        Names in other programs, in lower case.
+    stages : int
+        Stages of each rank by default.
+    one_stage : bool
+        A rank takes one stage only.
+    splits_backward : bool
+        Input and weight gradients are tasks of their own.
+    """
+
+    orders: Callable[[int, ScheduleSettings], list[Order]]
+    aliases: tuple[str, ...] = ()
+    stages: int = 1
+    one_stage: bool = False
+    splits_backward: bool = False
+
+
+def _interleaved(_num_ranks: int, settings: ScheduleSettings) -> list[Order]:
+    if settings.group is None and settings.as_megatron:
+        return [interleaved_as_megatron]
+    return [partial(interleaved_one_f_one_b, group_size=settings.group)]
+
+
+def _zero_bubble(num_ranks: int, _settings: ScheduleSettings) -> list[Order]:
+    # The best number of microbatches that weight gradients lag behind depends on the memory.
+    return [partial(zero_bubble_h1, most_behind=behind) for behind in range(num_ranks)]
+
+
+SCHEDULES: dict[RunSchedule, NamedSchedule] = {
+    "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe]),
+    "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], one_stage=True),
+    "interleaved": NamedSchedule(_interleaved, ("interleaved1f1b",), stages=2),
+    "zero_bubble": NamedSchedule(_zero_bubble, ("zero-bubble", "zb-h1"), one_stage=True, splits_backward=True),
+}
+"""By the names that files and options have."""
+
+
+_NAMES: dict[str, RunSchedule] = {
+    word: name for name, schedule in SCHEDULES.items() for word in (name, *schedule.aliases)
+}
+
+
+def is_schedule_name(word: str) -> bool:
+    """Whether a word is the name or an alias of a schedule, in any case."""
+    return word.lower() in _NAMES
+
+
+def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
+    """Return the name of a schedule from its name or an alias, in any case.
+
+    Raises
+    ------
+    InputError
+        No schedule has this name.
+    """
+    if not is_schedule_name(word):
+        raise InputError(entity, f"{word!r} is none of {', '.join(_NAMES)}")
+    return _NAMES[word.lower()]
