@@ -23,7 +23,6 @@ from pipeloom.cli.app import commands, run
 from pipeloom.io import write_instance, write_schedule
 from pipeloom.outputs import REMEDIES
 from pipeloom.timeline import lower_bound, simulate
-from tests.chains import uniform_chain
 from tests.io.documents import TINY, TINY_SCHEDULE
 from tests.io.test_io_load import mutated
 from tests.strategies import graphs, random_order
@@ -142,15 +141,6 @@ def test_simulate_draws_and_counts(invoke: Invoke, tiny: Path, tmp_path: Path) -
     assert targets[1].read_text().startswith("<!DOCTYPE html>")
     assert targets[2].read_text().startswith("<svg ")
     assert "Idle time by cause" in invoke("simulate", tiny, _schedule(tmp_path)).out
-
-
-def test_simulate_takes_a_static_schedule_by_name(invoke: Invoke, tmp_path: Path) -> None:
-    path = tmp_path / "chain.json"
-    write_instance(path, uniform_chain(2, 4, split=True))
-    found = {name: json.loads(invoke("simulate", path, name, "--json").out) for name in ("1F1B", "zb-h1", "gpipe")}
-    spans = {name: max(document["start_s"]) for name, document in found.items()}
-    assert spans["zb-h1"] <= spans["1F1B"] <= spans["gpipe"]
-    assert "cannot be read" in invoke("simulate", path, "dualpipe").err
 
 
 def test_simulate_runs_what_does_not_fit_and_says_so(invoke: Invoke, tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ EPILOG = (
 
 def simulate(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
-    schedule: Path = typer.Argument(
-        ..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file, whose order is run; or gpipe, 1f1b, interleaved, ..."
-    ),
+    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
