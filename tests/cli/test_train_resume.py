@@ -176,6 +176,7 @@ def test_batches_that_end_early_are_told(tmp_path: Path, capfd: pytest.CaptureFi
     assert "The batches ended after 3 of 7 iterations." in " ".join(capfd.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_a_run_that_ends_while_a_checkpoint_cannot_be_written_says_so_in_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
