@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 
-import pipeloom_lab.solvers  # noqa: F401 - makes cp-sat known by name
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, solve
 from pipeloom_instances import family, generate

@@ -116,7 +116,9 @@ def make_app(names: Sequence[str]) -> typer.Typer:
         epilog=_EPILOG,
     )
     app.callback(help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch.")(_root)
-    for name, command in commands().items():
+    # Other distributions are looked up only where their commands matter: that takes longer than a small command.
+    known = COMMANDS if set(names) <= COMMANDS.keys() else commands()
+    for name, command in known.items():
         hidden = name in _HIDDEN
         if name in names:
             module = import_module(command.module)

@@ -28,11 +28,11 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
 from pipeloom.search import Evaluations, StoppingRule, solve_assignable
+from pipeloom.search.schedules import Order
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
-Order = Callable[[TaskGraph], Schedule]
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of parameters in what stages are cut by, where stages of equal time do not fit."""

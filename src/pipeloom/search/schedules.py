@@ -72,7 +72,7 @@ SCHEDULES: dict[RunSchedule, NamedSchedule] = {
     "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe]),
     "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], one_stage=True),
     "interleaved": NamedSchedule(_interleaved, ("interleaved1f1b",), stages=2),
-    "zero_bubble": NamedSchedule(_zero_bubble, ("zero-bubble", "zb-h1"), one_stage=True, splits_backward=True),
+    "zero_bubble": NamedSchedule(_zero_bubble, one_stage=True, splits_backward=True),
 }
 """By the names that files and options have."""
 
@@ -80,11 +80,6 @@ SCHEDULES: dict[RunSchedule, NamedSchedule] = {
 _NAMES: dict[str, RunSchedule] = {
     word: name for name, schedule in SCHEDULES.items() for word in (name, *schedule.aliases)
 }
-
-
-def is_schedule_name(word: str) -> bool:
-    """Whether a word is the name or an alias of a schedule, in any case."""
-    return word.lower() in _NAMES
 
 
 def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
@@ -95,6 +90,6 @@ def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
     InputError
         No schedule has this name.
     """
-    if not is_schedule_name(word):
+    if word.lower() not in _NAMES:
         raise InputError(entity, f"{word!r} is none of {', '.join(_NAMES)}")
     return _NAMES[word.lower()]
