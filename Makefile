@@ -49,7 +49,7 @@ test-lowest:
 	$(MAKE) test-all VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 soak: dev
-	$(BIN)/python -m pytest --cold -m soak
+	$(PYTEST) --cold -m soak
 
 lint: dev
 	$(BIN)/ruff check conftest.py src lab tests examples benchmarks scripts
