@@ -1,4 +1,4 @@
-"""Packing: samples -> microbatches -> sub-microbatches."""
+"""Packing: assign samples to microbatches, and split each module's part into sub-microbatches."""
 
 from __future__ import annotations
 

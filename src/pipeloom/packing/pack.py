@@ -13,7 +13,7 @@ from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 from pipeloom.spec import Batch, Layout, ModelSpec, ModuleSpec, Workload
 
 MICROBATCHES_PER_RANK = 2
-"""Of a packing that is planned: the number that is tried first."""
+"""The number of microbatches per rank that a planned packing tries first."""
 
 
 def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, loads: Loads | None = None) -> Packing:
@@ -21,36 +21,32 @@ def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, load
 
     Parameters
     ----------
-    batch : Batch
-    model : ModelSpec
-        Says which part of a sample each module reads.
     layout : Layout
-        Says how many instances a sub-microbatch of each module holds at most (DIP section 4).
-    spec : PackingSpec
+        States how many instances a sub-microbatch of each module holds at most (DIP section 4).
     loads : Loads or None
-        What the samples weigh (see `cost_loads`); None: by tokens and ``spec.attention_tokens``.
+        Work of the samples (see `cost_loads`). None: computed from tokens and ``spec.attention_tokens``.
 
     Returns
     -------
     Packing
-        Every sample is in exactly one microbatch; within one, samples keep the batch's order.
+        Every sample is in exactly one microbatch. Within a microbatch, samples keep the batch's order.
 
     Raises
     ------
     InputError
-        When a sample alone exceeds the token budget; it is named, and nothing is dropped.
+        If a single sample exceeds the token budget. The message names it; no sample is dropped.
     """
     check_budget(batch, model, spec.token_budget)
     if loads is None:
         loads = token_loads(batch, model, spec.attention_tokens)
     if spec.policy == "planned" and spec.num_microbatches is None:
-        # Where nothing plans, as many as a planner tries first.
+        # Without a planner, use the number that a planner tries first.
         spec = msgspec.structs.replace(spec, num_microbatches=MICROBATCHES_PER_RANK * layout.num_ranks)
     return packing_of(batch, model, layout, group(loads, spec, batch.iteration))
 
 
 def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> Packing:
-    """Make microbatches of groups of samples: each module's part is cut as the layout says."""
+    """Build the packing with the taken samples in each microbatch; each module's part is split as the layout states."""
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)
@@ -66,7 +62,7 @@ def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tup
 
 
 def check_budget(batch: Batch, model: ModelSpec, token_budget: int) -> None:
-    """Refuse a batch with a sample that exceeds the budget by itself; the message names it."""
+    """Raise `InputError` if a single sample exceeds the budget; the message names it."""
     for i, count in enumerate(budget_tokens(batch, model).tolist()):
         if count > token_budget:
             raise InputError(
@@ -83,13 +79,13 @@ def packing_from_counts(
     samples: tuple[tuple[int, ...], ...],
     counts: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> Packing:
-    """Rebuild a packing from sample positions and sub-microbatch sizes, as a plan delivers them.
+    """Rebuild a packing from the sample positions and sub-microbatch sizes in a plan.
 
     Raises
     ------
     InputError
-        When a sample is lost, doubled or unknown, or the sizes do not add up to the instances at hand: a
-        plan for other data than these must never be run.
+        If a sample is missing, duplicated or unknown, or the sizes do not add up to the number of instances. A plan
+        must never run on other data than it was made for.
     """
     flat = sorted(i for members in samples for i in members)
     if flat != list(range(len(batch.samples))):
@@ -111,7 +107,7 @@ def packing_from_counts(
 
 
 def _even_sizes(total: int, limit: int | None) -> tuple[int, ...]:
-    """Of ``ceil(N / B)`` parts, which differ by at most one (DIP section 4)."""
+    """Return the sizes of ``ceil(total / limit)`` parts, which differ by at most one (DIP section 4)."""
     if total == 0:
         return ()
     num_parts = 1 if limit is None else -(-total // limit)
@@ -119,7 +115,7 @@ def _even_sizes(total: int, limit: int | None) -> tuple[int, ...]:
 
 
 class _Cutter:
-    """One microbatch, whose modules' instances are cut into parts."""
+    """Splits the instances of one microbatch's modules into sub-microbatches."""
 
     def __init__(self, batch: Batch, samples: tuple[int, ...], model: ModelSpec) -> None:
         self.model, self.samples = model, [batch.samples[i] for i in samples]
@@ -132,18 +128,18 @@ class _Cutter:
             raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")
         parts, first = [], 0
         for size in sizes:
-            given = tuple(self._given(name, module, first, size) for name in self.sources[module.name])
-            parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size], given)))
+            taken = tuple(self._taken(name, module, first, size) for name in self.sources[module.name])
+            parts.append(SubMicrobatch(first, size, Workload(lengths[first : first + size], taken)))
             first += size
         return tuple(parts)
 
-    def _given(self, name: str, module: ModuleSpec, first: int, size: int) -> tuple[int, int]:
-        """What a part takes of a module: sequences and tokens."""
+    def _taken(self, name: str, module: ModuleSpec, first: int, size: int) -> tuple[int, int]:
+        """Return the sequences and tokens that a sub-microbatch takes from another module."""
         begin, count = reach(self.samples, self.model.module(name).reads, module.reads, first, size)
         return count, sum(self.lengths[name][begin : begin + count])
 
 
 def packed_batch(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel, packing: PackingSpec) -> Packing:
-    """Pack a batch by its policy, as it is packed for training under this layout."""
+    """Pack a batch by its policy, as training under this layout packs it."""
     loads = cost_loads(batch, model, layout, costs) if reads_loads(packing.policy) else None
     return pack(batch, model, layout, packing, loads)
