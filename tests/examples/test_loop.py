@@ -181,5 +181,5 @@ def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
         pl.InputError, match="'cosine' goes by the length of the run, which is not known; give settings"
     ):
         fitted(tmp_path / "run", scheduler=pl.SchedulerConfig())
-    with pytest.raises(pl.InputError, match=r"evaluation.weights: 'ema', and no average is kept"):
+    with pytest.raises(pl.InputError, match=r"evaluation.weights: is 'ema', but no average is kept"):
         fitted(tmp_path / "run", evaluate_on=loop_fit.held_out, evaluation=pl.EvaluationConfig(2, weights="ema"))

@@ -15,7 +15,7 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
     compared = {"1f1b": 1.1, "interleaved": 0.92, "per-batch plan": 1.0}
     told = advice(compared, "separate")
     assert told == (
-        "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; let layout.kind = "
+        "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; set layout.kind = "
         '"chosen", or train with --choose-layout'
     )
     assert "was chosen already" in advice(compared, "chosen")

@@ -179,7 +179,7 @@ def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     for name, options in (("AdamW", {"eps": [1]}), ("ASGD", {"lambd": "x"})):
         assert f"optimizer: {name} says: " in refused(check_optimizer, made(name=name, options=options), names)
     plateau = SchedulerConfig("ReduceLROnPlateau")
-    assert "goes by evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
+    assert "needs evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
     assert "has no warm-up" in refused(check_loop, made(warmup_iterations=3), SchedulerConfig("StepLR"), None, None)
     averaged = EvaluationConfig(1, weights="ema")
     assert "no average is kept; add [ema]" in refused(check_loop, made(), SchedulerConfig(), averaged, None)

@@ -1,4 +1,4 @@
-"""Display: how a training run tells of itself while it runs."""
+"""Displays: how a training run reports its progress."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """What shows a run to somebody. It is pickled: rank 0 has a copy of its own."""
+    """Shows the progress of a run. It is pickled: rank 0 has its own copy."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        """Tell what is being done."""
+        """Show a message about the current step."""
         ...
 
     def working(self, title: str) -> AbstractContextManager[Callable[[str, float | None], None]]:
-        """Give a function that is told what is being done and which part of it is done, None where nobody knows."""
+        """Yield a function that shows the current step and the completed share, which is None if unknown."""
         ...
 
     def iterations(self, total: int, first: int) -> AbstractContextManager[Callable[[StepReport], None]]:
-        """On rank 0: give a function that is called with the report of every iteration, from ``first`` on."""
+        """On rank 0, yield a function to call with the report of every iteration, from ``first`` on."""
         ...
 
     def close(self, summary: Summary) -> None:
-        """On rank 0: tell what the run came to."""
+        """On rank 0, show the summary of the run."""
         ...
 
 
@@ -55,8 +55,8 @@ class Quiet:
         """Do nothing."""
 
 
-class Lines:
-    """Shows a run as lines on standard error: what begins, and at least every ten seconds how far it is."""
+class Lines(Quiet):
+    """Shows a run as lines on standard error: each step, and the progress at least every ten seconds."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
@@ -65,7 +65,7 @@ class Lines:
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
-        """Name what is being done, for the lines that come if it takes long."""
+        """Set the current step for the lines that appear if it takes long."""
         yield lambda text, _share: doing(f"{title}: {text}")
 
     @contextmanager
@@ -82,10 +82,7 @@ class Lines:
         with heartbeat("training"):
             yield show
 
-    def close(self, summary: Summary) -> None:
-        """Do nothing: the caller of `fit` has the result."""
-
 
 def display_heartbeat(display: Display, what: str) -> AbstractContextManager[None]:
-    """Return a `heartbeat` of what is being done, or nothing if the display shows nothing."""
+    """Return a `heartbeat` for this work, or a null context if the display shows nothing."""
     return nullcontext() if isinstance(display, Quiet) else heartbeat(what)

@@ -1,4 +1,4 @@
-"""The first sample of a training run, checked and shown before anything is trained."""
+"""The first sample of a training run, checked and shown before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def show_first_sample(job: Job) -> None:
     Raises
     ------
     InputError
-        The sample is not what its source says.
+        If the sample differs from its source.
     """
     batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
     if not isinstance(batches, Batches):

@@ -88,7 +88,7 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
         scores = job.task.scores(model)
     if scores:
         summary = listener.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
-    listener.callbacks.tell("on_end", summary)
+    listener.callbacks.call("on_end", summary)
     job.display.close(summary)
     return summary
 
@@ -140,7 +140,7 @@ class Listener:
         """After an iteration; the utilisation of the devices is reported too, where that is known."""
         if self._peak_flops is not None and report.flops and report.step_s:
             report = replace(report, mfu=report.flops / (report.step_s * self._peak_flops))
-        self.callbacks.tell("on_step", self.recorder.add(report))
+        self.callbacks.call("on_step", self.recorder.add(report))
         self._show(report)
 
     def evaluated(self, evaluated: Evaluated) -> None:
@@ -151,11 +151,11 @@ class Listener:
             f"Evaluation after {evaluated.iteration} iterations: loss {evaluated.loss:.4f} on {evaluated.num_batches} "
             f"batches, {evaluated.elapsed_s:.1f} s{weights}"
         )
-        self.callbacks.tell("on_evaluation", evaluated)
+        self.callbacks.call("on_evaluation", evaluated)
 
     def saved(self, iteration: int, path: Path) -> None:
         """After a checkpoint."""
-        self.callbacks.tell("on_checkpoint", iteration, path)
+        self.callbacks.call("on_checkpoint", iteration, path)
 
 
 def peak_flops(job: Job) -> float | None:
