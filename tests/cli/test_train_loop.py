@@ -95,7 +95,7 @@ def test_a_file_says_all_that_the_loop_does(tmp_path: Path, capfd: pytest.Captur
         (
             '"lm.0.*"',
             '"ml.0.*"',
-            "optimizer.groups[0].match: 'ml.0.*' matches no parameter; names are as 'lm.0.weight'",
+            "optimizer.groups[0].match: 'ml.0.*' matches no parameter; an example is 'lm.0.weight'",
         ),
         ('"StepLR"', '"StepLr"', "train.toml: scheduler.name: 'StepLr' is unknown"),
         ("[ema]\ndecay = 0.5", "", "evaluation.weights: is 'ema', but no average is kept; add [ema]"),

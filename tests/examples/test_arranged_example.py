@@ -127,7 +127,7 @@ def test_profile_writes_what_arrange_reads(tmp_path: Path, capsys: pytest.Captur
         ('kind = "file"\npath = "layout.json"', "layout.json"),
         ('kind = "file"\npath = "three.json"', "three.json: num_ranks: is 3, but layout.ranks in"),
         ('kind = "file"\npath = "short.json"', "short.json: module 'lm': has 8 layers, in the model it has 10"),
-        ('kind = "file"\npath = "wide.json"', "wide.json: parallelism: has tensor 2 and data 1, but the run has 1 and 1"),
+        ('kind = "file"\npath = "wide.json"', "wide.json: parallelism: tensor 2 and data 1, but the run has 1 and 1"),
         (
             'kind = "arranged"\n[layout.modules.lm]\nsegments = 2',
             "layout.modules: declares lm, but the layout is co-optimized",

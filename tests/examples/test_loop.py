@@ -178,7 +178,7 @@ def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or leave"):
         fitted(tmp_path / "run", evaluation=pl.EvaluationConfig(2))
     with pytest.raises(
-        pl.InputError, match="'cosine' goes by the length of the run, which is not known; give settings"
+        pl.InputError, match="'cosine' needs the length of the run, which is unknown; give settings"
     ):
         fitted(tmp_path / "run", scheduler=pl.SchedulerConfig())
     with pytest.raises(pl.InputError, match=r"evaluation.weights: is 'ema', but no average is kept"):

@@ -18,7 +18,7 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
         "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; set layout.kind = "
         '"chosen", or train with --choose-layout'
     )
-    assert "was chosen already" in advice(compared, "chosen")
+    assert "is already chosen" in advice(compared, "chosen")
     assert 'layout.kind = "chosen"' in advice(compared, "arranged")
     assert advice(compared | {"interleaved": 0.9999}, "separate") == ""
     assert advice({}, "separate") == advice({"per-batch plan": 1.0}, "separate") == ""

@@ -57,3 +57,59 @@ class Callbacks:
         for callback in self._callbacks:
             with user_code(f"callback {type(callback).__name__}.{event}"):
                 getattr(callback, event)(*arguments)
+
+
+_SCALARS = {
+    "loss": "loss/training",
+    "gradient_norm": "loss/gradient_norm",
+    "learning_rate": "loss/learning_rate",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "step_s": "speed/step_s",
+    "planned_s": "speed/planned_s",
+    "measured_s": "speed/measured_s",
+    "planned_bubble_share": "schedule/planned_bubble_share",
+    "measured_bubble_share": "schedule/measured_bubble_share",
+    "gap": "schedule/gap",
+    "lead_s": "schedule/lead_s",
+}
+"""TensorBoard names of a row's fields."""
+
+
+def check_tensorboard() -> None:
+    """Raise `InputError` if the package that writes event files is missing."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "log.tensorboard", f"needs a package that is missing ({error})", "install pipeloom[tensorboard]"
+        ) from error
+
+
+class TensorBoardLog(Callback):
+    """Writes event files.
+
+    TensorBoard does not show what earlier starts wrote about ``first_iteration`` and later ones.
+    """
+
+    def __init__(self, folder: Path, first_iteration: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration or None)
+
+    def on_step(self, row: Row) -> None:
+        """Write the numbers of an iteration."""
+        for field, name in _SCALARS.items():
+            value = getattr(row, field)
+            if value is not None:
+                self._writer.add_scalar(name, value, row.iteration)
+        self._writer.flush()
+
+    def on_evaluation(self, evaluated: Evaluated) -> None:
+        """Write the loss of an evaluation at the iteration before it."""
+        self._writer.add_scalar("loss/evaluation", evaluated.loss, evaluated.iteration - 1)
+        self._writer.flush()
+
+    def on_end(self, summary: Summary) -> None:  # noqa: ARG002
+        """Close the file."""
+        self._writer.close()

@@ -59,7 +59,7 @@ def given_layout(job: Job, model: Model) -> LayoutChoice | None:
         degrees = layout.parallelism
         raise InputError(
             f"{path}: parallelism",
-            f"has tensor {degrees.tensor} and data {degrees.data}, "
+            f"tensor {degrees.tensor} and data {degrees.data}, "
             f"but the run has {config.parallel.tp} and {config.parallel.dp}",
         )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +14,16 @@ import msgspec
 from pipeloom.cost import Profile
 from pipeloom.errors import PipeloomError
 from pipeloom.planner import Setup
-from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
+from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.data.batches import bound
+from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
 from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.job import AUTOCAST, Job
 
+_LOG = logging.getLogger(__name__)
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 
 
@@ -86,6 +89,31 @@ def typical_batches(
                 break
         close_reading(source)
     return batches, described
+
+
+def show_first_sample(job: Job) -> None:
+    """Check a sample of the first batch against its source, and print and log it with its targets marked.
+
+    Raises
+    ------
+    InputError
+        If the sample differs from its source.
+    """
+    batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
+    if not isinstance(batches, Batches):
+        return
+    for _, index in batches.members(0):
+        try:
+            with user_code(f"dataset.preview({index})"):
+                text = batches.dataset.preview(index)
+        except CorruptSampleError:
+            # Reading the batch reports it.
+            continue
+        if text:
+            shown = f"First sample, with its targets between >>> and <<<: {text}"
+            job.display.say(shown)
+            _LOG.info(shown)
+        return
 
 
 def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profile:

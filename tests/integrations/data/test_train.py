@@ -16,7 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import Workload
 from pipeloom.training import read_history
-from pipeloom.training.first_sample import show_first_sample
+from pipeloom.training.measure import show_first_sample
 
 from . import made
 
