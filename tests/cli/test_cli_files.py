@@ -346,8 +346,8 @@ def test_reader_that_goes_away_is_no_error(tiny: Path, tmp_path: Path) -> None:
 def test_sigterm_is_told_and_leaves_no_temporary_files(tmp_path: Path, under_torchrun: bool) -> None:
     code = """
 import tempfile, time
-from pipeloom.cli.app import leave_on_sigterm
-leave_on_sigterm()
+from pipeloom.cli.app import exit_on_sigterm
+exit_on_sigterm()
 with tempfile.TemporaryDirectory(prefix="pipeloom-"):
     print("here", flush=True)
     time.sleep(600)

@@ -115,7 +115,8 @@ def test_a_killed_rank_ends_all_and_training_goes_on(
     assert run(arguments) == 2
     assert "rank 1: the process was killed by signal 9" in capfd.readouterr().err
     assert run(arguments) == 2
-    assert "has a checkpoint after 4 iterations; use --resume to continue from it, or --from-scratch" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "has a checkpoint after 4 iterations; use --resume to continue from it, or --from-scratch" in said
     assert run([*arguments, "--resume"]) == 0
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())

@@ -175,7 +175,7 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
 
 
 def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or leave"):
+    with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or omit"):
         fitted(tmp_path / "run", evaluation=pl.EvaluationConfig(2))
     with pytest.raises(
         pl.InputError, match="'cosine' needs the length of the run, which is unknown; give settings"

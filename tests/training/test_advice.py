@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeloom.cli.closing import closing_tables
+from pipeloom.cli.progress import summary_tables
 from pipeloom.training import Summary
 from pipeloom.training.finish import advice
 
@@ -39,6 +39,6 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
         **counts,  # type: ignore[arg-type]
     )
     written = io.StringIO()
-    Console(file=written, width=200).print(closing_tables(summary))
+    Console(file=written, width=200).print(summary_tables(summary))
     assert told in written.getvalue()
     assert "0.2500, after 4 iterations" in written.getvalue()

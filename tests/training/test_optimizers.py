@@ -162,7 +162,7 @@ def refused(call: Any, *args: Any) -> str:
 def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     names = [name for name, _ in named()]
     made: Any = OptimizerConfig
-    assert "optimizer.name: 'Adamm' is unknown; one of " in refused(check_optimizer, made(name="Adamm"), names)
+    assert "optimizer.name: 'Adamm' is unknown; use one of " in refused(check_optimizer, made(name="Adamm"), names)
     assert "needs sparse gradients" in refused(check_optimizer, made(name="SparseAdam"), names)
     assert "needs a closure" in refused(check_optimizer, made(name="LBFGS"), names)
     found = refused(check_optimizer, made(options={"momentum": 1}), names)

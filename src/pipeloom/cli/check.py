@@ -16,14 +16,14 @@ from pipeloom.timeline import check as check_schedule
 from pipeloom.timeline import lower_bound, peaks_with_instants, simulate
 
 HELP = """\
-Say whether a schedule is feasible for an instance, and where not.
+Check whether a schedule is feasible for an instance, and list violations.
 
-Judges the order of tasks, the stated start times (overlap, edges, earliest start), the memory of every rank, and
-the stated figures (makespan, bound, peaks). It shares no code with the simulator and the searches.
+Checks the order of tasks, the declared start times (overlap, edges, earliest start), the memory of every rank, and
+the declared figures (makespan, bound, peaks). It shares no code with the simulator and the search.
 """
 EPILOG = (
     "Example: pipeloom check tiny.json tiny.schedule.json. Exit code 0: feasible; 1: violated, each violation on a "
-    "line of its own; 2: a file is wrong."
+    "separate line; 2: a file is wrong."
 )
 _SHOWN = 40  # violations that are printed
 
@@ -33,7 +33,7 @@ def check(
     schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Say whether a schedule is feasible for an instance, and where not."""
+    """Check whether a schedule is feasible for an instance, and list violations."""
     graph = read_instance(instance)
     stated = read_schedule(schedule)
     if stated.instance != graph.name:
@@ -63,25 +63,25 @@ def check(
 
 
 def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[str, str]]:
-    """All violations, as kind and message: those of the checker, then false figures."""
+    """Return all violations as kind and message: those of the checker, or else wrong figures."""
     try:
         timeline = stated.timeline(graph)
     except InputError as error:
-        if error.entity.startswith("candidate"):  # the checker names it
+        if error.entity.startswith("candidate"):  # the checker reports it
             timeline = None
         else:
             raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
     violations = check_schedule(graph, stated.schedule, timeline)
     found: list[tuple[str, str]] = [(violation.kind, violation.message) for violation in violations]
-    return found or [("stated", message) for message in false_figures(graph, stated)]
+    return found or [("stated", message) for message in _wrong_figures(graph, stated)]
 
 
-def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
-    """Stated figures that a feasible schedule does not have, up to a nanosecond a task."""
+def _wrong_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
+    """Return the declared figures that differ from the schedule's by more than a nanosecond per task."""
     timeline = simulate(graph, stated.schedule)
     found = []
     makespan = timeline.makespan_ns
-    # A nanosecond a task, as others may round elsewhere; and what seconds in double precision cannot tell apart.
+    # A nanosecond per task for other rounding, and the resolution of seconds in double precision.
     slack = graph.num_tasks + (makespan >> 50)
     if stated.makespan_ns is not None and abs(stated.makespan_ns - makespan) > slack:
         found.append(f"makespan_s is {stated.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}")
@@ -93,7 +93,7 @@ def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
     if peaks is not None and len(peaks) != graph.num_ranks:
         found.append(f"peak_memory_bytes has {len(peaks)} entries, the instance {graph.num_ranks} ranks")
     elif peaks is not None:
-        # A task that lasts no time may be counted or not.
+        # A task of zero duration may be counted or not.
         with_instants = peaks_with_instants(graph, stated.schedule)
         for rank, (least, most) in enumerate(zip(timeline.peak_bytes.tolist(), with_instants.tolist(), strict=True)):
             if not least <= peaks[rank] <= most:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,11 +13,10 @@ from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
-from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
+from pipeloom.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from pipeloom.packing import Loads, Packing, PackingSpec
-    from pipeloom.planner import Setup
+    from pipeloom.packing import PackedReplica
 
 HELP = """\
 Pack samples into microbatches and show what each weighs.
@@ -36,17 +34,6 @@ EPILOG = (
 )
 TUNED = "tuned"
 """Beside the policies of `pipeloom.packing`: dealing, packing and order decided together by simulated time."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One batch of one replica, packed."""
-
-    replica: int
-    loads: Loads
-    packing: Packing
-    planned_s: float | None = None
-    """Of the iteration, where it was tuned."""
 
 
 def pack(
@@ -86,7 +73,9 @@ def pack(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Pack samples into microbatches and show what each weighs."""
-    from pipeloom.packing import POLICIES, PackingSpec, check_budget
+    from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
+    from pipeloom.planner import Setup
+    from pipeloom.planner.dealing import pack_tuned
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
@@ -98,18 +87,19 @@ def pack(
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    made = None if setup is None else _read_setup(setup)
+    made = None if setup is None else read_spec(setup, Setup)
     if tokens < 1 and (tokens < 0 or made is None):
         raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
     budget = tokens or (made.packing.token_budget if made is not None else 0)
     named = "balanced" if policy == TUNED else policy
     spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
-    how = _tuned if policy == TUNED else _packed
-    model = _plain_model() if made is None else made.model
+    model, layout = default_model() if made is None else (made.model, made.layout)
 
-    def pack_batch(whole: Batch) -> list[Packed]:
+    def pack_batch(whole: Batch) -> list[PackedReplica]:
         check_budget(whole, model, spec.token_budget)
-        return how(whole, spec, replicas, made)
+        if policy == TUNED and made is not None:
+            return pack_tuned(made, whole, spec, replicas)
+        return pack_replicas(whole, model, layout, spec, replicas, None if made is None else made.costs)
 
     rows = read_samples(samples)
     size = batch or len(rows)
@@ -120,8 +110,8 @@ def pack(
         write_batches(target, packed_batches(mine, policy))
     unit = "tokens" if made is None else "s"
     if json:
-        loads = [row for one in packed for row in _rows(one)]
-        summaries = [_summary(one) for one in packed]
+        loads = [row for one in packed for row in one.rows()]
+        summaries = [one.summary() for one in packed]
         written = [str(target) for target in targets]
         print_json({"load_unit": unit, "microbatches": loads, "batches": summaries, "written": written})
         return
@@ -135,15 +125,13 @@ def _targets(out: Path, replicas: int) -> list[Path]:
     return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
 
 
-def _read_setup(path: Path) -> Setup:
-    from pipeloom.planner import Setup
-
-    return read_spec(path, Setup)
-
-
 def _pack_all(
-    batches: list[Batch], where: str, model: ModelSpec, split_above: int, pack_batch: Callable[[Batch], list[Packed]]
-) -> list[Packed]:
+    batches: list[Batch],
+    where: str,
+    model: ModelSpec,
+    split_above: int,
+    pack_batch: Callable[[Batch], list[PackedReplica]],
+) -> list[PackedReplica]:
     """Pack batch after batch, samples above a number of tokens cut in pieces (0: none are); errors name the file."""
     from pipeloom.packing import split_oversized
 
@@ -157,114 +145,18 @@ def _pack_all(
     return packed
 
 
-def _packed(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
-    """Deal by loads, and pack every replica's samples by the policy."""
-    from pipeloom.packing import cost_loads, deal, pack, token_loads
-
-    model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
-    costs = None if setup is None else setup.costs
-
-    def weigh(batch: Batch) -> Loads:
-        if costs is None:
-            return token_loads(batch, model, spec.attention_tokens)
-        return cost_loads(batch, model, layout, costs)
-
-    packed = []
-    for replica, members in enumerate(deal(weigh(whole), replicas, spec.seed)):
-        mine = whole.part(members)
-        loads = weigh(mine)
-        packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
-    return packed
-
-
-def _tuned(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
-    """Deal and pack by simulated time; microbatches are in running order."""
-    import msgspec
-
-    from pipeloom.packing import packing_of
-    from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
-
-    assert setup is not None
-    check_layout(setup.layout)
-    tuning = setup.tuning or TuningSpec()
-    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
-    assert problem.pipeline is not None
-    packed = []
-    for replica, one in enumerate(
-        tune_replicas(problem.pipeline, whole, replicas, spec.token_budget, tuning, spec.seed)
-    ):
-        packing = packing_of(one.batch, setup.model, setup.layout, one.tuned.groups)
-        loads = batch_sizes(problem.pipeline, one.batch).loads
-        packed.append(Packed(replica, loads, packing, one.tuned.planned_ns / 1e9))
-    return packed
-
-
-def _plain_model() -> ModelSpec:
-    """Images through an encoder, whole sequences through a language model: all that sizes of samples need."""
-    layer = (LayerSpec("layer", TensorShape(("tokens", 1))),)
-    return ModelSpec(
-        "plain", (ModuleSpec("encoder", "images", layer), ModuleSpec("lm", "sequence", layer, ("encoder",)))
-    )
-
-
-def _plain_layout() -> Layout:
-    modules = (ModuleLayout("encoder"), ModuleLayout("lm", ("encoder",)))
-    return Layout(1, modules, (Chunk("encoder", (0, 0), 0), Chunk("lm", (0, 0), 0)))
-
-
-def _rows(one: Packed) -> list[dict[str, Any]]:
-    """Every microbatch with its totals and loads."""
-    mean = one.loads.backbone.sum() / len(one.packing.microbatches)
-    rows = []
-    for number, microbatch in enumerate(one.packing.microbatches):
-        members = list(microbatch.samples)
-        load = float(one.loads.backbone[members].sum())
-        rows.append(
-            {
-                "iteration": one.packing.batch.iteration,
-                "replica": one.replica,
-                "microbatch": number,
-                "num_samples": len(members),
-                "num_tokens": int(one.loads.tokens[members].sum()),
-                "num_images": sum(len(one.packing.batch.samples[i].image_tokens) for i in members),
-                "load": load,
-                "load_over_mean": load / mean if mean else 1.0,
-                "encoder_load": float(one.loads.encoder[members].sum()),
-            }
-        )
-    return rows
-
-
-def _summary(one: Packed) -> dict[str, Any]:
-    from pipeloom.packing import height_bound
-
-    rows = _rows(one)
-    heaviest = max(row["load"] for row in rows)
-    bound = height_bound(one.loads.backbone, len(rows))
-    planned = {} if one.planned_s is None else {"planned_s": one.planned_s}
-    return {
-        "iteration": one.packing.batch.iteration,
-        "replica": one.replica,
-        "num_microbatches": len(rows),
-        "load": float(one.loads.backbone.sum()),
-        "heaviest": heaviest,
-        "lower_bound": bound,
-        "gap": heaviest / bound - 1 if bound else 0.0,
-    } | planned
-
-
-def _print(packed: list[Packed], unit: str, replicas: int) -> None:
+def _print(packed: list[PackedReplica], unit: str, replicas: int) -> None:
     from pipeloom.report import share_text
     from pipeloom.report.any_width import Table
 
     console = stdout()
     for one in packed:
-        summary = _summary(one)
+        summary = one.summary()
         title = f"Iteration {summary['iteration']}" + (f", replica {one.replica}" if replicas > 1 else "")
         table = Table(title=title, title_justify="left")
         for name in ("microbatch", "samples", "tokens", "images", f"load, {unit}", "over mean", "encoders' load"):
             table.add_column(name, justify="right")
-        for row in _rows(one):
+        for row in one.rows():
             table.add_row(
                 str(row["microbatch"]),
                 str(row["num_samples"]),

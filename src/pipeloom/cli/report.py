@@ -9,7 +9,7 @@ import typer
 
 from pipeloom.bounds import Number, Seconds
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
-from pipeloom.cli.stated import stated_track
+from pipeloom.cli.simulate import stated_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document

@@ -7,12 +7,22 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
-from pipeloom.cli.stated import stated_track
-from pipeloom.io import read_instance
-from pipeloom.report import comparison_table, time_text
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    draw,
+    figures_document,
+    print_json,
+    print_note,
+    print_written,
+    stdout,
+)
+from pipeloom.errors import InputError, PlanError
+from pipeloom.io import read_instance, read_schedule
+from pipeloom.report import Track, comparison_table, make_track, time_text
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Bubbles, bubbles
+from pipeloom.timeline import Bubbles, bound_of, bubbles, check
+from pipeloom.timeline import simulate as run_order
 
 HELP = """\
 Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
@@ -92,3 +102,24 @@ def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
         )
         table.add_row(str(rank), *(time_text(int(value)) if value else "-" for value in values))
     return table
+
+
+def stated_track(graph: TaskGraph, path: Path) -> Track:
+    """Run the order of a schedule's file; a note says what of it is infeasible.
+
+    Raises
+    ------
+    InputError
+        Naming the file, when its order does not fit the instance or cannot run.
+    """
+    stated = read_schedule(path)
+    try:
+        timeline = run_order(graph, stated.schedule)
+    except InputError as error:
+        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+    except PlanError as error:
+        raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
+    for violation in check(graph, stated.schedule):
+        print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
+    name = stated.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
+    return make_track(name, graph, stated.schedule, timeline, bound_of(graph, stated.schedule, timeline))

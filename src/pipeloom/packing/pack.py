@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import msgspec
 
 from pipeloom.cost import CostModel
 from pipeloom.errors import InputError
 from pipeloom.packing.boundary import reach
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
-from pipeloom.packing.policies import PackingSpec, group, reads_loads
+from pipeloom.packing.policies import PackingSpec, group, height_bound, reads_loads
+from pipeloom.packing.replicas import deal
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
-from pipeloom.spec import Batch, Layout, ModelSpec, ModuleSpec, Workload
+from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape, Workload
 
 MICROBATCHES_PER_RANK = 2
 """The number of microbatches per rank that a planned packing tries first."""
@@ -143,3 +147,82 @@ def packed_batch(batch: Batch, model: ModelSpec, layout: Layout, costs: CostMode
     """Pack a batch by its policy, as training under this layout packs it."""
     loads = cost_loads(batch, model, layout, costs) if reads_loads(packing.policy) else None
     return pack(batch, model, layout, packing, loads)
+
+
+def default_model() -> tuple[ModelSpec, Layout]:
+    """Return an encoder of images before a language model, on one rank: enough to pack by the sizes of samples."""
+    layer = (LayerSpec("layer", TensorShape(("tokens", 1))),)
+    modules = ModuleSpec("encoder", "images", layer), ModuleSpec("lm", "sequence", layer, ("encoder",))
+    chunks = Chunk("encoder", (0, 0), 0), Chunk("lm", (0, 0), 0)
+    layouts = ModuleLayout("encoder"), ModuleLayout("lm", ("encoder",))
+    return ModelSpec("plain", modules), Layout(1, layouts, chunks)
+
+
+@dataclass(frozen=True)
+class PackedReplica:
+    """The packing of one replica's share of a batch."""
+
+    replica: int
+    loads: Loads
+    packing: Packing
+    planned_s: float | None = None
+    """Planned seconds of the iteration, if the packing was tuned."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the totals and loads of each microbatch."""
+        mean = self.loads.backbone.sum() / len(self.packing.microbatches)
+        rows = []
+        for number, microbatch in enumerate(self.packing.microbatches):
+            members = list(microbatch.samples)
+            load = float(self.loads.backbone[members].sum())
+            rows.append(
+                {
+                    "iteration": self.packing.batch.iteration,
+                    "replica": self.replica,
+                    "microbatch": number,
+                    "num_samples": len(members),
+                    "num_tokens": int(self.loads.tokens[members].sum()),
+                    "num_images": sum(len(self.packing.batch.samples[i].image_tokens) for i in members),
+                    "load": load,
+                    "load_over_mean": load / mean if mean else 1.0,
+                    "encoder_load": float(self.loads.encoder[members].sum()),
+                }
+            )
+        return rows
+
+    def summary(self) -> dict[str, Any]:
+        """Return the heaviest microbatch's load, and its gap to the lower bound."""
+        rows = self.rows()
+        heaviest = max(row["load"] for row in rows)
+        bound = height_bound(self.loads.backbone, len(rows))
+        planned = {} if self.planned_s is None else {"planned_s": self.planned_s}
+        return {
+            "iteration": self.packing.batch.iteration,
+            "replica": self.replica,
+            "num_microbatches": len(rows),
+            "load": float(self.loads.backbone.sum()),
+            "heaviest": heaviest,
+            "lower_bound": bound,
+            "gap": heaviest / bound - 1 if bound else 0.0,
+        } | planned
+
+
+def pack_replicas(
+    batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, num_replicas: int, costs: CostModel | None = None
+) -> list[PackedReplica]:
+    """Assign a batch to replicas by loads, and pack each replica's samples by the policy.
+
+    Loads are seconds if there are ``costs``, else tokens and ``spec.attention_tokens``.
+    """
+
+    def loads_of(part: Batch) -> Loads:
+        if costs is None:
+            return token_loads(part, model, spec.attention_tokens)
+        return cost_loads(part, model, layout, costs)
+
+    packed = []
+    for replica, members in enumerate(deal(loads_of(batch), num_replicas, spec.seed)):
+        part = batch.part(members)
+        loads = loads_of(part)
+        packed.append(PackedReplica(replica, loads, pack(part, model, layout, spec, loads)))
+    return packed

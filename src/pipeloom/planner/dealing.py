@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
-from pipeloom.packing import Dealt, cost_loads, deal_by_time
+from pipeloom.packing import Dealt, PackedReplica, PackingSpec, cost_loads, deal_by_time, packing_of
 from pipeloom.planner.joint import PackingSearch, tuned
+from pipeloom.planner.messages import Setup
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Evaluations, StoppingRule
 from pipeloom.search.stopping import Meter
 from pipeloom.spec import Batch
+from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
 
 
 class ReplicaEstimates:
@@ -72,3 +76,24 @@ def deal_planned(
     number = problem.layout.parallelism.data
     problems = [problem.corrected(each) for each in corrections] or [problem] * number
     return deal_by_time(loads, number, ReplicaEstimates(problems, batch, budget, seed), seed)
+
+
+def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int) -> list[PackedReplica]:
+    """Assign a batch to replicas and pack it by simulated time, with microbatches in their running order.
+
+    Raises
+    ------
+    InputError
+        If the encoders are not whole on the first rank.
+    """
+    check_layout(setup.layout)
+    tuning = setup.tuning or TuningSpec()
+    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
+    assert problem.pipeline is not None
+    packed = []
+    tuned_shares = tune_replicas(problem.pipeline, batch, num_replicas, spec.token_budget, tuning, spec.seed)
+    for replica, share in enumerate(tuned_shares):
+        packing = packing_of(share.batch, setup.model, setup.layout, share.tuned.groups)
+        loads = batch_sizes(problem.pipeline, share.batch).loads
+        packed.append(PackedReplica(replica, loads, packing, share.tuned.planned_ns / 1e9))
+    return packed
