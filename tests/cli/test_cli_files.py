@@ -246,7 +246,7 @@ def test_wrong_input_is_one_line_and_exit_code_two(invoke: Invoke, tiny: Path, t
         (("chekc",), "No such command 'chekc'"),
         (("simulate", tiny, _schedule(tmp_path, "stuck.json", order=[[3, 0], [1, 2]])), "json: order: order deadlocks"),
         (("simulate", tiny, good, "--html", tmp_path / "no" / "x.html"), "its folder does not exist"),
-        (("report", tiny), "no schedule is given"),
+        (("report", tiny), "there is no schedule"),
         (("report", tmp_path), "has no summary.json"),
         (("verify", tiny), "plan, line 1"),
     ]:

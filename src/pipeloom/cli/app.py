@@ -44,13 +44,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(
-        "pipeloom.cli.train", "Train a model over pipeline ranks, with a schedule for each batch."
-    ),
+    "train": Command("pipeloom.cli.train", "Train a model over pipeline ranks, with a schedule for each batch."),
     "export": Command("pipeloom.cli.export", "Write a run's trained weights as the model's own library reads them."),
-    "plan": Command(
-        "pipeloom.cli.plan", "Plan one batch from files: packing, instance, schedule, plan text."
-    ),
+    "plan": Command("pipeloom.cli.plan", "Plan one batch from files: packing, instance, schedule, plan text."),
     "compare": Command("pipeloom.cli.compare", "Emulate one iteration of a model under a dozen systems."),
     "megatron": Command(
         "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron supports, and print its arguments."
@@ -167,9 +163,10 @@ def _not_loaded() -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM end this process as Ctrl-C does, with a message and without temporary files; a second one ends it at once.
+    """Make SIGTERM end this process as Ctrl-C does, with a message and without temporary files.
 
-    Not under torchrun, nor in processes forked from this one: a rank that waits for another would not react.
+    A second SIGTERM ends it at once. Not under torchrun, nor in processes forked from this one: a rank that waits
+    for another would not react.
     """
     own = os.getpid()
 

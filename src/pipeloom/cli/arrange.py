@@ -1,4 +1,4 @@
-"""`pipeloom arrange`: partition, placement and schedule of a chain of layers, chosen together."""
+"""`pipeloom arrange`: co-optimized partition, placement and schedule of a chain of layers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 HELP = """\
 Choose partition, placement and schedule of a chain of layers together.
 
-Any number of chunks per rank, uneven, in any order, within every rank's memory. The answer says how far from
-the best possible it can be at most.
+Ranks may have any number of chunks, uneven and in any order, within their memory. The result has an optimality gap.
 """
 EPILOG = (
     "Example: pipeloom arrange model.layers.json --budget 5 --out layout.json --instance instance.json --schedule "
@@ -59,7 +58,7 @@ _MOST_THREADS = 16
 
 def arrange(
     layers: str = typer.Argument(
-        ..., metavar="LAYERS", help="A pipeloom.layers/1 file; or a model: zoo name, .toml, Hugging Face config.json."
+        ..., metavar="LAYERS", help="A pipeloom.layers/1 file, or a model: zoo name, .toml, Hugging Face config.json."
     ),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="LAYOUT", help="File for the pipeloom.layout/1."),
@@ -68,22 +67,22 @@ def arrange(
     memory: str | None = typer.Option(
         None,
         metavar="LIMIT",
-        help="Limit of every rank: 1.5x (of what 1F1B holds on its fullest rank), bytes, or none; default: the file's.",
+        help="Limit of every rank: a multiple of 1F1B's peak (1.5x), bytes, or none; default: the file's.",
     ),
-    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards where the file gives both parts."),
+    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards if the file has both parts."),
     method: str = typer.Option(
-        _JOINT, metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time (pipeloom-lab)."
+        _JOINT, metavar="NAME", help="joint: Pipeloom's search; adaptis: the paper's, phase by phase (pipeloom-lab)."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: all cores."),
+    threads: int = typer.Option(0, metavar="N", help="Search threads; 0: all cores."),
     params: Path | None = typer.Option(
-        None, metavar="FILE", help="A .toml with parameters of the joint search; see pipeloom.layout.cooptimise.params."
+        None, metavar="FILE", help="A .toml with parameters of the joint search: pipeloom.layout.cooptimise.params."
     ),
-    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page: what was chosen, and why."),
+    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page about the result."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="For a model: tensor parallelism."),
     pp: int = typer.Option(4, min=1, max=MAX_RANKS, help="For a model: pipeline ranks."),
-    tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch, one sequence."),
+    tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch (one sequence)."),
     microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="For a model: microbatches."),
     megatron: bool = typer.Option(False, "--megatron", help="Print Megatron's pipeline layout string."),
     torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
@@ -98,9 +97,9 @@ def arrange(
     if method not in known:
         raise InputError("--method", f"{method!r} is none of {', '.join(known)}", "pipeloom-lab adds adaptis")
     if params is not None and method != _JOINT:
-        raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
+        raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
-    search = _Search(method, seed, threads or num_threads(), params)
+    search = _Search(method, seed, threads or _num_threads(), params)
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of
 
@@ -121,7 +120,7 @@ def arrange(
     if page is not None:
         written += _write_page(page, found, standard)
     if interrupted:
-        print_note(f"interrupted: {out} holds the best placement so far")
+        print_note(f"interrupted: {out} has the best placement so far")
     if json:
         print_json(_document(found, standard) | {"written": written})
         return
@@ -136,7 +135,7 @@ def arrange(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """How to search."""
+    """Settings of the search."""
 
     method: str
     seed: int
@@ -146,7 +145,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Emulated:
-    """What a model's layers are emulated for."""
+    """Settings for which a model's layers are emulated."""
 
     cluster: str
     tp: int
@@ -156,7 +155,7 @@ class _Emulated:
 
 
 def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> tuple[CooptimisedPipeline, bool]:
-    """Search, and have the checker pass the answer; whether Ctrl-C ended it early."""
+    """Search and check the result; return it and whether Ctrl-C ended the search early."""
     from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
     from pipeloom.layout.cooptimise.joint import warm_up
 
@@ -174,7 +173,7 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
                 found = installed(ARRANGE_METHODS)[search.method](chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
             raise type(error)(f"{layers}: {error.verdict}: {error}") from error
-    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
+    # The independent checker verifies every result; a violation here is a defect of the search.
     if violations := check(found.graph, found.schedule, found.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
     return found, rule.stopped
@@ -183,11 +182,11 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
 def _print_names(
     other: str, write: Callable[[Layout, tuple[str, ...]], object], layout: Layout, names: tuple[str, ...]
 ) -> None:
-    """Print a layout as another framework writes it, or why it cannot."""
+    """Print a layout in another framework's format, or why that cannot express it."""
     try:
         print_line(f"{other}: {write(layout, names)}")
     except InputError as error:
-        print_note(f"not expressible for {other}: {error}")
+        print_note(f"not supported by {other}: {error}")
 
 
 def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
@@ -196,7 +195,7 @@ def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) ->
 
     table = _table(layers, emulated)
     try:
-        return limit_memory(chain_of_layers(table, split=split), memory)
+        return _limit_memory(chain_of_layers(table, split=split), memory)
     except InputError as error:
         if error.entity.startswith("--"):
             raise
@@ -224,20 +223,14 @@ def _table(layers: str, emulated: _Emulated) -> LayerTable:
     return msgspec.structs.replace(table, memory_capacity_bytes=(hardware.device.usable_bytes,) * emulated.pp)
 
 
-def num_threads() -> int:
-    """Cores that this process may use, up to a limit."""
+def _num_threads() -> int:
+    """Return the number of cores that this process may use, up to a limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_THREADS)
 
 
-def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
-    """Apply ``--memory``: None keeps the file's own limit.
-
-    Raises
-    ------
-    InputError
-        The word is none of ``none``, a number of bytes, or a multiple such as ``1.5x``.
-    """
+def _limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
+    """Apply ``--memory``; None keeps the file's own limit."""
     from pipeloom.layout.cooptimise import in_memory_of_1f1b
 
     if memory is None:
@@ -251,12 +244,12 @@ def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
         return in_memory_of_1f1b(chain, factor)
     if re.fullmatch(r"\d{1,19}", memory) and int(memory) < 2**60:
         return chain.with_capacity(int(memory))
-    raise InputError("--memory", f"{memory!r} is no limit", "give bytes, a multiple such as 1.5x, or none")
+    raise InputError("--memory", f"{memory!r} is not a limit", "give bytes, a multiple such as 1.5x, or none")
 
 
 @dataclass(frozen=True, slots=True)
 class _Standard:
-    """1F1B on stages of equally many layers: what the answer is compared with, on the same costs."""
+    """1F1B on stages with equal numbers of layers, at the same costs, to compare with."""
 
     makespan_ns: int
     peak_bytes: int
@@ -264,7 +257,7 @@ class _Standard:
 
 
 def _standard(chain: LayerChain) -> _Standard | None:
-    """Run 1F1B without a memory limit; None where there are fewer layers than ranks."""
+    """Simulate 1F1B without a memory limit; return None if there are fewer layers than ranks."""
     from pipeloom.layout.cooptimise import graph_of
     from pipeloom.layout.cooptimise.standard import stages
     from pipeloom.search import one_f_one_b
@@ -280,14 +273,14 @@ def _standard(chain: LayerChain) -> _Standard | None:
 
 
 def _lines(found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
-    """The answer in a few lines."""
+    """Return the result in a few lines."""
     ns, chain = found.timeline.makespan_ns, found.chain
-    said = [
+    texts = [
         f"makespan {time_text(ns)}, lower bound over all placements {time_text(found.lower_bound.ns)} "
         f"({found.lower_bound.name}), gap {share_text(found.gap)}, {found.evaluations} placements tried"
     ]
     if standard is not None:
-        said.append(
+        texts.append(
             f"1F1B on equal stages {time_text(standard.makespan_ns)}: "
             f"{share_text(1 - ns / standard.makespan_ns)} less; "
             f"peak memory {size_text(int(found.timeline.peak_bytes.max()))}, 1F1B {size_text(standard.peak_bytes)}"
@@ -295,12 +288,12 @@ def _lines(found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
     for rank in range(chain.num_ranks):
         mine = [f"{first}-{last}" if last > first else str(first) for first, last in found.placement.layers_of(rank)]
         held = size_text(int(found.timeline.peak_bytes[rank]))
-        said.append(f"rank {rank}: layers {', '.join(mine) or 'none'}; peak memory {held}")
-    return said
+        texts.append(f"rank {rank}: layers {', '.join(mine) or 'none'}; peak memory {held}")
+    return texts
 
 
 def _document(found: CooptimisedPipeline, standard: _Standard | None) -> dict[str, Any]:
-    """The answer for ``--json``."""
+    """Return the result for ``--json``."""
     return {
         "name": found.chain.name,
         "makespan_s": found.timeline.makespan_ns / 1e9,
@@ -318,14 +311,14 @@ def _document(found: CooptimisedPipeline, standard: _Standard | None) -> dict[st
 
 
 def _write_page(page: Path, found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
-    """Timelines of 1F1B and of the answer, with the search's own account above them."""
+    """Write timelines of 1F1B and the result, below an account of the search."""
     tracks = [] if standard is None else [standard.track]
     tracks.append(make_track("arranged", found.graph, found.schedule, found.timeline, found.lower_bound))
     return draw(tracks, title=f"{found.chain.name}: arranged", note=_account(found), html_file=page)
 
 
 def _account(found: CooptimisedPipeline) -> str:
-    """What the search did and why it chose this: loads, starts, and the moves that brought new bests."""
+    """Return an account of the search: loads, starts, and the moves that brought new bests."""
     from pipeloom.layout.cooptimise.layer_chain import rank_work_ns
 
     loads = rank_work_ns(found.chain, found.placement).tolist()
@@ -339,6 +332,6 @@ def _account(found: CooptimisedPipeline) -> str:
             f"Work per microbatch by rank: {', '.join(time_text(load) for load in loads)}.",
             f"{found.method[0].upper()}{found.method[1:]}, from {len(found.reports)} starts ({starts}).",
             "Changes that brought most new bests: " + ", ".join(f"{name} {c[2]}" for name, c in by_bests) + ".",
-            "Times are planned from the given layer costs.",
+            "Times are simulated from the layer costs.",
         ]
     )

@@ -1,4 +1,4 @@
-"""`pipeloom explain`: the run that somebody has, from the traces of its ranks."""
+"""`pipeloom explain`: an analysis of a user's run from the traces of its ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _RANKS_PER_TABLE = 6
 HELP = """\
 Explain a pipeline's iterations from the traces of its ranks.
 
-Shows every iteration as measured and as the simulator runs it again, where each rank's idle time went, and what
-the best order of the same tasks would take with the same costs.
+Shows the measured and the replayed time of every iteration, each rank's idle time by cause, and the time of the
+best order of the same tasks with the same costs.
 
-With a log of Megatron-LM (--timing-log-level 2 --timing-log-option all): what each pipeline rank computes, its
-schedule simulated on that, and the best order.
+From a log of Megatron-LM (--timing-log-level 2 --timing-log-option all): shows the compute time of each pipeline
+rank, its simulated schedule, and the best order.
 """
 EPILOG = (
     "Example: python examples/explain_trace.py --out runs/traces, then pipeloom explain runs/traces "
@@ -44,15 +44,15 @@ def explain(
     traces: list[Path] = typer.Argument(
         ...,
         metavar="TRACE...",
-        help="Traces of torch.profiler, one a pipeline rank (.json, .json.gz), or their folder; or a Megatron-LM log.",
+        help="Traces of torch.profiler, one per pipeline rank (.json, .json.gz), their folder, or a Megatron-LM log.",
     ),
     budget: float = typer.Option(2.0, metavar="SECONDS", help="Time to search for better orders."),
     out: Path | None = typer.Option(None, metavar="LAYERS", help="Write the measured costs, a pipeloom.layers/1."),
     profile: Path | None = typer.Option(
-        None, metavar="FILE", help="Write the stages' costs by the size of microbatches, a pipeloom.profile/1."
+        None, metavar="FILE", help="Write the stages' costs by microbatch size, a pipeloom.profile/1."
     ),
     also: list[Path] | None = typer.Option(
-        None, metavar="FOLDER", help="For --profile: traces of the same stages with other sizes; may be given again."
+        None, metavar="FOLDER", help="For --profile: traces of the same stages with other sizes; can be repeated."
     ),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace of tasks, for Perfetto."),
@@ -61,7 +61,7 @@ def explain(
         min=1,
         max=MAX_MICROBATCHES,
         metavar="N",
-        help="For a log: microbatches of an iteration, where it does not print its arguments.",
+        help="For a log that does not print its arguments: microbatches of an iteration.",
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of the search."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -75,7 +75,7 @@ def explain(
     check_seed(seed)
     check_targets(out, profile, html, trace)
     if also and profile is None:
-        raise InputError("--also", "is for --profile, which is not given", "add --profile FILE")
+        raise InputError("--also", "needs --profile", "add --profile FILE")
     if profile is not None and is_log(traces):
         raise InputError("--profile", "cannot be made from a log: timers have no sizes", "give traces")
     found: Explanation | TimersExplained
@@ -83,11 +83,11 @@ def explain(
         if is_log(traces):
             found = explain_log(traces[0], budget=rule, seed=seed, num_microbatches=microbatches)
         elif microbatches is not None:
-            raise InputError("--microbatches", "is for a log of Megatron-LM; traces say it themselves", "leave it out")
+            raise InputError("--microbatches", "is for a log of Megatron-LM; traces have their number", "omit it")
         else:
             found = explain_traces(traces, budget=rule, seed=seed)
     of_traces = isinstance(found, Explanation)
-    # All is read before anything is written.
+    # Read everything before writing anything.
     runs = [found.run, *(read_run([folder]) for folder in also or ())] if isinstance(found, Explanation) else []
     written = []
     if out is not None:
@@ -118,7 +118,7 @@ def explain(
 
 
 def _headline(found: Explanation) -> list[str]:
-    """What was read, and what was done to it."""
+    """Describe the run that was read."""
     run = found.run
     where = "kernels of devices" if run.on_device else "operators on the host"
     lines = [
@@ -126,15 +126,15 @@ def _headline(found: Explanation) -> list[str]:
         f"{len(run.iterations)} iterations; computations are {where}"
     ]
     if run.between_ns:
-        lines.append(f"between iterations {time_text(run.between_ns)}: optimiser, data; no part of what follows")
+        lines.append(f"between iterations {time_text(run.between_ns)}: optimizer, data; not included below")
     if any(run.clock_shift_ns):
         shifts = ", ".join(time_text(shift) for shift in run.clock_shift_ns)
-        lines.append(f"clocks brought into line by messages, rank by rank: {shifts}")
+        lines.append(f"clocks aligned by messages, shift of each rank: {shifts}")
     return lines
 
 
 def _trace_answer(found: Explanation) -> tuple[list[str], list[Table]]:
-    """Lines and tables for people."""
+    """Return lines and tables for the terminal."""
     return _headline(found), [
         _iterations_table(found),
         *_idle_tables(found),
@@ -143,7 +143,7 @@ def _trace_answer(found: Explanation) -> tuple[list[str], list[Table]]:
 
 
 def _iterations_table(found: Explanation) -> Table:
-    """Measured and replayed."""
+    """Return the measured and replayed times of iterations."""
     from pipeloom.report.any_width import Table
 
     table = Table(title="Iterations", title_justify="left")
@@ -162,7 +162,7 @@ def _iterations_table(found: Explanation) -> Table:
 
 
 def _idle_tables(found: Explanation) -> list[Table]:
-    """Idle time by cause, mean over iterations; as many ranks a table as a terminal is wide."""
+    """Return the idle time by cause, as a mean over iterations, with as many ranks per table as fit a terminal."""
     from pipeloom.explain.traces.idle import CAUSES
     from pipeloom.report.any_width import Table
 
@@ -188,7 +188,7 @@ def _idle_tables(found: Explanation) -> list[Table]:
 
 
 def _orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
-    """The traced order and better ones on mean costs, below what was measured."""
+    """Return the traced order and better ones at mean costs, below the measured time."""
     from pipeloom.report.any_width import Table
 
     table = Table(title="Orders of the same tasks, on their mean costs", title_justify="left")
@@ -200,7 +200,7 @@ def _orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
         gain = f"{row['less_by']:.1%}"
         table.add_row(row["order"], time_text(row["ns"]), gain, "-" if row["gap"] is None else share_text(row["gap"]))
     held = ", ".join(str(number) for number in what.in_flight.tolist())
-    table.caption = f"Activations that the ranks held at once, of a microbatch on a stage: {held}."
+    table.caption = f"Most activations held at once by each rank, in microbatches of a stage: {held}."
     table.caption_justify = "left"
     return table
 
@@ -226,7 +226,7 @@ def _orders_document(what: WhatIf) -> dict[str, Any]:
 
 
 def _trace_document(found: Explanation) -> dict[str, Any]:
-    """Everything that is printed, for ``--json``."""
+    """Return the printed results for ``--json``."""
     from pipeloom.explain.traces.idle import CAUSES
 
     def by_cause(rows: Any) -> list[dict[str, float]]:
@@ -257,14 +257,14 @@ def _trace_document(found: Explanation) -> dict[str, Any]:
 
 
 def _timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
-    """Lines and tables for people."""
+    """Return lines and tables for the terminal."""
     from pipeloom.report.any_width import Table
 
     timers = found.timers
     chunks = f", {timers.chunks_per_rank} chunks a rank" if timers.chunks_per_rank > 1 else ""
     lines = [
         f"{len(timers.forward_s)} pipeline ranks{chunks}, {timers.num_microbatches} microbatches, timers logged "
-        f"{timers.num_logged} times; messages and order are not in timers: 1F1B is assumed, and messages in no time"
+        f"{timers.num_logged} times; timers have no messages or order: assumes 1F1B and messages in no time"
     ]
     simulated = f"simulated {seconds_text(found.simulated_s)}"
     if timers.forward_backward_s:
@@ -285,7 +285,7 @@ def _timers_answer(found: TimersExplained) -> tuple[list[str], list[Table]]:
 
 
 def _timers_document(found: TimersExplained) -> dict[str, Any]:
-    """The same for ``--json``."""
+    """Return the printed results for ``--json``."""
     timers = found.timers
     return {
         "name": found.layers.name,

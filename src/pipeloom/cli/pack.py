@@ -1,4 +1,4 @@
-"""`pipeloom pack`: samples into microbatches, over files."""
+"""`pipeloom pack`: assign samples to microbatches."""
 
 from __future__ import annotations
 
@@ -19,60 +19,56 @@ if TYPE_CHECKING:
     from pipeloom.packing import PackedReplica
 
 HELP = """\
-Pack samples into microbatches and show what each weighs.
+Pack samples into microbatches and show their loads.
 
-Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
-than one replica FILE gets the replica's number before its suffix, one file each. The policy 'tuned' takes a --setup
-with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
-iteration, and samples are dealt so that the slowest replica's is shortest.
+Loads are seconds with a --setup, else tokens (and attention by --attention-tokens). With several replicas there is
+one file for each, with the replica's number before the suffix of FILE. The policy 'tuned' needs a --setup with encoders
+on the first rank. It chooses number, contents and order of the microbatches for the shortest simulated iteration, and
+assigns samples to replicas for the shortest iteration of the slowest replica.
 """
 EPILOG = (
     "Examples: pipeloom pack samples.jsonl --tokens 8192 --policy balanced --out batches.json; pipeloom pack "
     "samples.jsonl --tokens 8192 --policy balanced_encoder --attention-tokens 49152 --batch 128 --replicas 4 --out "
     "batches.json; pipeloom pack samples.jsonl --setup runs/NAME/setup.json --policy tuned --replicas 4 --out "
-    "batches.json. docs/packing.md tells the policies apart."
+    "batches.json. docs/packing.md describes the policies."
 )
 TUNED = "tuned"
-"""Beside the policies of `pipeloom.packing`: dealing, packing and order decided together by simulated time."""
+"""Beside the policies of `pipeloom.packing`: packing, order and assignment to replicas chosen by simulated time."""
 
 
 def pack(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
     tokens: int = typer.Option(
-        0,
-        min=0,
-        max=MAX_COUNT,
-        metavar="N",
-        help="Tokens of a microbatch at most; needed without a --setup that says so.",
+        0, min=0, max=MAX_COUNT, metavar="N", help="Most tokens of a microbatch; required without --setup."
     ),
-    policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
-    out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
+    policy: str = typer.Option("balanced", metavar="NAME", help="Packing policy, see docs/packing.md."),
+    out: Path = typer.Option(..., metavar="FILE", help="File for the pipeloom.batches/1."),
     batch: int = typer.Option(
         0, min=0, max=MAX_COUNT, metavar="N", help="Samples of one iteration; 0: all are one batch."
     ),
     microbatches: int = typer.Option(
-        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="At least so many; 0: as few as tokens allow."
+        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="Least number of microbatches; 0: as few as possible."
     ),
     replicas: int = typer.Option(
-        1, min=1, max=MAX_DEVICES, metavar="N", help="Deal every batch to data-parallel replicas first."
+        1, min=1, max=MAX_DEVICES, metavar="N", help="First assign every batch to this many replicas."
     ),
     attention_tokens: int = typer.Option(
         0,
         min=0,
         max=MAX_COUNT,
         metavar="N",
-        help="Length at which attention costs as much as the rest; 0: it costs nothing.",
+        help="Length at which attention costs as much as the rest; 0: attention costs nothing.",
     ),
     setup: Path | None = typer.Option(
-        None, metavar="FILE", help="setup.json of a run: loads are its measured seconds."
+        None, metavar="FILE", help="setup.json of a run, to compute loads from its measured costs."
     ),
     oversized: str = typer.Option(
-        "refuse", metavar="WORD", help="A sample above the budget: 'refuse', or 'split' it into pieces."
+        "refuse", metavar="WORD", help="For a sample above the budget: 'refuse', or 'split' it into pieces."
     ),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Pack samples into microbatches and show what each weighs."""
+    """Pack samples into microbatches and show their loads."""
     from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
     from pipeloom.planner import Setup
     from pipeloom.planner.dealing import pack_tuned
@@ -80,16 +76,16 @@ def pack(
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
     if policy == TUNED and setup is None:
-        raise InputError("--policy", "'tuned' without --setup", "give the setup.json of a run, for its costs")
+        raise InputError("--policy", "'tuned' needs --setup", "give the setup.json of a run")
     if policy == TUNED and microbatches:
-        raise InputError("--microbatches", "given beside 'tuned', which chooses their number", "leave it out")
+        raise InputError("--microbatches", "is set, but the policy 'tuned' chooses their number", "omit it")
     if oversized not in ("refuse", "split"):
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
     made = None if setup is None else read_spec(setup, Setup)
     if tokens < 1 and (tokens < 0 or made is None):
-        raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
+        raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     budget = tokens or (made.packing.token_budget if made is not None else 0)
     named = "balanced" if policy == TUNED else policy
     spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
@@ -132,7 +128,7 @@ def _pack_all(
     split_above: int,
     pack_batch: Callable[[Batch], list[PackedReplica]],
 ) -> list[PackedReplica]:
-    """Pack batch after batch, samples above a number of tokens cut in pieces (0: none are); errors name the file."""
+    """Pack all batches, splitting samples above a number of tokens (0: none); errors name the file."""
     from pipeloom.packing import split_oversized
 
     packed = []

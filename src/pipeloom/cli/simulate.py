@@ -1,4 +1,4 @@
-"""`pipeloom simulate`: the simulator over files."""
+"""`pipeloom simulate`: simulate a schedule from a file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pipeloom.timeline import Bubbles, bound_of, bubbles, check
 from pipeloom.timeline import simulate as run_order
 
 HELP = """\
-Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
+Simulate a schedule's order and show times, bubbles by cause, and memory.
 
-Every task starts as early as its rank and what it waits for allow; start times stated in the file are not used.
+Every task starts as early as its rank and dependencies allow; start times in the file are not used.
 """
 EPILOG = (
     "Example: pipeloom simulate tiny.json tiny.schedule.json --html tiny.html --trace tiny.trace.json. Open the page "
@@ -37,16 +37,16 @@ EPILOG = (
 
 def simulate(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
-    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."),
+    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file with the order."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a schedule's order in the simulator and show times, bubbles by cause, and memory."""
+    """Simulate a schedule's order and show times, bubbles by cause, and memory."""
     check_targets(trace, html, svg)
     graph = read_instance(instance)
-    track = stated_track(graph, schedule)
+    track = read_track(graph, schedule)
     idle = bubbles(track.graph, track.timeline)
     written = draw([track], title=graph.name or instance.stem, trace_file=trace, html_file=html, svg_file=svg)
     if json:
@@ -55,19 +55,19 @@ def simulate(
             | {
                 "instance": graph.name,
                 "start_s": [t / 1e9 for t in track.timeline.start_ns.tolist()],
-                "bubbles": bubbles_document(idle),
+                "bubbles": _bubbles_document(idle),
                 "written": written,
             }
         )
         return
     console = stdout()
     console.print(comparison_table([track], title=graph.name))
-    console.print(bubbles_table(graph, idle))
+    console.print(_bubbles_table(graph, idle))
     print_written(written)
 
 
-def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
-    """Idle seconds of every rank by cause."""
+def _bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
+    """Return the idle seconds of every rank by cause."""
     return [
         {
             "rank": rank,
@@ -82,8 +82,8 @@ def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
     ]
 
 
-def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
-    """Idle time of every rank by cause, for people."""
+def _bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
+    """Return a table of the idle time of every rank by cause."""
     from pipeloom.report.any_width import Table
 
     table = Table(title="Idle time by cause", title_justify="left")
@@ -104,22 +104,22 @@ def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
     return table
 
 
-def stated_track(graph: TaskGraph, path: Path) -> Track:
-    """Run the order of a schedule's file; a note says what of it is infeasible.
+def read_track(graph: TaskGraph, path: Path) -> Track:
+    """Simulate the order of a schedule file; a note reports why it is infeasible.
 
     Raises
     ------
     InputError
-        Naming the file, when its order does not fit the instance or cannot run.
+        If its order does not fit the instance or cannot run; the message names the file.
     """
-    stated = read_schedule(path)
+    record = read_schedule(path)
     try:
-        timeline = run_order(graph, stated.schedule)
+        timeline = run_order(graph, record.schedule)
     except InputError as error:
         raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
     except PlanError as error:
         raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
-    for violation in check(graph, stated.schedule):
+    for violation in check(graph, record.schedule):
         print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
-    name = stated.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
-    return make_track(name, graph, stated.schedule, timeline, bound_of(graph, stated.schedule, timeline))
+    name = record.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
+    return make_track(name, graph, record.schedule, timeline, bound_of(graph, record.schedule, timeline))

@@ -1,4 +1,4 @@
-"""`pipeloom sweep`: which degrees of parallelism are best for a model on a cluster."""
+"""`pipeloom sweep`: rank degrees of parallelism for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def sweep(
     ),
     max_tp: int = typer.Option(8, min=1, max=MAX_DEVICES, help="Largest degree of tensor parallelism."),
     top: int = typer.Option(
-        10, min=1, max=MAX_COUNT, metavar="N", help="Rows to show of those that run, and of those that cannot."
+        10, min=1, max=MAX_COUNT, metavar="N", help="Most rows to show of runnable and of failing combinations."
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the samples drawn."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
@@ -105,7 +105,7 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     if runnable:
         console.print(table)
         shown = f"{min(top, runnable)} of {runnable} combinations that run"
-        console.print(f"Emulated, not measured; {shown}. tokens/s are of one device.", style="dim")
+        console.print(f"Emulated, not measured; {shown}. tokens/s is per device.", style="dim")
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:
