@@ -99,11 +99,11 @@ def arrange(
     if params is not None and method != _JOINT:
         raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
-    search = _Search(method, seed, threads or _num_threads(), params)
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of
 
-    found, interrupted = _search(layers, _chain(layers, emulated, split, memory), budget, search)
+    chain = _chain(layers, emulated, split, memory)
+    found, interrupted = _search(layers, chain, budget, method, seed, threads or _num_threads(), params)
     layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
@@ -134,16 +134,6 @@ def arrange(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """Settings of the search."""
-
-    method: str
-    seed: int
-    threads: int
-    params: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Emulated:
     """Settings for which a model's layers are emulated."""
 
@@ -154,23 +144,23 @@ class _Emulated:
     microbatches: int
 
 
-def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> tuple[CooptimisedPipeline, bool]:
+def _search(
+    layers: str, chain: LayerChain, seconds: float, method: str, seed: int, threads: int, params_file: Path | None
+) -> tuple[CooptimisedPipeline, bool]:
     """Search and check the result; return it and whether Ctrl-C ended the search early."""
     from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
     from pipeloom.layout.cooptimise.joint import warm_up
 
-    params = CooptimiseParams() if search.params is None else read_spec(search.params, CooptimiseParams)
+    params = CooptimiseParams() if params_file is None else read_spec(params_file, CooptimiseParams)
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             warm_up()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
-            if search.method == _JOINT:
-                found = cooptimise(
-                    chain, budget=rule, seed=search.seed, threads=search.threads, params=params, on_progress=show
-                )
+            if method == _JOINT:
+                found = cooptimise(chain, budget=rule, seed=seed, threads=threads, params=params, on_progress=show)
             else:
-                found = installed(ARRANGE_METHODS)[search.method](chain, budget=rule, on_progress=show)
+                found = installed(ARRANGE_METHODS)[method](chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
             raise type(error)(f"{layers}: {error.verdict}: {error}") from error
     # The independent checker verifies every result; a violation here is a defect of the search.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
+from pipeloom.cli.options import FREEZE_HELP, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
-from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_RANKS, MAX_SEED
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
@@ -62,7 +62,7 @@ def compare(
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     microbatches: int | None = typer.Option(
-        None, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of one replica; default: 16."
+        None, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of one replica; default: 16."
     ),
     tokens: int | None = typer.Option(
         None,

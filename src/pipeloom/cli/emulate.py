@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
@@ -17,7 +17,7 @@ from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
-from pipeloom.limits import MAX_DEVICES, MAX_RANKS, MAX_SEED
+from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
@@ -56,9 +56,7 @@ def emulate(
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
-    microbatches: int = typer.Option(
-        16, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of one replica."
-    ),
+    microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of one replica."),
     strategy: str | None = typer.Option(
         None,
         help="keep, selective, recompute, offload, or for a share of layers recompute:0.5; default: fastest that fits.",
@@ -144,14 +142,9 @@ def samples_text(groups: Sequence[Sequence[Sample]]) -> str:
     parts = [f"{sum(sample.text_tokens for sample in samples):,} tokens of text"]
     if images:
         parts.append(f"{len(images):,} images of {sum(images):,} tokens")
-    for kind, number in (("videos", sum(len(s.video_seconds) for s in samples)), ("recordings", _recordings(samples))):
-        if number:
-            parts.append(f"{number:,} {kind}")
+    videos, recordings = sum(len(s.video_seconds) for s in samples), sum(len(s.audio_seconds) for s in samples)
+    parts += [f"{number:,} {kind}" for kind, number in (("videos", videos), ("recordings", recordings)) if number]
     return f"{len(groups)} microbatches of {len(samples):,} samples: {', '.join(parts)}"
-
-
-def _recordings(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.audio_seconds) for sample in samples)
 
 
 def parameters_text(architecture: Architecture) -> str:

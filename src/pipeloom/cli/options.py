@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
-from pipeloom.limits import MAX_MICROBATCHES, MAX_SEED, MAX_THREADS, MAX_WAIT_S
+from pipeloom.limits import MAX_SEED, MAX_THREADS, MAX_WAIT_S
 
 if TYPE_CHECKING:
     from pipeloom.search import SearchParams
 
 FREEZE_HELP = "A module that is not trained; can be repeated."
 PARAMS_HELP = "Search parameters to change, TOML or JSON, with a table for each group."
-
-MOST_MICROBATCHES = MAX_MICROBATCHES
 
 
 def check_budget(seconds: float) -> None:

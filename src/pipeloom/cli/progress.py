@@ -26,7 +26,7 @@ from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s
 from pipeloom.report.any_width import Table as WideTable
 from pipeloom.runtime import StepReport
-from pipeloom.training import Summary
+from pipeloom.training import Display, Summary
 
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
@@ -104,7 +104,7 @@ def _line(words: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Terminal:
+class Terminal(Display):
     """Shows a run on standard output, or on standard error to leave standard output free."""
 
     to_stderr: bool = False

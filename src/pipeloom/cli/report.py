@@ -9,7 +9,7 @@ import typer
 
 from pipeloom.bounds import Number, Seconds
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
-from pipeloom.cli.simulate import stated_track
+from pipeloom.cli.simulate import read_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
@@ -60,7 +60,7 @@ def report(
     if not schedules:
         raise InputError(str(source), "is not a folder of a run, and there is no schedule", "add SCHEDULE files")
     graph = read_instance(source)
-    tracks = [stated_track(graph, path) for path in schedules]
+    tracks = [read_track(graph, path) for path in schedules]
     heading = title or graph.name or source.stem
     written = draw(tracks, title=heading, trace_file=trace, html_file=html, svg_file=svg)
     if json:

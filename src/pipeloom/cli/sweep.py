@@ -7,13 +7,13 @@ from typing import Any
 import typer
 
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
-from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_SEED
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
@@ -26,7 +26,7 @@ def sweep(
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Devices to use; 0: all of the cluster."),
     microbatches: int = typer.Option(
-        128, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
+        128, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
     ),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."

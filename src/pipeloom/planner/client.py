@@ -203,12 +203,9 @@ class Planner:
                 self._num_missed += 1
                 raise PlannerError(f"no plan within the deadline of {self.deadline_s:g} s")
 
+    @collector_paused()
     def _accept(self, iteration: int, data: bytes) -> Delivery:
         """Check an answer against its batch and the layout, and verify it again; runs in the mailbox's thread."""
-        with collector_paused():
-            return self._checked(iteration, data)
-
-    def _checked(self, iteration: int, data: bytes) -> Delivery:
         request = self._submitted.get(iteration)
         if request is None:
             raise PlannerError(f"no request for iteration {iteration} is pending")
@@ -243,7 +240,7 @@ class Planner:
         )
 
 
+@collector_paused()
 def fallback_plan(problem: Problem, batch: Batch) -> PlannedBatch:
     """Plan a batch by the first fixed heuristic, in milliseconds."""
-    with collector_paused():
-        return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+    return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s, print_line
@@ -15,47 +15,31 @@ if TYPE_CHECKING:
     from pipeloom.runtime import StepReport
 
 
-class Display(Protocol):
-    """Shows the progress of a run. It is pickled: rank 0 has its own copy."""
+class Display:
+    """Shows the progress of a run; this base class shows nothing. It is pickled: rank 0 has its own copy."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Show a message about the current step."""
-        ...
-
-    def working(self, title: str) -> AbstractContextManager[Callable[[str, float | None], None]]:
-        """Yield a function that shows the current step and the completed share, which is None if unknown."""
-        ...
-
-    def iterations(self, total: int, first: int) -> AbstractContextManager[Callable[[StepReport], None]]:
-        """On rank 0, yield a function to call with the report of every iteration, from ``first`` on."""
-        ...
-
-    def close(self, summary: Summary) -> None:
-        """On rank 0, show the summary of the run."""
-        ...
-
-
-class Quiet:
-    """Shows nothing."""
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        """Do nothing."""
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:  # noqa: ARG002
-        """Do nothing."""
+        """Yield a function that shows the current step and the completed share, which is None if unknown."""
         yield lambda _text, _share: None
 
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:  # noqa: ARG002
-        """Do nothing."""
+        """On rank 0, yield a function to call with the report of every iteration, from ``first`` on."""
         yield lambda _report: None
 
     def close(self, summary: Summary) -> None:
-        """Do nothing."""
+        """On rank 0, show the summary of the run."""
 
 
-class Lines(Quiet):
+class Quiet(Display):
+    """Shows nothing."""
+
+
+class Lines(Display):
     """Shows a run as lines on standard error: each step, and the progress at least every ten seconds."""
 
     def say(self, text: str, *, warning: bool = False) -> None:

@@ -130,22 +130,23 @@ class Job:
         InputError
             If it is missing or invalid.
         """
-        return self._setup_of(self._setup_file())
+        return self._decode_setup(self._setup_bytes())
 
-    def _setup_file(self) -> bytes:
-        try:
+    def _setup_bytes(self) -> bytes:
+        with self._setup_errors():
             return self.setup_path.read_bytes()
-        except OSError as error:
-            raise self._no_setup(error) from error
 
-    def _setup_of(self, data: bytes) -> Setup:
-        try:
+    def _decode_setup(self, data: bytes) -> Setup:
+        with self._setup_errors():
             return msgspec.json.decode(data, type=Setup)
-        except msgspec.MsgspecError as error:
-            raise self._no_setup(error) from error
 
-    def _no_setup(self, error: Exception) -> InputError:
-        return InputError(str(self.setup_path.absolute()), f"cannot be read ({error})", "prepare the run first")
+    @contextmanager
+    def _setup_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, msgspec.MsgspecError) as error:
+            path = str(self.setup_path.absolute())
+            raise InputError(path, f"cannot be read ({error})", "prepare the run first") from error
 
     def shared_setup(self) -> Setup:
         """Broadcast rank 0's setup to all ranks, which may be on hosts without its files; all ranks call it together.
@@ -160,7 +161,7 @@ class Job:
         with together("broadcasting the setup"):
             theirs = broadcast_bytes(mine if is_first else None)
             # The bytes of the file that rank 0 of this run has written.
-            data = broadcast_bytes(self._setup_file() if is_first else None)
+            data = broadcast_bytes(self._setup_bytes() if is_first else None)
         here, there = msgspec.json.decode(mine), msgspec.json.decode(theirs)
         for field_name, value in here.items():
             if value != there[field_name]:
@@ -169,4 +170,4 @@ class Job:
                     f"differs between host {socket.gethostname()} and rank 0's host",
                     "give all hosts the same file",
                 )
-        return self._setup_of(data)
+        return self._decode_setup(data)

@@ -101,10 +101,8 @@ def held_copies(job: Job, model: Model) -> dict[str, float]:
 def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
     """Make the layout that the run's config describes, from measured costs."""
     config = job.config.layout
-    if config.kind == "chosen":
-        return _chosen_layout(job, model, profile, first)
-    if config.kind == "arranged":
-        return _arranged_layout(job, model, profile, first)
+    if config.kind in ("chosen", "arranged"):
+        return _search_layout(job, model, profile, first)
     if config.kind == "encoder_first":
         return LayoutChoice(encoder_first(model.spec, config.ranks, profile.load, placements=config.modules))
     return LayoutChoice(separate(model.spec, config.ranks, config.modules, profile.load))
@@ -166,27 +164,18 @@ def dealable(model: Model) -> tuple[str, ...]:
     )
 
 
-def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
-    """Choose partition and placement together, and write the layers for which they were chosen."""
-    coming = preview(job, model, profile, first)
-    if len(model.spec.modules) == 1:
-        write_layers(job.folder / "layers.json", training_layers(coming))
-    job.display.say("Choosing partition and placement ...")
-    begin = time.monotonic()
-    with job.display.working("Choosing partition and placement") as tell:
-        trials = arrange_training_layout(coming, seed=job.config.seed, tell=tell)
-    _show(job, trials)
-    job.display.say(f"Chose the fastest of {len(trials)} layouts after {time.monotonic() - begin:.1f} s.")
-    return LayoutChoice(trials[0].layout, trials[0].rule)
-
-
-def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
+def _search_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
     """Plan the first batches under many layouts, and return the fastest."""
-    job.display.say("Choosing a layout ...")
-    begin = time.monotonic()
     coming = preview(job, model, profile, first)
-    with job.display.working("Choosing a layout") as tell:
-        trials = choose_training_layout(coming, seed=job.config.seed, tell=tell)
+    co_optimizes = job.config.layout.kind == "arranged"
+    if co_optimizes and len(model.spec.modules) == 1:
+        write_layers(job.folder / "layers.json", training_layers(coming))
+    title = "Choosing partition and placement" if co_optimizes else "Choosing a layout"
+    search = arrange_training_layout if co_optimizes else choose_training_layout
+    job.display.say(f"{title} ...")
+    begin = time.monotonic()
+    with job.display.working(title) as tell:
+        trials = search(coming, seed=job.config.seed, tell=tell)
     _show(job, trials)
     job.display.say(f"Chose the fastest of {len(trials)} layouts after {time.monotonic() - begin:.1f} s.")
     return LayoutChoice(trials[0].layout, trials[0].rule)

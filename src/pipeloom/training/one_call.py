@@ -44,6 +44,8 @@ from pipeloom.training.task import Task
 Batches = Iterable[Sequence[Any]]
 _MICROBATCHES_PER_RANK = 2
 _EVALUATE_EVERY = 100
+_SAME_FIELDS = ("parallel", "seed", "cluster", "planner", "runtime", "checkpoint", "timeout_s", "ema", "log")
+"""Fields that `FitSettings` and `TrainConfig` share."""
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,8 +193,7 @@ def fit(
     built = task.model(_dtype(), settings.seed)
     count = settings.iterations or (len(batches) if isinstance(batches, Sized) else UNTIL_THE_END)
     described = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
-    config = _config(built, task, settings, _layout_config(ranks, layout), count)
-    config = _with_loop(config, described, settings)
+    config = _config(built, task, settings, _layout_config(ranks, layout), count, described)
     folder = settings.folder or _new_folder(built.name)
     run = TrainingRun(
         config,
@@ -232,41 +233,28 @@ def _task(
     )
 
 
-def _config(model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int) -> TrainConfig:
+def _config(
+    model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int, optimizer: OptimizerConfig
+) -> TrainConfig:
     """Return the settings as a file would hold them."""
-    return TrainConfig(
-        name=model.name if settings.folder is None else settings.folder.name,
-        iterations=iterations,
-        layout=layout,
-        packing=settings.packing or _packing(model, task, layout.ranks),
-        parallel=settings.parallel,
-        seed=settings.seed,
-        dtype=_dtype(),
-        cluster=settings.cluster,
-        planner=settings.planner,
-        runtime=settings.runtime,
-        checkpoint=settings.checkpoint,
-        timeout_s=settings.timeout_s,
-    )
-
-
-def _with_loop(config: TrainConfig, optimizer: OptimizerConfig, settings: FitSettings) -> TrainConfig:
-    """Return the config with the settings of the training loop."""
-    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
     scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
-    if scheduler.name in ("cosine", "linear") and config.iterations == UNTIL_THE_END:
+    if scheduler.name in ("cosine", "linear") and iterations == UNTIL_THE_END:
         problem = f"{scheduler.name!r} needs the length of the run, which is unknown"
         raise InputError("settings.scheduler", problem, "give settings.iterations")
     evaluation = settings.evaluation
     if evaluation is None and settings.evaluate_on is not None:
         evaluation = EvaluationConfig(_EVALUATE_EVERY)
-    return msgspec.structs.replace(
-        config,
+    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
+    return TrainConfig(
+        name=model.name if settings.folder is None else settings.folder.name,
+        iterations=iterations,
+        layout=layout,
+        packing=settings.packing or _packing(model, task, layout.ranks),
+        dtype=_dtype(),
         optimizer=msgspec.structs.replace(optimizer, clip_norm=clip_norm),
         scheduler=scheduler,
         evaluation=evaluation,
-        ema=settings.ema,
-        log=settings.log,
+        **{name: getattr(settings, name) for name in _SAME_FIELDS},
     )
 
 
