@@ -153,9 +153,9 @@ def read_setup(
 
     parts: dict[str, Any] = {"--model": model, "--layout": layout, "--profile": profile}
     if setup is not None:
-        given = next((name for name, path in parts.items() if path is not None), None)
-        if given is not None:
-            raise InputError(given, "is set, but --setup contains it", "omit one of them")
+        redundant = next((name for name, path in parts.items() if path is not None), None)
+        if redundant is not None:
+            raise InputError(redundant, "is set, but --setup contains it", "omit one of them")
         made = read_spec(setup, Setup)
         packing = msgspec.structs.replace(made.packing, token_budget=tokens) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, RankSpec)

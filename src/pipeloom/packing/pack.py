@@ -50,7 +50,7 @@ def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, load
 
 
 def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> Packing:
-    """Build the packing with the taken samples in each microbatch; each module's part is split as the layout states."""
+    """Build the packing with the given samples in each microbatch; each module's part is split as the layout states."""
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)

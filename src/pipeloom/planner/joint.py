@@ -76,8 +76,8 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
     pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).sparing(problem.spare_bytes)
     result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
     plan = tuned_plan(pipeline, batch, result, problem.costs)
-    room = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
-    graph = replace(plan.graph, capacity_bytes=room)
+    headroom = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
+    graph = replace(plan.graph, capacity_bytes=headroom)
     timeline = simulate(graph, plan.schedule)
     return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), result.evaluations)
 

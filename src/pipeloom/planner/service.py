@@ -109,19 +109,19 @@ def answer_request(problem: Problem, setup: Setup, request: Request, finishing: 
     """
     begin = time.monotonic()
     corrected, budget_s = problem.corrected(request.correction), setup.budget_s
-    dealt: tuple[int, ...] = ()
+    assigned: tuple[int, ...] = ()
     if request.ahead is not None:
         # Errors of that batch are reported when it is planned itself. Until then, loads assign it.
         part = setup.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            found = deal_planned(
+            assignment = deal_planned(
                 corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
             )
-            dealt = found.replicas if found.predicted else ()
+            assigned = assignment.replicas if assignment.predicted else ()
         # This plan is needed first: an assignment that took too long does not shorten it.
         budget_s -= min(part, time.monotonic() - begin)
     budget = Deadline(budget_s)
     planned = plan_batch(
         corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, finishing=finishing
     )
-    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=dealt)
+    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=assigned)

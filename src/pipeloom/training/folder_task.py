@@ -67,10 +67,10 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         check_count("batch", self.batch)
         if self.exclude and not self.skip_corrupt:
             raise InputError("exclude", "names samples, but skip_corrupt is false", "set skip_corrupt to true")
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        sources = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(sources) != 1:
             raise InputError(
-                ", ".join(given) or "webdataset", f"{len(given)} sources", f"give one of {', '.join(_KINDS)}"
+                ", ".join(sources) or "webdataset", f"{len(sources)} sources", f"give one of {', '.join(_KINDS)}"
             )
 
     @property
@@ -201,9 +201,9 @@ class _EvaluationBatches:
     sources: tuple[str, ...]
     """Sources that ``[evaluation.data]`` names itself."""
 
-    def __call__(self, **given: Any) -> Batches:
-        given = {name: value for name, value in given.items() if name not in _KINDS or name in self.sources}
-        data = convert(given, DataConfig, f"{self.file}: evaluation.data")
+    def __call__(self, **fields: Any) -> Batches:
+        fields = {name: value for name, value in fields.items() if name not in _KINDS or name in self.sources}
+        data = convert(fields, DataConfig, f"{self.file}: evaluation.data")
         dataset = _cached_dataset(msgspec.json.encode(data), self.file, self.folder)
         return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)
 
@@ -214,18 +214,18 @@ def _cached_dataset(data: bytes, file: Path, folder: str) -> ProcessedDataset:
     return _dataset(msgspec.json.decode(data, type=DataConfig), file, folder, "evaluation.data")
 
 
-def _beside(file: Path, given: Any) -> Any:
+def _beside(file: Path, paths: Any) -> Any:
     """Return paths relative to the file."""
-    return [str(file.parent / each) for each in given] if isinstance(given, list) else str(file.parent / given)
+    return [str(file.parent / each) for each in paths] if isinstance(paths, list) else str(file.parent / paths)
 
 
-def _function(file: Path, given: str) -> Any:
-    if not given:
+def _function(file: Path, reference: str) -> Any:
+    if not reference:
         return None
-    source, _, name = given.rpartition(":")
+    source, _, name = reference.rpartition(":")
     path = Path(os.path.realpath(file.parent / source))
     if not source or not path.is_file():
-        raise InputError(f"function = {given!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
+        raise InputError(f"function = {reference!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
     return _Function(str(path), name)
 
 

@@ -80,18 +80,18 @@ def held_copies(job: Job, model: Model) -> dict[str, float]:
     for module in model.modules:
         usual = usual_copies(module.frozen)
         for layer, spec in zip(module.layers, module.spec.flat_layers, strict=True):
-            stated = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
+            declared_bytes = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
             sharded = parallel.shard is not None and (module.name, spec.kind) not in whole
             copies = sharded_copies(parallel.dp, module.frozen) if sharded else usual
             if job.config.ema is not None and not module.frozen:
                 # The average has at least single precision. Under autocast weights have it too, and are the unit.
                 wide = 1.0 if autocast is not None else max(1.0, 4 / DTYPE_BYTES[spec.output.dtype])
                 copies += wide / (parallel.dp if sharded else 1)
-            if autocast is not None and stated:
+            if autocast is not None and declared_bytes:
                 weights = list(layer.parameters())
                 # Only casts of trained parameters are kept.
                 casts = 0 if module.frozen else sum(p.numel() for p in weights if p.dtype == torch.float32)
-                copies = (copies * sum(p.nbytes for p in weights) + casts * autocast.itemsize) / stated
+                copies = (copies * sum(p.nbytes for p in weights) + casts * autocast.itemsize) / declared_bytes
             if copies != usual:
                 key = f"{module.name}/{spec.kind}"
                 found[key] = max(copies, found.get(key, 0.0))

@@ -58,8 +58,8 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             model = with_shapes(job.build_model(), setup.model)
             trainer = _trainer(job, setup, relayout, model, handlers, go_on)
             first = trainer.resume(learned) if go_on else 0
-            given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
-            batches = trainer.skip_trained(given, count)
+            all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
+            batches = trainer.skip_trained(all_batches, count)
             if not handlers and trainer.rank == 0:
                 if first:
                     job.display.say(f"Continuing from the checkpoint after {first} iterations.")

@@ -249,16 +249,16 @@ class TrainingRun(Job):
         config = self.config
         first = FirstBatches(self, model)
         model = first.shaped
-        given = given_layout(self, model)
+        declared = given_layout(self, model)
         profile = known_profile(self, model) or measured_profile(self, first, self.device)
-        laid = given or lay_out(self, model, profile, first)
+        choice = declared or lay_out(self, model, profile, first)
         params = config.planner.params
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
-        if laid.rule is not None:
-            search = msgspec.structs.replace(search, rules=(*search.rules, laid.rule))
+        if choice.rule is not None:
+            search = msgspec.structs.replace(search, rules=(*search.rules, choice.rule))
         setup = Setup(
             model=model.spec,
-            layout=msgspec.structs.replace(laid.layout, parallelism=config.parallel.degrees),
+            layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
             profile=profile,
             packing=config.packing,
             cluster=self.cluster,
