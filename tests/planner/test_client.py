@@ -113,7 +113,7 @@ def test_a_stopped_process_is_ended_in_bounded_time() -> None:
     process = Sleeper("nowhere:0", "")
     process.start()
     first = process.pid
-    assert process.restart()
+    process.restart()
     assert process.pid != first
     assert process.is_alive()
     process.stop(grace_s=0.05)

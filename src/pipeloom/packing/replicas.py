@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.packing.loads import IntArray, Loads
+from pipeloom.packing.loads import Loads
 from pipeloom.packing.policies import assign_bins
 
 Members = tuple[int, ...]
@@ -66,7 +66,7 @@ def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: floa
     # No token budget applies here: every replica packs as many microbatches as it needs.
     tokens = np.ones(len(loads), np.int64)
     replica_of = assign_bins(tokens, rows, _NO_LIMIT, num_replicas, seed, _EFFORT)
-    return tuple(_members(replica_of, replica) for replica in range(num_replicas))
+    return tuple(tuple(np.flatnonzero(replica_of == replica).tolist()) for replica in range(num_replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,3 @@ class _Assignment:
         if not np.isfinite(a):
             return 0.25
         return (a - b) / (2 * (a + b))
-
-
-def _members(replica_of: IntArray, replica: int) -> Members:
-    return tuple(np.flatnonzero(replica_of == replica).tolist())

@@ -68,14 +68,11 @@ class PlannerProcess:
         """Return whether a restart is left."""
         return self.num_restarts < self.max_restarts
 
-    def restart(self) -> bool:
-        """End the old process and start a new one if a restart is left; return whether it was."""
-        if not self.may_restart():
-            return False
+    def restart(self) -> None:
+        """End the old process and start a new one."""
         self.num_restarts += 1
         self.kill()
         self.start()
-        return True
 
     def kill(self) -> None:
         """Kill the process if it runs."""

@@ -73,7 +73,9 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
             learned, go_on = trainer.learned, True
             # Free their memory before the next ones are built.
             del model, trainer, batches
-    _gather(job, trainer)
+    # Only if it is needed, since the whole model may exceed a rank's memory.
+    if job.task.evaluate is not None:
+        trainer.gather_model()
     if not handlers:
         return None
     [handler] = handlers
@@ -185,12 +187,6 @@ class _Evaluator:
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
         if self.handler is not None:
             self.handler.evaluated(found)
-
-
-def _gather(job: Job, trainer: Trainer) -> None:
-    """Gather the whole model if the task evaluates it; it may exceed a rank's memory otherwise."""
-    if job.task.evaluate is not None:
-        trainer.gather_model()
 
 
 def _trainer(
