@@ -13,8 +13,8 @@ from pipeloom.packing.policies import (
     assign_bins,
     fill_shares,
     group,
-    groups_of,
     least_microbatches,
+    samples_of_bins,
 )
 from pipeloom.spec import Layout
 
@@ -124,7 +124,7 @@ def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0
         return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
     bins = assign_bins(loads.tokens, loads.rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
     fill_shares(loads, spec.token_budget, bins)
-    return groups_of(bins)
+    return samples_of_bins(bins)
 
 
 def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Iterator[Groups]:
@@ -146,7 +146,7 @@ def filled_groups(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
             yield group(loads, PackingSpec(samples * longest, "algorithm1_opened"))
 
 
-def cut_layouts(layout: Layout) -> Iterator[Layout]:
+def sub_microbatch_variants(layout: Layout) -> Iterator[Layout]:
     """Yield the layout with the sub-microbatches of one module halved, doubled or not split."""
     for i, module in enumerate(layout.modules):
         size = module.sub_microbatch

@@ -49,16 +49,16 @@ def pack(batch: Batch, model: ModelSpec, layout: Layout, spec: PackingSpec, load
     return packing_of(batch, model, layout, group(loads, spec, batch.iteration))
 
 
-def packing_of(batch: Batch, model: ModelSpec, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> Packing:
+def packing_of(batch: Batch, model: ModelSpec, layout: Layout, members: tuple[tuple[int, ...], ...]) -> Packing:
     """Build the packing with the given samples in each microbatch; each module's part is split as the layout states."""
     modules = tuple(module.name for module in layout.modules)
     specs = tuple(model.module(name) for name in modules)
     limits = tuple(module.sub_microbatch for module in layout.modules)
     microbatches = []
-    for samples in groups:
-        cutter = _Cutter(batch, samples, model)
+    for samples in members:
+        splitter = _Splitter(batch, samples, model)
         parts = tuple(
-            cutter.cut(module, _even_sizes(len(cutter.lengths[module.name]), limit), module.name)
+            splitter.split(module, _even_sizes(len(splitter.lengths[module.name]), limit), module.name)
             for module, limit in zip(specs, limits, strict=True)
         )
         microbatches.append(Microbatch(samples, parts))
@@ -100,12 +100,12 @@ def packing_from_counts(
     for m, (members, parts) in enumerate(zip(samples, counts, strict=True)):
         if len(parts) != len(layout.modules):
             raise InputError(f"packing.counts[{m}]", f"has {len(parts)} modules, the layout {len(layout.modules)}")
-        cutter = _Cutter(batch, members, model)
-        cuts = tuple(
-            cutter.cut(model.module(module.name), sizes, f"packing.counts[{m}].{module.name}")
+        splitter = _Splitter(batch, members, model)
+        split_parts = tuple(
+            splitter.split(model.module(module.name), sizes, f"packing.counts[{m}].{module.name}")
             for module, sizes in zip(layout.modules, parts, strict=True)
         )
-        microbatches.append(Microbatch(members, cuts))
+        microbatches.append(Microbatch(members, split_parts))
     modules = tuple(module.name for module in layout.modules)
     return Packing(batch, modules, tuple(microbatches), tuple(model.module(name).reads for name in modules))
 
@@ -118,7 +118,7 @@ def _even_sizes(total: int, limit: int | None) -> tuple[int, ...]:
     return tuple(total // num_parts + (part < total % num_parts) for part in range(num_parts))
 
 
-class _Cutter:
+class _Splitter:
     """Splits the instances of one microbatch's modules into sub-microbatches."""
 
     def __init__(self, batch: Batch, samples: tuple[int, ...], model: ModelSpec) -> None:
@@ -126,7 +126,7 @@ class _Cutter:
         self.lengths = {m.name: module_lengths(batch, samples, m) for m in model.modules}
         self.sources = {m.name: model.sources(m.name) if m.takes else m.after for m in model.modules}
 
-    def cut(self, module: ModuleSpec, sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
+    def split(self, module: ModuleSpec, sizes: tuple[int, ...], where: str) -> tuple[SubMicrobatch, ...]:
         lengths = self.lengths[module.name]
         if sum(sizes) != len(lengths) or any(size < 1 for size in sizes):
             raise InputError(where, f"{list(sizes)} does not divide {len(lengths)} instances into non-empty parts")

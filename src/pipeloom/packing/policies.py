@@ -85,10 +85,10 @@ def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[in
     tuple of tuple of int
         Positions of the samples of each microbatch. None is empty, and every sample is in exactly one.
     """
-    return groups_of(_POLICIES[spec.policy].bins(loads, spec, iteration))
+    return samples_of_bins(_POLICIES[spec.policy].bins(loads, spec, iteration))
 
 
-def groups_of(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
+def samples_of_bins(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
     """Return the samples of every non-empty bin, from the bin of every sample."""
     order = np.argsort(bin_of, kind="stable")
     cuts = np.flatnonzero(np.diff(bin_of[order])) + 1

@@ -32,20 +32,21 @@ def forward_problem(setup: Setup) -> Problem:
         for layer in module.flat_layers:
             key = f"{module.name}/{layer.kind}"
             held[key] = setup.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
-    costs = replace(setup.costs, model=model, strategies=("recompute",), split_backward=False, held_copies=held)
     # The number of microbatches matters little if nothing is held, and PipeTune's recurrence includes backwards.
     policy = "balanced" if setup.packing.policy == "planned" else setup.packing.policy
-    packing = msgspec.structs.replace(setup.packing, policy=policy)
-    layout = setup.layout.forward_only()
-    return Problem(
-        model,
-        layout,
-        costs,
-        packing,
-        setup.cluster.memory_capacity_bytes,
-        backend=setup.backend,
+    forwards = msgspec.structs.replace(
+        setup,
+        model=model,
+        layout=setup.layout.forward_only(),
+        packing=msgspec.structs.replace(setup.packing, policy=policy),
+        strategies=("recompute",),
+        tuning=None,
+        split_backward=False,
+        held_copies=held,
         search=msgspec.structs.replace(setup.search, rules=()),
+        threads=1,
     )
+    return forwards.problem()
 
 
 def plan_forwards(problem: Problem, batch: Batch) -> Delivery:

@@ -15,7 +15,15 @@ import msgspec
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
-from pipeloom.packing.choices import Groups, cut_layouts, even_groups, filled_groups, multiples, numbers, walk
+from pipeloom.packing.choices import (
+    Groups,
+    even_groups,
+    filled_groups,
+    multiples,
+    numbers,
+    sub_microbatch_variants,
+    walk,
+)
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
@@ -350,7 +358,7 @@ class PackingSearch:
         if not self.comparison.judged:
             return
         best = min(self.comparison.judged, key=lambda each: each.expected_ns)
-        for layout in cut_layouts(self.problem.layout):
+        for layout in sub_microbatch_variants(self.problem.layout):
             if self._ends_with(0):
                 return
             self.comparison.judge(best.groups, layout)
