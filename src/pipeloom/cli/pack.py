@@ -17,6 +17,7 @@ from pipeloom.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from pipeloom.packing import PackedReplica
+    from pipeloom.planner import Setup
 
 HELP = """\
 Pack samples into microbatches and show their loads.
@@ -70,8 +71,6 @@ def pack(
 ) -> None:
     """Pack samples into microbatches and show their loads."""
     from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
-    from pipeloom.planner import Setup
-    from pipeloom.planner.dealing import pack_tuned
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
@@ -83,7 +82,7 @@ def pack(
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    made = None if setup is None else read_spec(setup, Setup)
+    made = None if setup is None else _read_setup(setup)
     if tokens < 1 and (tokens < 0 or made is None):
         raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     budget = tokens or (made.packing.token_budget if made is not None else 0)
@@ -94,6 +93,8 @@ def pack(
     def pack_batch(whole: Batch) -> list[PackedReplica]:
         check_budget(whole, model, spec.token_budget)
         if policy == TUNED and made is not None:
+            from pipeloom.planner.dealing import pack_tuned
+
             return pack_tuned(made, whole, spec, replicas)
         return pack_replicas(whole, model, layout, spec, replicas, None if made is None else made.costs)
 
@@ -119,6 +120,12 @@ def _targets(out: Path, replicas: int) -> list[Path]:
     if replicas == 1:
         return [out]
     return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
+
+
+def _read_setup(path: Path) -> Setup:
+    from pipeloom.planner import Setup
+
+    return read_spec(path, Setup)
 
 
 def _pack_all(

@@ -68,12 +68,13 @@ class ConfiguredOptimizer:
         if config.name != _MATRICES:
             return self._one(config, named_parameters, "optimizer")
         rest = config.rest or RestConfig()
-        is_rest = [_matches(name, rest.match) or parameter.dim() != 2 for name, parameter in named_parameters]
-        parts: list[tuple[OptimizerConfig | RestConfig, Named, str]] = [
-            (config, [each for each, other in zip(named_parameters, is_rest, strict=True) if not other], "optimizer"),
-            (rest, [each for each, other in zip(named_parameters, is_rest, strict=True) if other], "optimizer.rest"),
-        ]
-        made = [self._one(one, named, where) for one, named, where in parts if named]
+        matrices: list[tuple[str, nn.Parameter]] = []
+        others: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in named_parameters:
+            is_matrix = parameter.dim() == 2 and not _matches(name, rest.match)
+            (matrices if is_matrix else others).append((name, parameter))
+        made = [self._one(config, matrices, "optimizer")] if matrices else []
+        made += [self._one(rest, others, "optimizer.rest")] if others else []
         return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
     def _one(self, config: OptimizerConfig | RestConfig, named: Named, where: str) -> torch.optim.Optimizer:
@@ -84,12 +85,8 @@ class ConfiguredOptimizer:
             options["weight_decay"] = config.weight_decay
         if isinstance(config, OptimizerConfig) and config.betas is not None:
             options["betas"] = config.betas
-        for name in (
-            *options,
-            *(name for number in range(len(self.config.groups)) for name in self._own_options(number, False)),
-        ):
-            if name == "lr" and name not in options:
-                continue
+        of_groups = [name for number in range(len(self.config.groups)) for name in self._own_options(number, False)]
+        for name in (*options, *(name for name in of_groups if name != "lr")):
             if name not in known or name in ("params", "lr"):
                 raise InputError(f"{where}: {name}", f"is not an option of {kind.__name__}", _listed(known))
         if self.divides and "foreach" in known:
