@@ -91,7 +91,7 @@ def test_a_file_says_all_that_the_loop_does(tmp_path: Path, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"Adafactor"', '"Adamfactor"', "train.toml: optimizer.name: 'Adamfactor' is unknown; one of "),
+        ('"Adafactor"', '"Adamfactor"', "train.toml: optimizer.name: 'Adamfactor' is unknown; use one of "),
         (
             '"lm.0.*"',
             '"ml.0.*"',
