@@ -88,7 +88,6 @@ def arrange(
     torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Choose partition, placement and schedule of a chain of layers together."""
     check_budget(budget)
     check_seed(seed)
     if not 0 <= threads <= _MOST_THREADS:

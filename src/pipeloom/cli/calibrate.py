@@ -35,7 +35,6 @@ def calibrate(
     quick: bool = typer.Option(False, help="Time only a few small shapes, for a quick trial."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Time products, attention, norms, copies, messages and collectives; fit and check a device table."""
     check_targets(out, plot)
     if device not in ("cpu", "cuda"):
         raise InputError("--device", f"{device!r} is neither 'cpu' nor 'cuda'")

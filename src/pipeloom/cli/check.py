@@ -33,7 +33,6 @@ def check(
     schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Check whether a schedule is feasible for an instance, and list violations."""
     graph = read_instance(instance)
     record = read_schedule(schedule)
     if record.instance != graph.name:

@@ -78,7 +78,6 @@ def compare(
     out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Estimate your gain."""
     from pipeloom.compare.answer import Question
     from pipeloom.compare.iterations import sampled_iterations
     from pipeloom.compare.model_on_cluster import put_on_cluster

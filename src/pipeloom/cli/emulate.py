@@ -66,7 +66,6 @@ def emulate(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank."""
     if model == "list":
         _list(json)
         return

@@ -66,7 +66,6 @@ def explain(
     seed: int = typer.Option(0, metavar="N", help="Seed of the search."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Explain a pipeline's iterations from the traces of its ranks."""
     from pipeloom.explain.traces.costs import stage_profile
     from pipeloom.explain.traces.explained import Explanation, tracks, what_if_tracks
     from pipeloom.explain.traces.read import explain_log, explain_traces, is_log, read_run

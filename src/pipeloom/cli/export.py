@@ -33,7 +33,6 @@ def export(
     ema: bool = typer.Option(False, "--ema", help="Export the average of the weights ([ema] in train.toml)."),
     shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, max=1e6, help="Largest size of one file in GB."),
 ) -> None:
-    """Write trained weights in the format of the model's own library, for its from_pretrained."""
     from pipeloom.integrations.export import export as write
 
     taken = write(

@@ -51,7 +51,6 @@ def megatron(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with both timelines."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports."""
     from pipeloom.integrations.megatron import best_layout, read_megatron
     from pipeloom.search import Deadline
     from pipeloom.spec.catalog import load_cluster

@@ -69,7 +69,6 @@ def pack(
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Pack samples into microbatches and show their loads."""
     from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
 
     if policy not in (*POLICIES, TUNED):

@@ -75,7 +75,6 @@ def plan(
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Plan one batch: packing, instance, schedule and execution plan."""
     check_budget(budget)
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")

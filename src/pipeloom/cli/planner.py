@@ -19,7 +19,6 @@ is in the environment variable PIPELOOM_STORE_SECRET.
 
 
 def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
-    """Serve plans to a trainer until it stops. The trainer starts this itself; you rarely need to."""
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
     from pipeloom.planner.process import STARTER, STORE_SECRET

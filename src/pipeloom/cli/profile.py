@@ -27,7 +27,6 @@ def profile(
     out: Path = typer.Option(..., metavar="LAYERS", help="File for the pipeloom.layers/1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure a model's layers on this machine, and write the cost of each on a typical microbatch."""
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 

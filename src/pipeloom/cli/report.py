@@ -52,7 +52,6 @@ def report(
     title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Show a training run, or compare schedules of one instance."""
     check_targets(html, trace, svg)
     if source.is_dir():
         _report_run(source, schedules or [], html, trace, svg, json)

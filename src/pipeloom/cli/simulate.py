@@ -43,7 +43,6 @@ def simulate(
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Simulate a schedule's order and show times, bubbles by cause, and memory."""
     check_targets(trace, html, svg)
     graph = read_instance(instance)
     track = read_track(graph, schedule)

@@ -58,7 +58,6 @@ def solve(
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
     json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule in --out."),
 ) -> None:
-    """Search a schedule for an instance: short makespan, within every rank's memory."""
     check_budget(budget)
     check_seed(seed)
     check_threads(threads)

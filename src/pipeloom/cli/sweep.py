@@ -39,7 +39,6 @@ def sweep(
     seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
     architecture = load_model(model, freeze)
     groups = microbatches_of(architecture, data, microbatches, seed)
     with stderr().status("emulating ...") as status:

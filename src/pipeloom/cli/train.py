@@ -72,7 +72,6 @@ def train(
     ),
     json: bool = typer.Option(False, "--json", help="Print only summary.json on standard output."),
 ) -> None:
-    """Train a model over pipeline ranks, with a schedule for each batch."""
     # First import what ranks and planner are forked with; this command continues in a fork too.
     if not is_fork():
         print_line("Importing PyTorch ...", to_stderr=json)

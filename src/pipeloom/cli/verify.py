@@ -37,7 +37,6 @@ def verify(
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Prove that an execution plan is complete and free of deadlock, or show where it stops."""
     made = read_plan(plan)
     shape = None if layout is None else read_layout(layout)
     actions = [action for rank in made.ranks for action in rank]

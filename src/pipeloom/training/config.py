@@ -134,7 +134,6 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.strategies != ("keep",) or self.split_backward
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values out of range."""
         check_positive("planner.budget_s", self.budget_s)
         check_not_negative("planner.deadline_s", self.deadline_s)
         check_strategies("planner.strategies", self.strategies)
@@ -156,7 +155,6 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Threads of every rank that load samples of a data set ahead. 0: none."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for negative counts."""
         check_not_negative("runtime.workers", self.workers)
         check_not_negative("runtime.compare_contents", self.compare_contents)
 
@@ -174,7 +172,6 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Write from copies in host memory while training continues. False: training waits."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for counts below 1."""
         for name in ("every", "keep"):
             check_count(f"checkpoint.{name}", getattr(self, name))
 
@@ -229,7 +226,6 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.layout.ranks * self.parallel.num_beside
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values out of range and contradictory fields."""
         check_count("iterations", self.iterations)
         if not self.timeout_s >= _SHORTEST_TIMEOUT_S:
             problem = f"{self.timeout_s:g} is below {_SHORTEST_TIMEOUT_S:g}"

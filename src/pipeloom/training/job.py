@@ -41,19 +41,7 @@ def _is_below(path: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a run, its task and its folder.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of all output, on rank 0's host.
-    file : Path
-        File of the config, to which its paths are relative. It need not exist.
-    layout : Layout or None
-        Layout of the model. It overrides ``config.layout`` except for the number of ranks.
-    profile : Profile or None
-        Costs of the layers. None: they are measured.
-    """
+    """The settings of a run, its task and its folder; `TrainingRun` describes the fields."""
 
     config: TrainConfig
     task: Task

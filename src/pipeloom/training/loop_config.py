@@ -21,7 +21,6 @@ class OptimizerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for invalid rates."""
         _check_rates("optimizer.groups", self.learning_rate, self.weight_decay)
 
 
@@ -37,7 +36,6 @@ class RestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for invalid rates."""
         _check_rates("optimizer.rest", self.learning_rate, self.weight_decay)
 
 
@@ -62,7 +60,6 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Optimizer for the parameters that Muon does not take. None: AdamW at the same rate."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values out of range and contradictory fields."""
         _check_rates("optimizer", self.learning_rate, self.weight_decay)
         if self.warmup_iterations < 0:
             raise InputError("optimizer.warmup_iterations", f"{self.warmup_iterations} is negative")
@@ -121,7 +118,6 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keyword arguments of ``eval_batches``, which override those of ``[data]``."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for counts below 1."""
         check_count("evaluation.every", self.every)
         if self.batches is not None:
             check_count("evaluation.batches", self.batches)
@@ -134,7 +130,6 @@ class EmaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the average that remains after an iteration."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a decay out of range."""
         if not 0 <= self.decay < 1:
             raise InputError("ema.decay", f"{self.decay} is not in [0, 1)", "omit [ema] for no average")
 
@@ -150,7 +145,6 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the newest plans kept in ``plans`` in the run's folder. 0: none."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values out of range."""
         check_not_negative("log.plans", self.plans)
         if self.peak_flops is not None:
             check_positive("log.peak_flops", self.peak_flops)
