@@ -78,10 +78,16 @@ def plan_batch(
 
     Parameters
     ----------
+    problem : Problem
+        The settings of planning that are the same for all batches.
+    batch : Batch
+        Metadata of the samples.
     budget : StoppingRule
         Budget of all steps from the batch to the verified plan; search ends early enough for the others. A number of
         evaluations covers the search only. The smallest budget still yields a plan. If the first plan exceeds the
         memory limit, others are made, each in a quarter of the previous budget.
+    seed : int
+        Seed of all random choices.
     method : str
         Name of a search method.
     finishing : Finishing, optional
