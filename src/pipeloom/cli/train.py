@@ -118,7 +118,7 @@ def with_chosen_layout(config: TrainConfig) -> TrainConfig:
         raise InputError(
             "--choose-layout",
             f"given for a run with tuning.order = {config.tuning.order!r}, whose encoders are on the first rank",
-            "set tuning.order to 'search'",
+            "let tuning.order be 'search'",
         )
     layout = msgspec.structs.replace(config.layout, kind="chosen", modules={}, path="")
     return msgspec.structs.replace(config, layout=layout)

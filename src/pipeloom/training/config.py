@@ -242,7 +242,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise InputError(
                     "layout.kind",
                     f"{self.layout.kind!r}, but tuning.order = {self.tuning.order!r} needs encoders on the first rank",
-                    "use 'encoder_first', or set tuning.order to 'search'",
+                    "use 'encoder_first', or let tuning.order be 'search'",
                 )
             self.tuning.check_choices(self.planner.strategies, self.planner.split_backward)
 
