@@ -82,7 +82,7 @@ def test_a_line_that_tells_a_result_does_not_name_the_work(capsys: pytest.Captur
 
     with heartbeat.heartbeat("loading"):
         Lines().say("Measuring the layers ...")
-        Lines().say("6 kinds of layers; the fit is 10.0% off on average.")
+        Lines().say("6 kinds of layers; mean error of the fit 10.0%.")
         wait_for(lambda: "pipeloom: " in read())
     assert "pipeloom: measuring the layers" in read()
     assert "pipeloom: 6 kinds" not in read()

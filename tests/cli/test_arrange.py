@@ -120,7 +120,7 @@ def test_a_model_of_the_zoo_within_its_devices_memory(tmp_path: Path, capsys: py
     assert run([*words, "--megatron", "--torchtitan", "--threads", "1", "--microbatches", "8"]) == 0
     said = capsys.readouterr()
     for other in ("Megatron", "torchtitan"):
-        assert f"{other}: " in said.out or f"not expressible for {other}" in said.err
+        assert f"{other}: " in said.out or f"not supported by {other}" in said.err
     assert sum(chunk.num_layers for chunk in load(out).chunks) == 34
     assert run(["arrange", "gemma-tiny", "--budget", "0.1", "--out", out]) == 2
     assert "is unknown" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_interrupted_solve_writes_its_best(invoke: Invoke, tmp_path: Path, monke
     _interrupted(monkeypatch, 1)
     done = invoke("solve", instance, "--budget", 100_000, "--threads", 1, "--out", out, "--json")
     assert done.code == 0, done.err
-    assert done.err == f"interrupted: {out} holds the best schedule so far\n"
+    assert done.err == f"interrupted: {out} has the best schedule so far\n"
     document = json.loads(done.out)
     assert document == json.loads(out.read_text())
     assert 0 <= document["search"]["elapsed_s"] < 10_000
@@ -225,7 +225,7 @@ def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
     out, samples, setup = problem / "out", problem / "samples.jsonl", problem / "setup.json"
     for arguments, message in [
         ((samples,), "--model: is missing; give --setup, or --model, --layout and --profile"),
-        ((samples, "--setup", setup, "--model", setup), "--model: given beside --setup"),
+        ((samples, "--setup", setup, "--model", setup), "--model: is set, but --setup contains it"),
         ((samples, "--setup", samples), f"{samples}"),
         ((samples, "--setup", setup, "--tokens", 1), f"{samples}: batch.samples["),
         ((samples, "--setup", setup, "--method", "x"), "--method: 'x' is none of"),

@@ -207,9 +207,9 @@ def test_flags_beside_megatrons_file_name_the_file(folder: Path, capsys: pytest.
         "--vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --micro-batch-size 1 --global-batch-size 16"
     )
     for flags, words in (
-        (["--microbatches", "8"], "--microbatches: is given beside arguments.txt, which sets their number"),
-        (["--tokens", "8"], "--tokens: is given beside arguments.txt, which sets"),
-        (["--pp", "4"], "--pp: 4 beside arguments.txt, which has 2; leave it out"),
+        (["--microbatches", "8"], "--microbatches: is set, but arguments.txt sets their number"),
+        (["--tokens", "8"], "--tokens: is set, but arguments.txt sets"),
+        (["--pp", "4"], "--pp: is 4, but arguments.txt has 2; omit it"),
     ):
         assert run(["compare", "arguments.txt", "--cluster", "2xH100", *flags]) == 2
         assert words in capsys.readouterr().err
@@ -322,9 +322,9 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
         (["--now", "pp=4 layout=1,2"], "--now: layout: has 2 stages, no multiple of pp = 4"),
         (["--now", "pp=2 layout=1,2"], "layout: has 3 blocks of lm, the model 6"),
         (["--now", "pp=4 chunks=3"], "chunks: 12 stages, lm has 8 layers"),
-        (["--now", "pp=2", "--pp", "4"], "--pp: 4 beside --now, which has 2; leave it out"),
-        (["--now", "pp=2 microbatches=3", "--microbatches", "4"], "--microbatches: is given beside --now"),
-        (["--now", "pp=2 microbatch_samples=3", "--tokens", "4"], "--tokens: is given beside --now"),
+        (["--now", "pp=2", "--pp", "4"], "--pp: is 4, but --now has 2; omit it"),
+        (["--now", "pp=2 microbatches=3", "--microbatches", "4"], "--microbatches: is set, but --now"),
+        (["--now", "pp=2 microbatch_samples=3", "--tokens", "4"], "--tokens: is set, but --now"),
         (["--now", "pp=2 pad_to=64", "--data", "samples.jsonl"], "samples are padded to 64"),
         (["--now", "nothing.toml"], "is neither a file nor words"),
         (["--out", "config.json"], "config.json"),

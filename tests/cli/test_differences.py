@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from pipeloom.cli.closing import difference_table
+from pipeloom.cli.progress import difference_table
 from pipeloom.explain.difference import Difference
 from pipeloom.explain.difference_page import difference_page
 

@@ -39,7 +39,7 @@ def test_pictures_and_own_samples(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "emulated" in html.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
     assert run([*line[:-1], "400"]) == 2
-    assert "microbatches, 400 are wanted" in capsys.readouterr().err
+    assert "microbatches, but 400 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

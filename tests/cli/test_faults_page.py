@@ -105,7 +105,7 @@ case("`timeout_s = 1e300`")(lambda: trained("iterations = 1", "iterations = 1\nt
 case("`token_budget = 1e23`")(lambda: trained("token_budget = 6", f"token_budget = {10**23}"))
 case("a run's name of 300 characters")(lambda: trained('"t"', json.dumps("n" * 300)))
 case("a run's name that is a path")(lambda: trained('name = "t"', 'name = "../t"'))
-case("a name with a character of number 0")(lambda: trained('"task.py"', '"t\\u0000.py"'))
+case("a name with a null character")(lambda: trained('"task.py"', '"t\\u0000.py"'))
 case("a task file that is not there")(lambda: trained('"task.py"', '"tusk.py"'))
 
 

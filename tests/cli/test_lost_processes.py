@@ -184,7 +184,7 @@ def test_whoever_is_killed_the_others_end_and_no_sample_is_lost(
     assert life.wait(BOUND_S), life.said
     failed = 2 if who == "rank" and not restarts else 0
     assert life.process.exitcode == (-signal.SIGKILL if who == "launcher" else failed), life.said
-    assert ("starting again" in life.said) == (who == "rank" and restarts)
+    assert ("restarting from" in life.said) == (who == "rank" and restarts)
     life.check_nothing_is_left()
     if life.process.exitcode != 0:
         life = Life([*arguments, "--resume"], tmp_path, life.warm)

@@ -81,7 +81,7 @@ _TOO_LARGE = {
             "no faster setup was found; change nothing",
             False,
         ),
-        (_TOO_LARGE, "the fastest setup that was found to fit; yours is no slower, but does not fit", True),
+        (_TOO_LARGE, "the fastest setup that fits; yours is no slower, but does not fit", True),
     ],
 )
 def test_only_a_setup_that_is_faster_or_fits_is_offered(

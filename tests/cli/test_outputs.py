@@ -215,7 +215,7 @@ def test_a_file_above_the_size_limit_is_an_error_with_a_remedy(tmp_path: Path) -
     with file_size_limit(100):
         with pytest.raises(InputError, match=f"a.json: {reason}name another folder"):
             write_text(tmp_path / "a.json", "x" * 1000)
-        with pytest.raises(InputError, match=f"history.jsonl: {reason}set another --runs"):
+        with pytest.raises(InputError, match=f"history.jsonl: {reason}use another --runs"):
             append_line(tmp_path / "history.jsonl", {"a": "x" * 1000})
         with pytest.raises(InputError, match=f"{tmp_path}: {reason}name another folder"):
             writer.close()

@@ -108,9 +108,9 @@ def test_what_is_planned_from_a_tuned_setup_is_tuned(
 def test_tuned_wants_costs_and_no_number(samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["pack", str(samples), "--tokens", "30", "--policy", "tuned", "--out", "b.json"]
     assert run(command) == 2
-    assert "'tuned' without --setup; give the setup.json" in capsys.readouterr().err
+    assert "'tuned' needs --setup; give the setup.json" in capsys.readouterr().err
     assert run([*command, "--setup", str(tuned_setup), "--microbatches", "4"]) == 2
-    assert "given beside 'tuned', which chooses their number" in capsys.readouterr().err
+    assert "is set, but the policy 'tuned' chooses their number" in capsys.readouterr().err
     assert run(["pack", str(samples), "--out", "b.json"]) == 2
     assert "--tokens: 0 is below 1" in capsys.readouterr().err
 

@@ -86,7 +86,7 @@ def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path, caplog: pytest.Log
     path = tmp_path / HISTORY
     path.write_bytes(path.read_bytes()[:-5])
     again = Recorder(tmp_path, first_iteration=4)
-    assert "history.jsonl: line 4 was cut off when the process died, and is left out" in caplog.text
+    assert "history.jsonl: line 4 was cut off when the process died and is ignored" in caplog.text
     assert "history.jsonl: has 3 of the 4 iterations before the checkpoint" in caplog.text
     assert again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
 
@@ -94,7 +94,7 @@ def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path, caplog: pytest.Log
 def test_a_history_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path, first_iteration=4)
     assert "history.jsonl: has 0 of the 4 iterations before the checkpoint" in caplog.text
-    with pytest.raises(InputError, match=r"history\.jsonl: has no iteration, .*; raise iterations"):
+    with pytest.raises(InputError, match=r"history\.jsonl: has no iterations, .*; raise iterations"):
         recorder.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
 
 

@@ -324,5 +324,5 @@ def test_cells_and_titles_of_a_table_are_one_line(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\u202eb", "", ".", "a/b"])
 def test_a_run_has_a_name_that_can_be_shown(name: str) -> None:
-    with pytest.raises(InputError, match="is no folder name"):
+    with pytest.raises(InputError, match="is not a folder name"):
         TrainConfig(name=name, iterations=1, layout=LayoutConfig(ranks=1), packing=PackingSpec(1))

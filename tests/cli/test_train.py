@@ -92,7 +92,7 @@ def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
         (
             "[layout]\n",
             '[parallel]\nshard = "fsdp"\n[layout]\n',
-            "parallel.shard: 'fsdp' shards over replicas, and parallel.dp is 1; let parallel.dp be 2 or more",
+            "parallel.shard: 'fsdp' shards over replicas, but parallel.dp is 1; set parallel.dp to 2 or more",
         ),
         ("ranks = 2", "ranks = 50", "has 10 layers for 50 ranks"),
         ("iterations = 250", 'iterations = "x"', "iterations: 'x' is not an integer"),
@@ -104,7 +104,7 @@ def test_losses_do_not_depend_on_degrees_of_parallelism(tmp_path: Path) -> None:
         ("budget_s", 'strategies = ["kepe"]\nbudget_s', "planner.strategies[0]: 'kepe'"),
         ("budget_s = 0.05", "budget_s = -1", "planner.budget_s: -1 is not positive"),
         ("deadline_s", 'method = "magic"\ndeadline_s', "planner.method: 'magic' is none of default"),
-        ('name = "digits_vlm"', 'name = "../x"', "name: '../x' is no folder name"),
+        ('name = "digits_vlm"', 'name = "../x"', "name: '../x' is not a folder name"),
         ("learning_rate = 3e-3", "learning_rate = nan", "optimizer.learning_rate: nan is not"),
         ("task.py", "tusk.py", "tusk.py' is not a file"),
         ("seed = 0", "seed = -1", "seed: -1 is negative"),
@@ -155,7 +155,7 @@ def test_each_technique_of_tuning_is_one_line(tmp_path: Path) -> None:
         read_config(path)
     # The recurrence alone wants encoders on the first rank; where orders are searched, any layout will do.
     path.write_text(text.replace('kind = "encoder_first"', "").replace('order = "search"', 'order = "clusters"'))
-    with pytest.raises(InputError, match=r"layout\.kind: 'separate', tuning.order = 'clusters' is for encoders on"):
+    with pytest.raises(InputError, match=r"layout\.kind: 'separate', but tuning.order = 'clusters' needs encoders on"):
         read_config(path)
     path.write_text(text.replace('kind = "encoder_first"', ""))
     assert read_config(path).layout.kind == "separate"
@@ -168,7 +168,8 @@ def test_a_layout_to_be_chosen_leaves_nothing_stated(tmp_path: Path) -> None:
     chosen = with_chosen_layout(read_config(path)).layout
     assert (chosen.kind, chosen.ranks, chosen.modules) == ("chosen", 4, {})
     path.write_text(text.replace("ranks = 4", 'ranks = 4\nkind = "chosen"'))
-    with pytest.raises(InputError, match=r"layout\.modules: states vision, lm, but the layout is to be chosen"):
+    problem = r"layout\.modules: declares vision, lm, but the layout is chosen automatically"
+    with pytest.raises(InputError, match=problem):
         read_config(path)
     assert with_chosen_layout(read_config(EXAMPLE / "tuned.toml")).layout.kind == "chosen"
     tuned = (EXAMPLE / "tuned.toml").read_text()

@@ -91,14 +91,14 @@ def test_a_file_says_all_that_the_loop_does(tmp_path: Path, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"Adafactor"', '"Adamfactor"', "train.toml: optimizer.name: 'Adamfactor' is unknown; one of "),
+        ('"Adafactor"', '"Adamfactor"', "train.toml: optimizer.name: 'Adamfactor' is unknown; use one of "),
         (
             '"lm.0.*"',
             '"ml.0.*"',
-            "optimizer.groups[0].match: 'ml.0.*' matches no parameter; names are as 'lm.0.weight'",
+            "optimizer.groups[0].match: 'ml.0.*' matches no parameter; an example is 'lm.0.weight'",
         ),
         ('"StepLR"', '"StepLr"', "train.toml: scheduler.name: 'StepLr' is unknown"),
-        ("[ema]\ndecay = 0.5", "", "evaluation.weights: 'ema', and no average is kept; add [ema]"),
+        ("[ema]\ndecay = 0.5", "", "evaluation.weights: is 'ema', but no average is kept; add [ema]"),
         ("decay = 0.5", "decay = 1.0", "ema.decay: 1.0 is not in [0, 1)"),
         ("every = 2", "every = 0", "evaluation.every: 0 is below 1"),
         ("count = 5", "cuont = 5", "json.py: eval_batches(first, cuont): raised TypeError"),

@@ -115,7 +115,8 @@ def test_a_killed_rank_ends_all_and_training_goes_on(
     assert run(arguments) == 2
     assert "rank 1: the process was killed by signal 9" in capfd.readouterr().err
     assert run(arguments) == 2
-    assert "has a checkpoint after 4 iterations; --resume goes on from it, --from-scratch" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "has a checkpoint after 4 iterations; use --resume to continue from it, or --from-scratch" in said
     assert run([*arguments, "--resume"]) == 0
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())
@@ -140,7 +141,7 @@ def test_all_ranks_are_started_again_where_that_is_asked_for(
     path = config(tmp_path, crash=True)
     assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "1"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "killed by signal 9; starting again from the newest checkpoint, 1 of 1" in shown
+    assert "killed by signal 9; restarting from the newest checkpoint, 1 of 1" in shown
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
@@ -153,7 +154,7 @@ def test_what_a_rank_refuses_is_not_tried_again(tmp_path: Path, capfd: pytest.Ca
     assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "3"]) == 2
     said = capfd.readouterr()
     assert "rank 1 has other samples than rank 0" in said.err
-    assert "starting again" not in said.out
+    assert "restarting from" not in said.out
 
 
 def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
@@ -162,7 +163,7 @@ def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
     path = config(tmp_path, crash=True)
     path.write_text(path.read_text().replace("[checkpoint]\nevery = 2\nasynchronous = false\n", ""))
     assert run(["train", str(path), "--runs", str(tmp_path), "--restarts", "1"]) == 0
-    assert "starting again from the beginning, 1 of 1" in " ".join(capfd.readouterr().out.split())
+    assert "restarting from the beginning, 1 of 1" in " ".join(capfd.readouterr().out.split())
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
@@ -272,7 +273,7 @@ def test_torchrun_starts_the_ranks_again_and_training_goes_on(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Going on from the checkpoint after 4 iterations" in done.stdout
+    assert "Continuing from the checkpoint after 4 iterations" in done.stdout
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
     summary = json.loads((tmp_path / "t" / "summary.json").read_text())
     assert summary["resumed_at"] == [4]

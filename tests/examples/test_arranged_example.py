@@ -123,14 +123,14 @@ def test_profile_writes_what_arrange_reads(tmp_path: Path, capsys: pytest.Captur
     ("layout", "message"),
     [
         ('kind = "file"', "layout.path: is missing; name a layout that `pipeloom arrange` wrote"),
-        ('path = "layout.json"', "layout.path: is given, kind is 'separate'"),
+        ('path = "layout.json"', "layout.path: is set, but kind is 'separate'"),
         ('kind = "file"\npath = "layout.json"', "layout.json"),
-        ('kind = "file"\npath = "three.json"', "three.json: num_ranks: 3, layout.ranks in"),
+        ('kind = "file"\npath = "three.json"', "three.json: num_ranks: is 3, but layout.ranks in"),
         ('kind = "file"\npath = "short.json"', "short.json: module 'lm': has 8 layers, in the model it has 10"),
-        ('kind = "file"\npath = "wide.json"', "wide.json: parallelism: has tensor 2 and data 1, the run has 1 and 1"),
+        ('kind = "file"\npath = "wide.json"', "wide.json: parallelism: tensor 2 and data 1, but the run has 1 and 1"),
         (
             'kind = "arranged"\n[layout.modules.lm]\nsegments = 2',
-            "layout.modules: states lm, but the layout is to be arranged",
+            "layout.modules: declares lm, but the layout is co-optimized",
         ),
     ],
 )

@@ -74,12 +74,12 @@ def test_objects_are_given_to_processes_as_bytes_of_which_each_makes_its_own() -
 
 
 def test_what_no_other_process_can_have_is_refused_with_its_name() -> None:
-    with pytest.raises(pl.InputError, match=r"model: cannot be given to other processes .*; give a function"):
+    with pytest.raises(pl.InputError, match=r"model: cannot be sent to other processes .*; pass a function"):
         pl.fit(lambda: example.build_model(), example.batches, describe=example.describe)
-    with pytest.raises(pl.InputError, match="batches: cannot be given to other processes"):
+    with pytest.raises(pl.InputError, match="batches: cannot be sent to other processes"):
         pl.fit(example.build_model, example.batches(), describe=example.describe)
     layout = pl.separate(example.build_model().spec, 3, {}, lambda _module, _layer: 1.0)
-    with pytest.raises(pl.InputError, match="ranks: is 2, the layout has 3"):
+    with pytest.raises(pl.InputError, match="ranks: is 2, but the layout has 3"):
         pl.fit(example.build_model, example.batches, ranks=2, layout=layout)
 
 

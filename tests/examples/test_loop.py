@@ -175,11 +175,9 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
 
 
 def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or leave"):
+    with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or omit"):
         fitted(tmp_path / "run", evaluation=pl.EvaluationConfig(2))
-    with pytest.raises(
-        pl.InputError, match="'cosine' goes by the length of the run, which is not known; give settings"
-    ):
+    with pytest.raises(pl.InputError, match="'cosine' needs the length of the run, which is unknown; give settings"):
         fitted(tmp_path / "run", scheduler=pl.SchedulerConfig())
-    with pytest.raises(pl.InputError, match=r"evaluation.weights: 'ema', and no average is kept"):
+    with pytest.raises(pl.InputError, match=r"evaluation.weights: is 'ema', but no average is kept"):
         fitted(tmp_path / "run", evaluate_on=loop_fit.held_out, evaluation=pl.EvaluationConfig(2, weights="ema"))

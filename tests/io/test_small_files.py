@@ -152,9 +152,9 @@ def test_hosts_of_other_ranks_and_links_of_other_hosts_are_refused() -> None:
     }
     link = {"hosts": [0, 2], "bytes_per_s": 1.0, "latency_s": 0.0}
     convert(base | {"cluster": {"hosts": [0, 1]}}, TrainConfig, "t")
-    with pytest.raises(InputError, match=r"cluster.hosts: has 3 entries, layout.ranks is 2"):
+    with pytest.raises(InputError, match=r"cluster.hosts: has 3 entries, but layout.ranks is 2"):
         convert(base | {"cluster": {"hosts": [0, 1, 1]}}, TrainConfig, "t")
-    with pytest.raises(InputError, match=r"cluster.links\[0\].hosts: \[0, 2\], and the ranks are on hosts \[0, 1\]"):
+    with pytest.raises(InputError, match=r"cluster.links\[0\].hosts: \[0, 2\], but the ranks are on hosts \[0, 1\]"):
         convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, TrainConfig, "t")
     setup = random_setup(1)
     hosts = (0,) * (setup.layout.num_ranks + 1)

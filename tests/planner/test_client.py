@@ -62,7 +62,7 @@ def until(condition: object, seconds: float = 30.0) -> None:
         time.sleep(0.001)
 
 
-def test_a_planner_that_hangs_is_started_again_and_in_the_end_done_without(processes: list[Process]) -> None:
+def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes: list[Process]) -> None:
     setup, store = random_setup(3), MemoryStore()
     store.put(READY, b"1")
     planner = Planner(setup, lambda: store, deadline_s=0.01, max_missed=2)
@@ -88,9 +88,9 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_done_without(proce
             until(lambda: planner.ready)
         assert process.num_restarts == restarted
     late, starting = "no plan within the deadline of 0.01 s", "the planner is still starting"
-    done_without = "the planner has missed 2 deadlines in a row after 3 restarts, and is done without"
+    disabled = "the planner has missed 2 deadlines in a row after 3 restarts and is disabled"
     hung = [late, late, starting]
-    assert reasons == [*hung, late, "", *hung, *hung, late, late, done_without]
+    assert reasons == [*hung, late, "", *hung, *hung, late, late, disabled]
     assert process.killed == 4
     assert not process.runs
     planner.close()
@@ -113,7 +113,7 @@ def test_a_stopped_process_is_ended_in_bounded_time() -> None:
     process = Sleeper("nowhere:0", "")
     process.start()
     first = process.pid
-    assert process.restart()
+    process.restart()
     assert process.pid != first
     assert process.is_alive()
     process.stop(grace_s=0.05)

@@ -12,8 +12,7 @@ from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.packing import PackingSpec, cost_loads, deal
 from pipeloom.planner import Request, Setup
-from pipeloom.planner.dealing import deal_planned
-from pipeloom.planner.joint import Glances
+from pipeloom.planner.dealing import ReplicaEstimates, deal_planned
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.service import answer_request
 from pipeloom.search import Evaluations, SearchParams
@@ -33,7 +32,7 @@ def with_replicas(setup: Setup, num_replicas: int, budget_s: float = 0.05) -> Se
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 10_000), st.booleans(), st.booleans(), st.integers(1, 3))
-def test_never_planned_slower_than_dealt_by_loads(
+def test_never_planned_slower_than_assigned_by_loads(
     seed: int, everywhere: bool, planned: bool, num_replicas: int
 ) -> None:
     setup, batch = with_replicas(random_setup(seed, everywhere=everywhere), num_replicas), random_batch(seed)
@@ -45,8 +44,8 @@ def test_never_planned_slower_than_dealt_by_loads(
     assert found == deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
     assert sorted(i for members in found.members for i in members) == list(range(len(batch.samples)))
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-    glance = Glances([problem] * num_replicas, batch, Evaluations(100), seed)
-    slowest = max(glance(members, 0) or 0.0 for members in deal(loads, num_replicas, seed))
+    estimate = ReplicaEstimates([problem] * num_replicas, batch, Evaluations(100), seed)
+    slowest = max(estimate(members, 0) or 0.0 for members in deal(loads, num_replicas, seed))
     assert num_replicas == 1 or found.slowest <= slowest
 
 
@@ -58,15 +57,15 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
         problem, few = setup.problem(), Evaluations(40)
         ranks = tuple(2.0 if rank == seed % setup.layout.num_ranks else 1.0 for rank in range(setup.layout.num_ranks))
         corrections = [Correction(slowness=ranks if replica == slow else ()) for replica in range(2)]
-        glance = Glances([problem.corrected(each) for each in corrections], batch, Evaluations(200), seed)
+        estimate = ReplicaEstimates([problem.corrected(each) for each in corrections], batch, Evaluations(200), seed)
 
-        def slowest(members: tuple[tuple[int, ...], ...], glance: Glances = glance) -> float:
-            return max(glance(share, replica) or 0.0 for replica, share in enumerate(members))
+        def slowest(members: tuple[tuple[int, ...], ...], estimate: ReplicaEstimates = estimate) -> float:
+            return max(estimate(share, replica) or 0.0 for replica, share in enumerate(members))
 
         found = deal_planned(problem, batch, budget=few, seed=seed, corrections=corrections)
         by_loads = deal(cost_loads(batch, problem.model, problem.layout, problem.costs), 2, seed)
         assert found.slowest == slowest(found.members) <= slowest(by_loads)
-        # Looks are few, so that not knowing may be luckier once, but never by much, and not on average.
+        # Estimates are few, so that not knowing may be luckier once, but never by much, and not on average.
         alike = slowest(deal_planned(problem, batch, budget=few, seed=seed).members)
         shorter.append(found.slowest / alike)
         # As two replicas that are slow in the same way.
@@ -89,8 +88,8 @@ def test_under_a_tight_cap_offering_to_offload_takes_no_room_from_shares() -> No
     batch = random_batch(4)
     setup = with_replicas(tight(4, batch), 2)
     assert "offload" in setup.strategies
-    glance = Glances([setup.problem()], batch, Evaluations(10), 0)
-    assert (glance(tuple(range(len(batch.samples))), 0) or 0.0) < float("inf")
+    estimate = ReplicaEstimates([setup.problem()], batch, Evaluations(10), 0)
+    assert (estimate(tuple(range(len(batch.samples))), 0) or 0.0) < float("inf")
 
 
 def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:

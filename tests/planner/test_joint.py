@@ -14,7 +14,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
 from pipeloom.planner import Setup, joint, plan_batch
-from pipeloom.planner.joint import _Packings, ordered
+from pipeloom.planner.joint import PackingComparison, PackingSearch, ordered
 from pipeloom.search import Deadline, Evaluations
 from pipeloom.spec import Batch, RankSpec, Sample
 from pipeloom.timeline import check
@@ -170,11 +170,11 @@ def test_threads_search_together() -> None:
 def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
     """Costs and graphs are most of what a large batch's plan takes; a search goes on with the one that was judged."""
     problem, batch = random_setup(seed).problem().whole_backwards(), random_batch(seed)
-    graph_of, judge = joint._graph, _Packings.judge
+    graph_of, judge = joint._graph, PackingComparison.judge
     made, judged = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "_graph", lambda *given: made.append(given) or graph_of(*given))
-        patch.setattr(_Packings, "judge", lambda *given: judged.append(given) or judge(*given))
+        patch.setattr(PackingComparison, "judge", lambda *given: judged.append(given) or judge(*given))
         joint.decide(problem, batch, Evaluations(60), seed)
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
@@ -188,16 +188,16 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
             packings = msgspec.structs.replace(setup.search.packings, searching=searching)
             search = msgspec.structs.replace(setup.search, packings=packings)
             problem = msgspec.structs.replace(setup, search=search).problem()
-            found = _Packings(problem, batch, Deadline(1e3), seed, "default")
+            found = PackingSearch(problem, batch, Deadline(1e3), seed, "default")
             found.try_numbers()
-            judged[searching] += len(found.judged)
+            judged[searching] += len(found.comparison.judged)
     assert judged[1e9] == 3 < judged[1.0]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int) -> None:
     setup, batch = random_setup(seed, everywhere=True), random_batch(seed)
-    found = _Packings(setup.problem(), batch, Evaluations(200), seed, "default")
+    found = PackingSearch(setup.problem(), batch, Evaluations(200), seed, "default")
     found.try_numbers()
-    for each in found.judged:
-        assert each.expected_ns == (each.made.ns + each.made.lower_bound.ns) / 2
+    for each in found.comparison.judged:
+        assert each.expected_ns == (each.result.ns + each.result.lower_bound.ns) / 2

@@ -40,7 +40,7 @@ def test_requests_go_out_and_answers_come_back() -> None:
     assert mailbox.wait(4, 20.0) == "4 plan"
     for iteration, answer, reason in (
         (5, b"nonsense", "is nonsense"),
-        (6, b"", "refused the batch: too long"),
+        (6, b"", "rejected the batch: too long"),
         (7, b"worse", "the answer cannot be checked, KeyError: 'DF'"),
     ):
         mailbox.ask(iteration, b"?")

@@ -200,7 +200,7 @@ def test_where_keeping_does_not_fit_others_are_named() -> None:
     # Smaller microbatches would fit; these are as large as they may be.
     full = msgspec.structs.replace(tight(3, batch).packing, policy="first_fit")
     setup = msgspec.structs.replace(tight(3, batch), strategies=("keep",), packing=full)
-    with pytest.raises(InfeasibleError, match="offer strategies that hold less, as recompute does"):
+    with pytest.raises(InfeasibleError, match="offer strategies that hold less, such as recompute"):
         plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0)
 
 

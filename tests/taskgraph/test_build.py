@@ -80,7 +80,9 @@ def test_a_boundary_whose_parts_do_not_match_is_refused() -> None:
     layout = separate(model, 1, {"vision": ModulePlacement(1, 1), "lm": ModulePlacement(1, 1)}, lambda m, x: 1.0)
     batch = Batch((Sample("a", 3, (2, 2, 2)), Sample("b", 3)))
     packing = pack(batch, model, layout, PackingSpec(50, "first_fit"))
-    with pytest.raises(InputError, match=r"'lm'.sub_microbatch: cuts microbatch 0 into 2 parts, 'vision'.*into 3"):
+    with pytest.raises(
+        InputError, match=r"'lm'.sub_microbatch: splits microbatch 0 into 2 sub-microbatches, 'vision'.*into 3"
+    ):
         build_graph(layout, replace(packing, reads=()), ToyCosts(model))
 
 

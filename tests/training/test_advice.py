@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeloom.cli.closing import closing_tables
+from pipeloom.cli.progress import summary_tables
 from pipeloom.training import Summary
 from pipeloom.training.finish import advice
 
@@ -15,10 +15,10 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
     compared = {"1f1b": 1.1, "interleaved": 0.92, "per-batch plan": 1.0}
     told = advice(compared, "separate")
     assert told == (
-        "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; let layout.kind = "
+        "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; set layout.kind = "
         '"chosen", or train with --choose-layout'
     )
-    assert "was chosen already" in advice(compared, "chosen")
+    assert "is already chosen" in advice(compared, "chosen")
     assert 'layout.kind = "chosen"' in advice(compared, "arranged")
     assert advice(compared | {"interleaved": 0.9999}, "separate") == ""
     assert advice({}, "separate") == advice({"per-batch plan": 1.0}, "separate") == ""
@@ -39,6 +39,6 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
         **counts,  # type: ignore[arg-type]
     )
     written = io.StringIO()
-    Console(file=written, width=200).print(closing_tables(summary))
+    Console(file=written, width=200).print(summary_tables(summary))
     assert told in written.getvalue()
     assert "0.2500, after 4 iterations" in written.getvalue()

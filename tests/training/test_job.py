@@ -34,7 +34,7 @@ def test_on_a_gpu_tensors_do_not_have_all_memory(device: str, left: int) -> None
 
 def test_a_chosen_layout_may_be_told_what_not_to_deal() -> None:
     assert LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement()}).modules
-    with pytest.raises(InputError, match="states vision, but the layout is to be chosen"):
+    with pytest.raises(InputError, match="declares vision, but the layout is chosen automatically"):
         LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement(2)})
-    with pytest.raises(InputError, match="states vision, but the layout is to be arranged"):
+    with pytest.raises(InputError, match="declares vision, but the layout is co-optimized"):
         LayoutConfig(2, kind="arranged", modules={"vision": ModulePlacement()})

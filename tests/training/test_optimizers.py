@@ -16,8 +16,8 @@ from pipeloom.runtime.train.rates import Rates, make_optimizer
 from pipeloom.training import OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 from pipeloom.training.loop_config import EvaluationConfig, check_loop
 from pipeloom.training.optimizers import (
+    CombinedOptimizer,
     ConfiguredOptimizer,
-    Together,
     check_optimizer,
     check_scheduler,
     configured_scheduler,
@@ -59,7 +59,7 @@ def test_muon_takes_matrices_and_another_the_rest() -> None:
     check_optimizer(config, [name for name, _ in named()])
     parameters = named()
     both = ConfiguredOptimizer(config)(parameters)
-    assert isinstance(both, Together)
+    assert isinstance(both, CombinedOptimizer)
     assert [type(part).__name__ for part in both.parts] == ["Muon", "AdamW"]
     assert [(len(g["params"]), g["lr"]) for g in both.param_groups] == [(2, 0.02), (3, 1e-3)]
     scheduler = StepLR(both, 1, 0.5)
@@ -162,24 +162,24 @@ def refused(call: Any, *args: Any) -> str:
 def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     names = [name for name, _ in named()]
     made: Any = OptimizerConfig
-    assert "optimizer.name: 'Adamm' is unknown; one of " in refused(check_optimizer, made(name="Adamm"), names)
-    assert "takes sparse gradients" in refused(check_optimizer, made(name="SparseAdam"), names)
-    assert "wants a closure" in refused(check_optimizer, made(name="LBFGS"), names)
+    assert "optimizer.name: 'Adamm' is unknown; use one of " in refused(check_optimizer, made(name="Adamm"), names)
+    assert "needs sparse gradients" in refused(check_optimizer, made(name="SparseAdam"), names)
+    assert "needs a closure" in refused(check_optimizer, made(name="LBFGS"), names)
     found = refused(check_optimizer, made(options={"momentum": 1}), names)
-    assert "optimizer: momentum: is no option of AdamW; it has betas" in found
-    assert "is no option of Adafactor" in refused(check_optimizer, made(name="Adafactor", betas=(0.9, 0.9)), names)
+    assert "optimizer: momentum: is not an option of AdamW; options: betas" in found
+    assert "is not an option of Adafactor" in refused(check_optimizer, made(name="Adafactor", betas=(0.9, 0.9)), names)
     assert "AdamW says: Invalid epsilon" in refused(check_optimizer, made(options={"eps": -1.0}), names)
     groups = (OptimizerGroup(("visoin.*",)),)
     found = refused(check_optimizer, made(groups=groups), names)
-    assert found == ("optimizer.groups[0].match: 'visoin.*' matches no parameter; names are as 'vision.0.weight'")
+    assert found == ("optimizer.groups[0].match: 'visoin.*' matches no parameter; an example is 'vision.0.weight'")
     found = refused(check_optimizer, made(groups=(OptimizerGroup(("*",), options={"bates": 1}),)), names)
-    assert "bates: is no option of AdamW" in found
+    assert "bates: is not an option of AdamW" in found
     assert "optimizer.rest: is for Muon" in refused(lambda: made(rest=RestConfig()))
     # Torch finds the first when it is made, the second in its first step.
     for name, options in (("AdamW", {"eps": [1]}), ("ASGD", {"lambd": "x"})):
         assert f"optimizer: {name} says: " in refused(check_optimizer, made(name=name, options=options), names)
     plateau = SchedulerConfig("ReduceLROnPlateau")
-    assert "goes by evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
+    assert "needs evaluations, and there are none" in refused(check_loop, made(), plateau, None, None)
     assert "has no warm-up" in refused(check_loop, made(warmup_iterations=3), SchedulerConfig("StepLR"), None, None)
     averaged = EvaluationConfig(1, weights="ema")
     assert "no average is kept; add [ema]" in refused(check_loop, made(), SchedulerConfig(), averaged, None)
@@ -189,7 +189,7 @@ def test_what_torch_does_not_have_is_refused_in_one_line() -> None:
     ("name", "options", "problem"),
     [
         ("Cosine", {}, "scheduler.name: 'Cosine' is unknown"),
-        ("CosineAnnealingLR", {"T_mix": 1}, "T_mix: is no option"),
+        ("CosineAnnealingLR", {"T_mix": 1}, "T_mix: is not an option"),
         ("CosineAnnealingLR", {}, "CosineAnnealingLR says: "),
         ("CosineAnnealingLR", {"T_max": "ten"}, "CosineAnnealingLR says: "),
         ("CosineAnnealingLR", {"T_max": 0}, "CosineAnnealingLR says: ZeroDivisionError"),
@@ -209,7 +209,9 @@ def test_a_scheduler_that_would_fail_on_the_ranks_is_refused(name: str, options:
     found = refused(check_scheduler, SchedulerConfig(name, options=options), OptimizerConfig(), 20)
     assert problem in found
     assert (
-        found.endswith(("correct scheduler.options", "at least as many")) or "no option" in found or "unknown" in found
+        found.endswith(("correct scheduler.options", "the number of iterations"))
+        or "not an option" in found
+        or "unknown" in found
     )
 
 

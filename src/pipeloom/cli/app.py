@@ -1,7 +1,7 @@
-"""The command line's frame: commands imported when called, errors as one line and an exit code.
+"""The frame of the command line: commands are imported when called; errors are one line and an exit code.
 
-Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothing can satisfy it;
-70 a defect of Pipeloom itself; 130 interrupted; 143 terminated by SIGTERM.
+Exit codes: 0 done; 1 a check or a verification failed; 2 wrong input, or nothing satisfies it; 70 a defect of
+Pipeloom; 130 interrupted; 143 terminated by SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeloom.outputs import REMEDIES, declare_outputs, refused
 from pipeloom.plugins import installed
 from pipeloom.printing import escape_logs, print_error, print_line
 
-# Newer versions of Typer carry their own click; its public names lead to whichever it uses.
+# Newer versions of Typer include their own click; Typer's public names lead to the one in use.
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
@@ -36,48 +36,44 @@ FAILED, WRONG_INPUT, DEFECT, INTERRUPTED, TERMINATED = 1, 2, 70, 130, 143
 
 
 class Command(NamedTuple):
-    """Where a command lives, and its line in the overview, which imports no command."""
+    """The module of a command, and its line in the overview, which imports no command."""
 
     module: str
-    """Has the function, named as the command, and its long help, ``HELP``."""
+    """Module with a function of the command's name, and the long help, ``HELP``."""
     line: str
 
 
 COMMANDS = {
-    "train": Command(
-        "pipeloom.cli.train", "Train a model over pipeline ranks, each iteration with a schedule made for its batch."
-    ),
+    "train": Command("pipeloom.cli.train", "Train a model over pipeline ranks, with a schedule for each batch."),
     "export": Command("pipeloom.cli.export", "Write a run's trained weights as the model's own library reads them."),
-    "plan": Command(
-        "pipeloom.cli.plan", "Make the plan of one batch from files: packing, instance, schedule, plan text."
-    ),
-    "compare": Command("pipeloom.cli.compare", "Time one iteration of a described model under a dozen systems."),
+    "plan": Command("pipeloom.cli.plan", "Plan one batch from files: packing, instance, schedule, plan text."),
+    "compare": Command("pipeloom.cli.compare", "Emulate one iteration of a model under a dozen systems."),
     "megatron": Command(
-        "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron can be told, as text to paste."
+        "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron supports, and print its arguments."
     ),
     "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches of even load, and show the loads."),
     "solve": Command("pipeloom.cli.solve", "Search a schedule for an instance."),
     "arrange": Command(
         "pipeloom.cli.arrange", "Choose partition, placement and schedule of a chain of layers together."
     ),
-    "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as arrange reads them."),
-    "check": Command("pipeloom.cli.check", "Say whether a schedule is feasible for an instance, and where not."),
-    "simulate": Command("pipeloom.cli.simulate", "Run a schedule in the simulator: times, bubbles, memory; draw it."),
+    "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as input for arrange."),
+    "check": Command("pipeloom.cli.check", "Check whether a schedule is feasible for an instance; list violations."),
+    "simulate": Command("pipeloom.cli.simulate", "Simulate a schedule: times, bubbles, memory, timeline."),
     "verify": Command(
-        "pipeloom.cli.verify", "Prove an execution plan complete and free of deadlock, or show where it stops."
+        "pipeloom.cli.verify", "Prove that an execution plan is complete and free of deadlock, or show where it stops."
     ),
     "report": Command(
         "pipeloom.cli.report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
     ),
     "explain": Command(
-        "pipeloom.cli.explain", "Explain a run that you have, from its profiler traces: bubbles by cause, what to gain."
+        "pipeloom.cli.explain", "Explain a run from its profiler traces: bubbles by cause, and the possible gain."
     ),
-    "emulate": Command("pipeloom.cli.emulate", "Predict time and memory of an iteration on a cluster, from operators."),
+    "emulate": Command("pipeloom.cli.emulate", "Predict time and memory of an iteration on a cluster."),
     "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "calibrate": Command("pipeloom.cli.calibrate", "Measure this machine and write its device table."),
     "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),
 }
-"""Commands of Pipeloom itself, by name."""
+"""Commands of Pipeloom by name."""
 _EXTRAS = {
     "torch": "pipeloom[torch]",
     "tomli_w": "pipeloom[torch]",
@@ -92,7 +88,7 @@ _EXTRAS = {
     "safetensors": "pipeloom[transformers]",
     "yaml": "pipeloom[megatron]",
 }
-"""What to install for a package that the core does without."""
+"""What to install for an optional package."""
 _HIDDEN = frozenset({"planner"})
 _EPILOG = (
     "A first schedule: pipeloom solve INSTANCE --budget 1 --out SCHEDULE, then pipeloom check INSTANCE SCHEDULE. "
@@ -116,7 +112,7 @@ def make_app(names: Sequence[str]) -> typer.Typer:
         epilog=_EPILOG,
     )
     app.callback(help="Plan, emulate and run pipeline-parallel training, with a schedule made for every batch.")(_root)
-    # Other distributions are looked up only where their commands matter: that takes longer than a small command.
+    # Search other distributions only if needed: that takes longer than a small command.
     known = COMMANDS if set(names) <= COMMANDS.keys() else commands()
     for name, command in known.items():
         hidden = name in _HIDDEN
@@ -131,12 +127,12 @@ def make_app(names: Sequence[str]) -> typer.Typer:
 
 
 def _paragraphs(text: str) -> str:
-    """A text whose paragraphs the terminal may wrap as it likes."""
+    """Return the text with one line for each paragraph, so that the terminal can wrap it."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _command(app: typer.Typer) -> Any:
-    """Turn an application into a command whose texts hold no markup of rich: brackets in help are brackets."""
+    """Return the command of an application, with brackets in help texts escaped from rich's markup."""
     command: Any = typer.main.get_command(app)
     for one in (command, *command.commands.values()):
         if one.rich_markup_mode == "rich":
@@ -156,20 +152,21 @@ def _show_version(wanted: bool) -> None:
 
 def _root(
     version: bool = typer.Option(
-        False, "--version", help="Print the version and leave.", is_eager=True, callback=_show_version
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
     ),
 ) -> None:
-    """Take the options that stand before a command."""
+    """Accept the options before a command."""
 
 
 def _not_loaded() -> None:
     """Stand in for a command in the overview; `run` imports a command before it is called."""
 
 
-def leave_on_sigterm() -> None:
-    """Have SIGTERM end this process as Ctrl-C does, with a word and without temporary files; a second one at once.
+def exit_on_sigterm() -> None:
+    """Make SIGTERM end this process as Ctrl-C does, with a message and without temporary files.
 
-    Not under torchrun, nor in processes forked from this one: a rank that waits for another would not hear it.
+    A second SIGTERM ends it at once. Not under torchrun, nor in processes forked from this one: a rank that waits
+    for another would not react.
     """
     own = os.getpid()
 
@@ -185,16 +182,12 @@ def leave_on_sigterm() -> None:
 
 
 def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
-    """Run one command line and return its exit code; nothing but a defect leaves a traceback.
+    """Run one command line and return its exit code; only a defect leaves a traceback.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-    whole_process : bool
-        This process is there for nothing else, so that another may do its work: commands find ``arguments`` in their
-        context.
+    ``whole_process`` means that this process has no other purpose, so that another process can do its work: commands
+    find ``arguments`` in their context.
     """
-    # A program that is started with a stream closed has none.
+    # A stream is None if the program was started with it closed.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal without Unicode gets escapes, not an error.
@@ -203,7 +196,7 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
     escape_logs()
     named = next((word for word in arguments if not word.startswith("-")), "")
     try:
-        # Whoever waits for a planner is told by its trainer.
+        # The trainer reports the planner's progress.
         beat = nullcontext() if named in _HIDDEN else heartbeat(f"{named}: loading" if named else "loading")
         with beat:
             app = make_app([named])
@@ -212,28 +205,28 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
             )
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
-        if code == INTERRUPTED:  # some versions of Typer turn Ctrl-C into this code, without a word
+        if code == INTERRUPTED:  # some versions of Typer silently turn Ctrl-C into this code
             print_error("interrupted")
         return code
     except typer.Exit as leave:
         return leave.exit_code
     except UsageError as error:
         place = error.ctx.command_path if error.ctx is not None else "pipeloom"
-        problem = error.format_message().rstrip(".") + _refused_value(error)
-        if problem:  # there is none where no argument at all was given, and the help has been shown
+        problem = error.format_message().rstrip(".") + _rejected_value(error)
+        if problem:  # empty if no argument was given: then the help was shown
             print_error(f"{problem}; see {place} --help", place)
         return WRONG_INPUT
     except ClickException as error:
-        return _refuse(error.format_message())
+        return _fail(error.format_message())
     except PipeloomError as error:
-        return _refuse(str(error))
+        return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError as error:
         return _broken_pipe(error)
     except SystemExit as leave:
-        # click and rich leave with exit code 1 where a pipe is broken
+        # click and rich exit with code 1 if a pipe is broken
         if not isinstance(leave.__context__, BrokenPipeError):
             raise
         return _broken_pipe(leave.__context__)
@@ -241,26 +234,26 @@ def run(arguments: Sequence[str], *, whole_process: bool = False) -> int:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _defect(error)
-        return _refuse(f"{error.name} is not installed, and this command needs it; pip install '{extra}'")
+        return _fail(f"{error.name} is not installed, and this command needs it; pip install '{extra}'")
     except OSError as error:
         if error.errno not in REMEDIES:
             return _defect(error)
         if error.filename is not None:
-            return _refuse(str(refused(os.fspath(error.filename), error, "", "cannot be used")))
+            return _fail(str(refused(os.fspath(error.filename), error, "", "cannot be used")))
         if error.errno == errno.EMFILE:
-            return _refuse(str(refused("a file or pipe", error, "", "cannot be opened")))
-        _forget_stdout()
-        return _refuse(str(refused("standard output or a temporary file", error, "")))
+            return _fail(str(refused("a file or pipe", error, "", "cannot be opened")))
+        _discard_stdout()
+        return _fail(str(refused("standard output or a temporary file", error, "")))
     except MemoryError:
-        return _refuse("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
+        return _fail("memory is exhausted; free some, raise the limit (ulimit -v), or give a smaller input")
     except Exception as error:
         return _defect(error)
     finally:
         declare_outputs(())
 
 
-def _refused_value(error: Exception) -> str:
-    """The value of an option that Typer refuses; empty where there is none, or where its own message names it."""
+def _rejected_value(error: Exception) -> str:
+    """Return the option value that Typer rejects; empty if there is none, or Typer's message names it."""
     found: list[Any] = getattr(error.__cause__, "errors", list)()
     return f", not {found[0]['input']!r}" if found else ""
 
@@ -273,27 +266,27 @@ def _defect(error: Exception) -> int:
     return DEFECT
 
 
-def _refuse(message: str) -> int:
+def _fail(message: str) -> int:
     print_error(message)
     return WRONG_INPUT
 
 
 def _broken_pipe(error: BrokenPipeError) -> int:
-    """Return 0 where the reader of our output has gone (a pager, head); any other broken pipe is a defect."""
-    if not any(map(_leads_nowhere, (1, 2))):
+    """Return 0 if the reader of our output is gone (a pager, head); any other broken pipe is a defect."""
+    if not any(map(_is_closed, (1, 2))):
         return _defect(error)
-    _forget_stdout()
+    _discard_stdout()
     return 0
 
 
-def _leads_nowhere(descriptor: int) -> bool:
-    if os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)):  # rich has put it there
+def _is_closed(descriptor: int) -> bool:
+    if os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)):  # set by rich
         return True
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))
 
 
-def _forget_stdout() -> None:
+def _discard_stdout() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())

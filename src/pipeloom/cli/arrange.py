@@ -1,4 +1,4 @@
-"""`pipeloom arrange`: partition, placement and schedule of a chain of layers, chosen together."""
+"""`pipeloom arrange`: co-optimized partition, placement and schedule of a chain of layers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from pipeloom.cli.arrange_answer import compare, document, lines, write_page
 from pipeloom.cli.options import check_budget, check_seed
-from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_note, print_written
+from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_note, print_written
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.heartbeat import doing
@@ -34,18 +33,19 @@ from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.plugins import ARRANGE_METHODS, installed
 from pipeloom.printing import print_line
+from pipeloom.report import make_track, share_text, size_text, time_text
 from pipeloom.timeline import check
 
 if TYPE_CHECKING:
     from pipeloom.cost.layers import LayerTable
     from pipeloom.layout.cooptimise import CooptimisedPipeline, LayerChain
+    from pipeloom.report import Track
     from pipeloom.spec import Layout
 
 HELP = """\
 Choose partition, placement and schedule of a chain of layers together.
 
-Any number of chunks per rank, uneven, in any order, within every rank's memory. The answer says how far from
-the best possible it can be at most.
+Ranks may have any number of chunks, uneven and in any order, within their memory. The result has an optimality gap.
 """
 EPILOG = (
     "Example: pipeloom arrange model.layers.json --budget 5 --out layout.json --instance instance.json --schedule "
@@ -58,7 +58,7 @@ _MOST_THREADS = 16
 
 def arrange(
     layers: str = typer.Argument(
-        ..., metavar="LAYERS", help="A pipeloom.layers/1 file; or a model: zoo name, .toml, Hugging Face config.json."
+        ..., metavar="LAYERS", help="A pipeloom.layers/1 file, or a model: zoo name, .toml, Hugging Face config.json."
     ),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="LAYOUT", help="File for the pipeloom.layout/1."),
@@ -67,28 +67,27 @@ def arrange(
     memory: str | None = typer.Option(
         None,
         metavar="LIMIT",
-        help="Limit of every rank: 1.5x (of what 1F1B holds on its fullest rank), bytes, or none; default: the file's.",
+        help="Limit of every rank: a multiple of 1F1B's peak (1.5x), bytes, or none; default: the file's.",
     ),
-    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards where the file gives both parts."),
+    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards if the file has both parts."),
     method: str = typer.Option(
-        _JOINT, metavar="NAME", help="joint: ours; adaptis: that paper's generator, one phase at a time (pipeloom-lab)."
+        _JOINT, metavar="NAME", help="joint: Pipeloom's search; adaptis: the paper's, phase by phase (pipeloom-lab)."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: all cores."),
+    threads: int = typer.Option(0, metavar="N", help="Search threads; 0: all cores."),
     params: Path | None = typer.Option(
-        None, metavar="FILE", help="A .toml with parameters of the joint search; see pipeloom.layout.cooptimise.params."
+        None, metavar="FILE", help="A .toml with parameters of the joint search: pipeloom.layout.cooptimise.params."
     ),
-    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page: what was chosen, and why."),
+    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page about the result."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="For a model: tensor parallelism."),
     pp: int = typer.Option(4, min=1, max=MAX_RANKS, help="For a model: pipeline ranks."),
-    tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch, one sequence."),
+    tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch (one sequence)."),
     microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="For a model: microbatches."),
     megatron: bool = typer.Option(False, "--megatron", help="Print Megatron's pipeline layout string."),
     torchtitan: bool = typer.Option(False, "--torchtitan", help="Print torchtitan's module names per stage."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Choose partition, placement and schedule of a chain of layers together."""
     check_budget(budget)
     check_seed(seed)
     if not 0 <= threads <= _MOST_THREADS:
@@ -97,13 +96,13 @@ def arrange(
     if method not in known:
         raise InputError("--method", f"{method!r} is none of {', '.join(known)}", "pipeloom-lab adds adaptis")
     if params is not None and method != _JOINT:
-        raise InputError("--params", f"tunes the joint search, not {method}", "leave out one of the two")
+        raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
-    search = _Search(method, seed, threads or num_threads(), params)
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of
 
-    found, interrupted = _search(layers, _chain(layers, emulated, split, memory), budget, search)
+    chain = _chain(layers, emulated, split, memory)
+    found, interrupted = _search(layers, chain, budget, method, seed, threads or _num_threads(), params)
     layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
@@ -116,15 +115,15 @@ def arrange(
         record = SearchRecord(found.method, seed, budget, round(found.elapsed_s, 6), found.evaluations)
         write_schedule(schedule, found.graph, found.schedule, found.timeline, found.lower_bound, record)
         written.append(str(schedule))
-    standard = compare(found.chain)
+    standard = _standard(found.chain)
     if page is not None:
-        written += write_page(page, found, standard)
+        written += _write_page(page, found, standard)
     if interrupted:
-        print_note(f"interrupted: {out} holds the best placement so far")
+        print_note(f"interrupted: {out} has the best placement so far")
     if json:
-        print_json(document(found, standard) | {"written": written})
+        print_json(_document(found, standard) | {"written": written})
         return
-    for line in lines(found, standard):
+    for line in _lines(found, standard):
         print_line(line)
     if megatron:
         _print_names("Megatron", megatron_layout, layout, found.chain.layer_names)
@@ -134,18 +133,8 @@ def arrange(
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """How to search."""
-
-    method: str
-    seed: int
-    threads: int
-    params: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Emulated:
-    """What a model's layers are emulated for."""
+    """Settings for which a model's layers are emulated."""
 
     cluster: str
     tp: int
@@ -154,26 +143,26 @@ class _Emulated:
     microbatches: int
 
 
-def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> tuple[CooptimisedPipeline, bool]:
-    """Search, and have the checker pass the answer; whether Ctrl-C ended it early."""
+def _search(
+    layers: str, chain: LayerChain, seconds: float, method: str, seed: int, threads: int, params_file: Path | None
+) -> tuple[CooptimisedPipeline, bool]:
+    """Search and check the result; return it and whether Ctrl-C ended the search early."""
     from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
     from pipeloom.layout.cooptimise.joint import warm_up
 
-    params = CooptimiseParams() if search.params is None else read_spec(search.params, CooptimiseParams)
+    params = CooptimiseParams() if params_file is None else read_spec(params_file, CooptimiseParams)
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             warm_up()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
-            if search.method == _JOINT:
-                found = cooptimise(
-                    chain, budget=rule, seed=search.seed, threads=search.threads, params=params, on_progress=show
-                )
+            if method == _JOINT:
+                found = cooptimise(chain, budget=rule, seed=seed, threads=threads, params=params, on_progress=show)
             else:
-                found = installed(ARRANGE_METHODS)[search.method](chain, budget=rule, on_progress=show)
+                found = installed(ARRANGE_METHODS)[method](chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
             raise type(error)(f"{layers}: {error.verdict}: {error}") from error
-    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
+    # The independent checker verifies every result; a violation here is a defect of the search.
     if violations := check(found.graph, found.schedule, found.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({violations[0]}); nothing is written")
     return found, rule.stopped
@@ -182,11 +171,11 @@ def _search(layers: str, chain: LayerChain, seconds: float, search: _Search) -> 
 def _print_names(
     other: str, write: Callable[[Layout, tuple[str, ...]], object], layout: Layout, names: tuple[str, ...]
 ) -> None:
-    """Print a layout as another framework writes it, or why it cannot."""
+    """Print a layout in another framework's format, or why that cannot express it."""
     try:
         print_line(f"{other}: {write(layout, names)}")
     except InputError as error:
-        print_note(f"not expressible for {other}: {error}")
+        print_note(f"not supported by {other}: {error}")
 
 
 def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
@@ -195,7 +184,7 @@ def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) ->
 
     table = _table(layers, emulated)
     try:
-        return limit_memory(chain_of_layers(table, split=split), memory)
+        return _limit_memory(chain_of_layers(table, split=split), memory)
     except InputError as error:
         if error.entity.startswith("--"):
             raise
@@ -223,20 +212,14 @@ def _table(layers: str, emulated: _Emulated) -> LayerTable:
     return msgspec.structs.replace(table, memory_capacity_bytes=(hardware.device.usable_bytes,) * emulated.pp)
 
 
-def num_threads() -> int:
-    """Cores that this process may use, up to a limit."""
+def _num_threads() -> int:
+    """Return the number of cores that this process may use, up to a limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_THREADS)
 
 
-def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
-    """Apply ``--memory``: None keeps the file's own limit.
-
-    Raises
-    ------
-    InputError
-        The word is none of ``none``, a number of bytes, or a multiple such as ``1.5x``.
-    """
+def _limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
+    """Apply ``--memory``; None keeps the file's own limit."""
     from pipeloom.layout.cooptimise import in_memory_of_1f1b
 
     if memory is None:
@@ -250,4 +233,94 @@ def limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
         return in_memory_of_1f1b(chain, factor)
     if re.fullmatch(r"\d{1,19}", memory) and int(memory) < 2**60:
         return chain.with_capacity(int(memory))
-    raise InputError("--memory", f"{memory!r} is no limit", "give bytes, a multiple such as 1.5x, or none")
+    raise InputError("--memory", f"{memory!r} is not a limit", "give bytes, a multiple such as 1.5x, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class _Standard:
+    """1F1B on stages with equal numbers of layers, at the same costs, to compare with."""
+
+    makespan_ns: int
+    peak_bytes: int
+    track: Track
+
+
+def _standard(chain: LayerChain) -> _Standard | None:
+    """Simulate 1F1B without a memory limit; return None if there are fewer layers than ranks."""
+    from pipeloom.layout.cooptimise import graph_of
+    from pipeloom.layout.cooptimise.standard import stages
+    from pipeloom.search import one_f_one_b
+    from pipeloom.timeline import simulate
+
+    if chain.num_layers < chain.num_ranks:
+        return None
+    graph = graph_of(chain.with_capacity(None), stages(chain))
+    order = one_f_one_b(graph)
+    timeline = simulate(graph, order)
+    track = make_track("1F1B, equal layers", graph, order, timeline)
+    return _Standard(timeline.makespan_ns, int(timeline.peak_bytes.max()), track)
+
+
+def _lines(found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
+    """Return the result in a few lines."""
+    ns, chain = found.timeline.makespan_ns, found.chain
+    texts = [
+        f"makespan {time_text(ns)}, lower bound over all placements {time_text(found.lower_bound.ns)} "
+        f"({found.lower_bound.name}), gap {share_text(found.gap)}, {found.evaluations} placements tried"
+    ]
+    if standard is not None:
+        texts.append(
+            f"1F1B on equal stages {time_text(standard.makespan_ns)}: "
+            f"{share_text(1 - ns / standard.makespan_ns)} less; "
+            f"peak memory {size_text(int(found.timeline.peak_bytes.max()))}, 1F1B {size_text(standard.peak_bytes)}"
+        )
+    for rank in range(chain.num_ranks):
+        mine = [f"{first}-{last}" if last > first else str(first) for first, last in found.placement.layers_of(rank)]
+        held = size_text(int(found.timeline.peak_bytes[rank]))
+        texts.append(f"rank {rank}: layers {', '.join(mine) or 'none'}; peak memory {held}")
+    return texts
+
+
+def _document(found: CooptimisedPipeline, standard: _Standard | None) -> dict[str, Any]:
+    """Return the result for ``--json``."""
+    return {
+        "name": found.chain.name,
+        "makespan_s": found.timeline.makespan_ns / 1e9,
+        "lower_bound_s": found.lower_bound.ns / 1e9,
+        "lower_bound": found.lower_bound.name,
+        "gap": found.gap,
+        "one_f_one_b_s": None if standard is None else standard.makespan_ns / 1e9,
+        "peak_memory_bytes": found.timeline.peak_bytes.tolist(),
+        "first_layers": list(found.placement.cuts[:-1]),
+        "ranks": list(found.placement.ranks),
+        "strategies": found.strategies,
+        "evaluations": found.evaluations,
+        "elapsed_s": found.elapsed_s,
+    }
+
+
+def _write_page(page: Path, found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
+    """Write timelines of 1F1B and the result, below an account of the search."""
+    tracks = [] if standard is None else [standard.track]
+    tracks.append(make_track("arranged", found.graph, found.schedule, found.timeline, found.lower_bound))
+    return draw(tracks, title=f"{found.chain.name}: arranged", note=_account(found), html_file=page)
+
+
+def _account(found: CooptimisedPipeline) -> str:
+    """Return an account of the search: loads, starts, and the moves that brought new bests."""
+    from pipeloom.layout.cooptimise.layer_chain import rank_work_ns
+
+    loads = rank_work_ns(found.chain, found.placement).tolist()
+    by_bests = sorted(found.moves.items(), key=lambda item: -item[1][2])[:5]
+    starts = ", ".join(
+        f"{r.start.num_chunks} chunks: {time_text(r.start_ns)} to {time_text(r.best_ns)}" for r in found.reports
+    )
+    return " ".join(
+        [
+            *(f"{line}." for line in _lines(found, None)),
+            f"Work per microbatch by rank: {', '.join(time_text(load) for load in loads)}.",
+            f"{found.method[0].upper()}{found.method[1:]}, from {len(found.reports)} starts ({starts}).",
+            "Changes that brought most new bests: " + ", ".join(f"{name} {c[2]}" for name, c in by_bests) + ".",
+            "Times are simulated from the layer costs.",
+        ]
+    )

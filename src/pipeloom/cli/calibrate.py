@@ -15,11 +15,10 @@ from pipeloom.io import write_text
 from pipeloom.printing import print_line
 
 HELP = """\
-Time products, attention, norms, copies, messages and collectives; fit a device table, and check it.
+Time products, attention, norms, copies, messages and collectives; fit and check a device table.
 
-The errors are on operator shapes, whole layers and message sizes that were not fitted. The link between two
-processes of this machine goes into the table as the one inside a node (nvlink_*); what joins machines is the
-cluster file's.
+Errors are measured on operator shapes, whole layers and message sizes that were not fitted. The table's link inside a
+node (nvlink_*) is the one between two processes of this machine. Links between machines are in the cluster file.
 """
 EPILOG = "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattended; a CPU takes a few minutes."
 
@@ -27,16 +26,15 @@ EPILOG = "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattend
 def calibrate(
     device: str = typer.Option(..., help="cpu or cuda."),
     out: Path = typer.Option(..., metavar="DEVICE.toml", help="The device table to write."),
-    name: str = typer.Option("", help="Name of the device; default: what the system says."),
+    name: str = typer.Option("", help="Name of the device; default: the system's name."),
     repeats: int = typer.Option(9, min=1, max=10000, help="Timed runs of each shape; the median counts."),
-    plot: Path | None = typer.Option(None, metavar="FILE.html", help="Write predicted against measured as a page."),
+    plot: Path | None = typer.Option(None, metavar="FILE.html", help="Write a page of predicted and measured times."),
     links: bool = typer.Option(
-        True, help="Time messages and collectives between two processes too (cuda: where there are two GPUs)."
+        True, help="Also time messages and collectives between two processes (cuda: if there are two GPUs)."
     ),
-    quick: bool = typer.Option(False, help="A few small shapes only: for trying it out."),
+    quick: bool = typer.Option(False, help="Time only a few small shapes, for a quick trial."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Time products, attention, norms, copies, messages and collectives; fit a device table, and check it."""
     check_targets(out, plot)
     if device not in ("cpu", "cuda"):
         raise InputError("--device", f"{device!r} is neither 'cpu' nor 'cuda'")

@@ -16,14 +16,14 @@ from pipeloom.timeline import check as check_schedule
 from pipeloom.timeline import lower_bound, peaks_with_instants, simulate
 
 HELP = """\
-Say whether a schedule is feasible for an instance, and where not.
+Check whether a schedule is feasible for an instance, and list violations.
 
-Judges the order of tasks, the stated start times (overlap, edges, earliest start), the memory of every rank, and
-the stated figures (makespan, bound, peaks). It shares no code with the simulator and the searches.
+Checks the order of tasks, the declared start times (overlap, edges, earliest start), the memory of every rank, and
+the declared figures (makespan, bound, peaks). It shares no code with the simulator and the search.
 """
 EPILOG = (
     "Example: pipeloom check tiny.json tiny.schedule.json. Exit code 0: feasible; 1: violated, each violation on a "
-    "line of its own; 2: a file is wrong."
+    "separate line; 2: a file is wrong."
 )
 _SHOWN = 40  # violations that are printed
 
@@ -33,12 +33,11 @@ def check(
     schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Say whether a schedule is feasible for an instance, and where not."""
     graph = read_instance(instance)
-    stated = read_schedule(schedule)
-    if stated.instance != graph.name:
-        print_note(f"note: {schedule} is for instance {stated.instance!r}, {instance} is named {graph.name!r}")
-    violations = judge(graph, stated, str(schedule))
+    record = read_schedule(schedule)
+    if record.instance != graph.name:
+        print_note(f"note: {schedule} is for instance {record.instance!r}, {instance} is named {graph.name!r}")
+    violations = judge(graph, record, str(schedule))
     document: dict[str, object] = {
         "feasible": not violations,
         "instance": graph.name,
@@ -54,47 +53,47 @@ def check(
             if len(violations) > _SHOWN:
                 print_line(f"  ... and {len(violations) - _SHOWN} more; --json gives them all")
         raise typer.Exit(1)
-    timeline = simulate(graph, stated.schedule)
-    track = make_track(graph.name, graph, stated.schedule, timeline, lower_bound(graph))
+    timeline = simulate(graph, record.schedule)
+    track = make_track(graph.name, graph, record.schedule, timeline, lower_bound(graph))
     if json:
         print_json(document | figures_document(track))
     else:
         print_line(f"feasible: {figures_text(key_figures(track))}")
 
 
-def judge(graph: TaskGraph, stated: StatedSchedule, where: str) -> list[tuple[str, str]]:
-    """All violations, as kind and message: those of the checker, then false figures."""
+def judge(graph: TaskGraph, record: StatedSchedule, where: str) -> list[tuple[str, str]]:
+    """Return all violations as kind and message: those of the checker, or else wrong figures."""
     try:
-        timeline = stated.timeline(graph)
+        timeline = record.timeline(graph)
     except InputError as error:
-        if error.entity.startswith("candidate"):  # the checker names it
+        if error.entity.startswith("candidate"):  # the checker reports it
             timeline = None
         else:
             raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
-    violations = check_schedule(graph, stated.schedule, timeline)
+    violations = check_schedule(graph, record.schedule, timeline)
     found: list[tuple[str, str]] = [(violation.kind, violation.message) for violation in violations]
-    return found or [("stated", message) for message in false_figures(graph, stated)]
+    return found or [("stated", message) for message in _wrong_figures(graph, record)]
 
 
-def false_figures(graph: TaskGraph, stated: StatedSchedule) -> list[str]:
-    """Stated figures that a feasible schedule does not have, up to a nanosecond a task."""
-    timeline = simulate(graph, stated.schedule)
+def _wrong_figures(graph: TaskGraph, record: StatedSchedule) -> list[str]:
+    """Return the declared figures that differ from the schedule's by more than a nanosecond per task."""
+    timeline = simulate(graph, record.schedule)
     found = []
     makespan = timeline.makespan_ns
-    # A nanosecond a task, as others may round elsewhere; and what seconds in double precision cannot tell apart.
+    # A nanosecond per task for other rounding, and the resolution of seconds in double precision.
     slack = graph.num_tasks + (makespan >> 50)
-    if stated.makespan_ns is not None and abs(stated.makespan_ns - makespan) > slack:
-        found.append(f"makespan_s is {stated.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}")
-    if stated.lower_bound is not None and stated.lower_bound.ns > makespan + slack:
+    if record.makespan_ns is not None and abs(record.makespan_ns - makespan) > slack:
+        found.append(f"makespan_s is {record.makespan_ns / NS_PER_S:.9f}, the order gives {makespan / NS_PER_S:.9f}")
+    if record.lower_bound is not None and record.lower_bound.ns > makespan + slack:
         found.append(
-            f"lower_bound_s is {stated.lower_bound.ns / NS_PER_S:.9f}, above the makespan {makespan / NS_PER_S:.9f}"
+            f"lower_bound_s is {record.lower_bound.ns / NS_PER_S:.9f}, above the makespan {makespan / NS_PER_S:.9f}"
         )
-    peaks = stated.peak_bytes
+    peaks = record.peak_bytes
     if peaks is not None and len(peaks) != graph.num_ranks:
         found.append(f"peak_memory_bytes has {len(peaks)} entries, the instance {graph.num_ranks} ranks")
     elif peaks is not None:
-        # A task that lasts no time may be counted or not.
-        with_instants = peaks_with_instants(graph, stated.schedule)
+        # A task of zero duration may be counted or not.
+        with_instants = peaks_with_instants(graph, record.schedule)
         for rank, (least, most) in enumerate(zip(timeline.peak_bytes.tolist(), with_instants.tolist(), strict=True)):
             if not least <= peaks[rank] <= most:
                 found.append(f"peak_memory_bytes[{rank}] is {peaks[rank]}, the order gives {least}")

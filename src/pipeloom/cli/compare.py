@@ -1,4 +1,4 @@
-"""`pipeloom compare`: what would I gain? Systems on one iteration of a described model, beside what I run now."""
+"""`pipeloom compare`: one iteration of a described model under several systems, beside the present setup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES, check_budget
+from pipeloom.cli.options import FREEZE_HELP, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
-from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_RANKS, MAX_SEED
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pipeloom.spec.parallelism import Degrees
 
 HELP = """\
-Say what you would gain: one iteration of your model, data and cluster under a dozen systems and your own setup.
+Estimate your gain: emulate one iteration of your model, data and cluster under a dozen systems and your own setup.
 
-All have the same data, memory and costs. One screen, and with --out or --html one page, have the same numbers:
-a ranking with the gain over what you run now, where the gain comes from, what the samples contain, what to change,
-and how sure it is. Times are emulated, not measured.
+All systems have the same data, memory and costs. The terminal shows, and --out or --html write as a page: a ranking
+with the gain over your present setup, the sources of the gain, the contents of the samples, the settings to change,
+and the uncertainty. Times are emulated, not measured.
 """
 EPILOG = (
     'Examples: pipeloom compare Qwen2.5-VL-7B --cluster 8xH100 --data samples.jsonl --now "pp=4 recompute=full" --out '
@@ -38,7 +38,7 @@ EPILOG = (
     "pipeloom emulate list."
 )
 PIPELINE = 4
-"""Ranks at most, where nobody says."""
+"""Default limit of pipeline ranks."""
 MICROBATCHES = 16
 
 
@@ -46,43 +46,38 @@ def compare(
     model: str = typer.Argument(
         ..., metavar="MODEL", help="A model's name, a Hugging Face folder or config.json, or a .toml file."
     ),
-    systems: str = typer.Option("all", metavar="NAMES", help="Which, with commas between; all: every one that can."),
+    systems: str = typer.Option("all", metavar="NAMES", help="Systems, separated by commas; all: every suitable one."),
     cluster: str = typer.Option("8xH100", help="In words (8xH100, '2x8xB200 ib400'), a name, or a .toml file."),
     data: str | None = typer.Option(
         None,
         help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, pattern, folder); default: the model's own.",
     ),
     now: str | None = typer.Option(
-        None, metavar="RUN", help="What you run now: words as 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
+        None, metavar="RUN", help="Your present setup: 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
     ),
-    tp: int | None = typer.Option(
-        None, min=1, max=MAX_DEVICES, help="Tensor parallelism; default: as you run now, or 1."
-    ),
-    pp: int | None = typer.Option(
-        None, min=1, max=MAX_RANKS, help="Pipeline ranks; default: as you run now, or up to 4."
-    ),
+    tp: int | None = typer.Option(None, min=1, max=MAX_DEVICES, help="Tensor parallelism; default: as in --now, or 1."),
+    pp: int | None = typer.Option(None, min=1, max=MAX_RANKS, help="Pipeline ranks; default: as in --now, or up to 4."),
     dp: int | None = typer.Option(
-        None, min=1, max=MAX_DEVICES, help="Replicas; default: as many as there are devices for."
+        None, min=1, max=MAX_DEVICES, help="Replicas; default: as many as the devices allow."
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     microbatches: int | None = typer.Option(
-        None, min=1, max=MOST_MICROBATCHES, metavar="N", help="Of one replica; default: 16."
+        None, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of one replica; default: 16."
     ),
     tokens: int | None = typer.Option(
         None,
         min=1,
         max=MAX_COUNT,
         metavar="N",
-        help="Of a microbatch at most; default: 8192, or as a data set's paper has it.",
+        help="Most tokens of a microbatch; default: 8192, or as in a data set's paper.",
     ),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for the systems that search."),
-    processes: int = typer.Option(2, min=1, max=2, help="2: Pipeloom's layout is chosen beside what others do."),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for systems that search."),
+    processes: int = typer.Option(2, min=1, max=2, help="2: choose Pipeloom's layout in parallel to other systems."),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with all timelines."),
     out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Say what you would gain."""
     from pipeloom.compare.answer import Question
     from pipeloom.compare.iterations import sampled_iterations
     from pipeloom.compare.model_on_cluster import put_on_cluster
@@ -100,62 +95,62 @@ def compare(
     )
     _check_pages(page)
     architecture, hardware = load_model(model, freeze), load_cluster(cluster)
-    said_by = "--now"
+    declared_by = "--now"
     if now is None and is_megatron(model):
-        now = said_by = model
+        now = declared_by = model
     run = None if now is None else load_run(now, hardware.num_devices, architecture.modules[-1].num_blocks)
-    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, said_by))
+    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by))
     if run is not None:
-        now_system(case, run)  # refuses a layout that is none of the model before anything is timed
+        now_system(case, run)  # rejects a layout of another model before anything is timed
     names = suitable(case, None if systems == "all" else systems.split(","))
-    grouping = _grouping(run, microbatches, tokens, said_by)
+    grouping = _grouping(run, microbatches, tokens, declared_by)
     if run is not None:
         check_groups(run, grouping.num_microbatches)
     iterations = sampled_iterations(case, data, grouping, seed)
     if out is not None:
         make_folder(out)
-    found = _answered(Question(case, iterations, grouping, names, run, budget, seed), processes, quiet=json)
-    _tell(found, page, out, json)
+    found = _compare_systems(Question(case, iterations, grouping, names, run, budget, seed), processes, quiet=json)
+    _write_and_print(found, page, out, json)
 
 
 def _check_pages(page: Path | None) -> None:
-    """Refuse a page that cannot be drawn before any work is done for it."""
+    """Raise `InputError` early if a page cannot be drawn."""
     from importlib.util import find_spec
 
     if page is not None and find_spec("bokeh") is None:
         raise InputError("--html", "needs Bokeh", "pip install 'pipeloom[report]'")
 
 
-def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int | None], said_by: str) -> Degrees:
+def _degrees(run: CurrentRun | None, hardware: ClusterSpec, flags: dict[str, int | None], declared_by: str) -> Degrees:
     from pipeloom.spec.current_run import CurrentRun
 
     if run is not None:
         for name, flag in flags.items():
-            said = getattr(run, name)
-            if flag is not None and flag != said:
-                raise InputError(f"--{name}", f"{flag} beside {said_by}, which has {said}", "leave it out")
+            declared = getattr(run, name)
+            if flag is not None and flag != declared:
+                raise InputError(f"--{name}", f"is {flag}, but {declared_by} has {declared}", "omit it")
         return run.degrees(hardware.num_devices)
     tp, pp, dp = flags["tp"] or 1, flags["pp"], flags["dp"]
-    room = hardware.num_devices // tp
-    ranks = next((n for n in (PIPELINE, 2) if n <= room), 1)
+    limit = hardware.num_devices // tp
+    ranks = next((n for n in (PIPELINE, 2) if n <= limit), 1)
     return CurrentRun(tp=tp, pp=pp or ranks, dp=dp).degrees(hardware.num_devices)
 
 
-def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, said_by: str) -> Grouping:
+def _grouping(run: CurrentRun | None, microbatches: int | None, tokens: int | None, declared_by: str) -> Grouping:
     from pipeloom.compare.iterations import Grouping
 
     if run is None:
         return Grouping(microbatches or MICROBATCHES, tokens)
     if microbatches is not None and run.microbatches is not None:
-        raise InputError("--microbatches", f"is given beside {said_by}, which sets their number", "leave it out")
+        raise InputError("--microbatches", f"is set, but {declared_by} sets their number", "omit it")
     if tokens is not None and (run.microbatch_tokens is not None or run.microbatch_samples is not None):
-        raise InputError("--tokens", f"is given beside {said_by}, which sets a microbatch's size", "leave it out")
+        raise InputError("--tokens", f"is set, but {declared_by} sets a microbatch's size", "omit it")
     count = run.microbatches or microbatches or MICROBATCHES
     return Grouping(count, run.microbatch_tokens or tokens, run.microbatch_samples, run.pad_to)
 
 
-def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
-    """Ask, with every system told on standard error as it comes."""
+def _compare_systems(question: Question, processes: int, *, quiet: bool) -> Outcome:
+    """Compare the systems, and print each one's row on standard error when it is finished."""
     from rich.text import Text
 
     from pipeloom.cli.compare_answer import COLUMNS, row_cells
@@ -195,15 +190,15 @@ def _answered(question: Question, processes: int, *, quiet: bool) -> Outcome:
     return replace(found, would_fit=would_fit)
 
 
-def _line(cells: Sequence[str], room: int) -> str:
-    """A row while rows come one by one, with as many cells as there is room for: no gain is known yet."""
+def _line(cells: Sequence[str], limit: int) -> str:
+    """Return a row of the progress output with as many cells as fit, without the gain, which is not known yet."""
     name, iteration, _, *rest = cells
-    shown = [iteration, *rest][: max(1, (room - 20) // 12)]
+    shown = [iteration, *rest][: max(1, (limit - 20) // 12)]
     return f"{name:<20}" + "".join(f"{cell:>12}" for cell in shown)
 
 
-def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
-    """Write the files, and print the same."""
+def _write_and_print(found: Outcome, page: Path | None, out: Path | None, json: bool) -> None:
+    """Write the files, and print the same content."""
     from pipeloom.cli.compare_answer import answer, document, sections
     from pipeloom.compare.registry import OURS
     from pipeloom.io import write_layout, write_text
@@ -235,7 +230,7 @@ def _tell(found: Outcome, page: Path | None, out: Path | None, json: bool) -> No
 
 
 def _print(console: VisibleConsole, section: Section) -> None:
-    """A section as the page has it."""
+    """Print a section as on the page."""
     from pipeloom.report.any_width import Table
     from pipeloom.report.table_page import TextSection
 

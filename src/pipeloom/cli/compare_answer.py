@@ -1,4 +1,4 @@
-"""What `pipeloom compare` says: the same sections on the console, on the page, and in ``--json``."""
+"""The result of `pipeloom compare`: the same sections on the console, on the page, and in ``--json``."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "above bound")
 STEPS = {
-    "layout": "layout, and how images are divided",
+    "layout": "layout, and the division of images",
     "packing": "packing",
     "order": "order",
-    "memory": "what is held in memory",
+    "memory": "memory strategies",
 }
 
 
 def gain_text(gain: float) -> str:
-    """A gain as percent, with its sign."""
+    """Return a gain in percent with its sign."""
     return f"{100 * gain:+.1f} %"
 
 
 def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
-    """One system's row of `COLUMNS`; the gain is left out of the row of the ``baseline``, and where there is none."""
+    """Return one system's row of `COLUMNS`, without a gain in the row of the ``baseline`` or if it is unknown."""
     if "problem" in row:
         return (row["system"], "does not fit" if row["can_run"] else "cannot run", *[""] * (len(COLUMNS) - 2))
     gain = row["gain"]
@@ -61,7 +61,7 @@ def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
 
 
 def sections(outcome: Outcome, layout_file: Path | None = None) -> list[Section]:
-    """What stands below the `answer`; ``layout_file``: where Pipeloom's layout was written."""
+    """Return the sections below the `answer`; ``layout_file`` is the file of Pipeloom's layout."""
     made = [
         _ranking(outcome),
         _unfit(outcome),
@@ -74,28 +74,28 @@ def sections(outcome: Outcome, layout_file: Path | None = None) -> list[Section]
 
 
 def answer(outcome: Outcome) -> str:
-    """The one answer in a line: the fastest system beside what is run now, and what the own trainer can do of it."""
+    """Return the result in one line: the fastest system, and the best setup of the own trainer."""
     base = outcome.baseline
     if base is None:
-        said = "No system fits." if outcome.question.run is None else "What you run now cannot be emulated."
-        return said + _would_fit(outcome)
+        text = "No system fits." if outcome.question.run is None else "Your present setup cannot be emulated."
+        return text + _would_fit(outcome)
     fitting = sorted((one for one in outcome.systems if one.result is not None), key=outcome.iteration_s)
     names = [one.name for one in fitting]
-    told = [] if names[0] == base.name else [fitting[0]]
-    told += [one for one in fitting[1:] if one.name == TUNED and base.name == NOW and _is_better(outcome, one)]
+    notable = [] if names[0] == base.name else [fitting[0]]
+    notable += [one for one in fitting[1:] if one.name == TUNED and base.name == NOW and _is_better(outcome, one)]
     times = {one.name: seconds_text(outcome.iteration_s(one)) for one in fitting}
-    said = f"Emulated: {'you take' if base.name == NOW else f'{base.title} takes'} {times[base.name]} an iteration"
+    text = f"Emulated: {'you take' if base.name == NOW else f'{base.title} takes'} {times[base.name]} an iteration"
     parts = [
         f"{one.title} takes {times[one.name]}, {gain_text(outcome.row(one)['gain'])} throughput ({one.name})"
-        for one in told
+        for one in notable
     ]
     if len(fitting) > 1 and not parts:
-        return f"{said}, and no other system is faster."
-    return ". ".join([said, *parts]) + "." + _would_fit(outcome)
+        return f"{text}, and no other system is faster."
+    return ". ".join([text, *parts]) + "." + _would_fit(outcome)
 
 
 def _is_better(outcome: Outcome, one: Comparison) -> bool:
-    """Whether a system that fits is worth changing to: it is faster than what is run now, or that does not fit."""
+    """Return whether a fitting system is faster than the present setup, or that does not fit."""
     base = outcome.baseline
     if base is None or base.name != NOW or not outcome.row(base)["fits"]:
         return True
@@ -103,7 +103,7 @@ def _is_better(outcome: Outcome, one: Comparison) -> bool:
 
 
 def _would_fit(outcome: Outcome) -> str:
-    """What fits where no system does; empty where one does, or nothing was found."""
+    """Return which degrees fit if no system does; empty if one does, or nothing was found."""
     degrees = outcome.would_fit
     if degrees is None:
         return ""
@@ -122,9 +122,9 @@ def _ranking(outcome: Outcome) -> Section:
     notes = [f"{count} microbatches a replica, seed {outcome.question.seed}"]
     if base is not None:
         notes.append(f"gain over {base.name} ({base.title})")
-    notes.append("above bound: than a time that no schedule of that layout can beat")
+    notes.append("above bound: gap to the lower bound of all schedules of that layout")
     if any(not row.get("fits", True) for row in rows):
-        notes.append(f"!: more than the {size_text(outcome.case.capacity_bytes)} that there are, by the emulator")
+        notes.append(f"!: exceeds the memory of {size_text(outcome.case.capacity_bytes)}, by the emulator")
     return TableSection(
         "Systems, fastest first", "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best
     )
@@ -151,7 +151,7 @@ def _steps(outcome: Outcome) -> Section | None:
         )
         for row in rows
     ]
-    note = "One thing after the other is Pipeloom's; what comes first has what several could have."
+    note = "Pipeloom's choices are applied one after the other; gains that several share count for the first."
     return TableSection("Where the gain comes from", note, ("", "iteration", "saved", "of all", ""), cells)
 
 
@@ -195,7 +195,7 @@ def _changes(outcome: Outcome, layout_file: Path | None) -> list[Section]:
 
 
 def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
-    """Other settings of the trainer as words that ``--now`` reads, and as Megatron's string."""
+    """Return other settings of the trainer in the form of ``--now``, and as Megatron's string."""
     run, case = outcome.question.run, outcome.case
     assert run is not None
     assert tuned.result is not None
@@ -205,7 +205,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     row = outcome.row(tuned)
     lines = [f"# your trainer with other settings: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
     if run.source.endswith("of Megatron"):
-        lines.append("# all that Megatron can be told: pipeloom megatron, with the same file")
+        lines.append("# to search all settings of Megatron: pipeloom megatron, with the same file")
     stages = blocks_of_stages(layout, case.model)
     if stages is None:
         return lines
@@ -240,7 +240,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
 
 
 def _letters(counts: Sequence[int], layers: Sequence[Layer]) -> list[str]:
-    """Letters of Megatron's layout for numbers of blocks; the last block may be prediction layers."""
+    """Return the letters of Megatron's layout for numbers of blocks; the last block may be prediction layers."""
     depth = sum(layer.depth for layer in layers if isinstance(layer, PredictionLayer))
     letters = ["t" * count for count in counts]
     if depth:
@@ -251,7 +251,7 @@ def _letters(counts: Sequence[int], layers: Sequence[Layer]) -> list[str]:
 
 
 def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:
-    """What Megatron is told: of a share of each stage's layers, the number of the stage that has most of them."""
+    """Return Megatron's setting for a share of each stage's layers, from the stage with most of them."""
     if held.first == "recompute":
         if held.share == 1:
             return Recompute("full", "uniform", 1)
@@ -293,25 +293,25 @@ def _confidence(outcome: Outcome) -> Section:
         f"Emulated, not measured: {device.name}, {device.basis} table ({device.source}); cluster {cluster.source}."
     ]
     if device.basis == "measured":
-        lines.append("The table was measured; its error on other sizes stands in the report of pipeloom calibrate.")
+        lines.append("The table was measured; pipeloom calibrate reports its error on other sizes.")
     else:
         lines.append(
-            f"Efficiencies are assumed, and Pipeloom was never run on a GPU. Error of the table: {device.error}."
+            f"Efficiencies are assumed, and Pipeloom has not yet been run on a GPU. Error of the table: {device.error}."
         )
-        lines.append("pipeloom calibrate --device cuda measures one device, and its table makes these times yours.")
+        lines.append("pipeloom calibrate --device cuda measures your device; use its table for your times.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]
     lines += [f"Of your data, {note}." for note in disagreements(outcome.case.architecture, samples)]
     lines.append(
-        "One replica stands for all; pipeloom sweep compares degrees of parallelism. "
-        "Not modelled: links shared by ranks, jitter, gradients reduced beside the backward."
+        "One replica represents all; pipeloom sweep compares degrees of parallelism. "
+        "Not modeled: links shared by ranks, jitter, gradient reduction during the backward."
     )
     return TextSection("How sure this is", "\n".join(lines), ())
 
 
 def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
-    """The answer for ``--json``: numbers, and the sections as they are printed."""
+    """Return the result for ``--json``: numbers, and the printed sections."""
     case, question = outcome.case, outcome.question
     return {
         "model": case.architecture.name,

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
@@ -17,7 +17,7 @@ from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
-from pipeloom.limits import MAX_DEVICES, MAX_RANKS, MAX_SEED
+from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
@@ -30,12 +30,12 @@ from pipeloom.spec.parallelism import Degrees
 HELP = """\
 Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
 
-All times are emulated from operators and a device table; the table says whether it was measured or taken from a
+Times are emulated from operators and a device table. The table states whether it was measured or taken from a
 datasheet.
 """
 EPILOG = (
     "Example: pipeloom emulate vlm-m --cluster dip-h800-64 --tp 2 --pp 4 --dp 8. Models, clusters and data sets: "
-    "names of the zoo (pipeloom emulate list), or your own .toml files; docs/emulator.md says what is in them."
+    "names of the zoo (pipeloom emulate list), or your own .toml files, described in docs/emulator.md."
 )
 
 
@@ -52,23 +52,20 @@ def emulate(
     cp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Context parallelism."),
     ep: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Expert parallelism."),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    zero: int = typer.Option(1, min=0, max=3, help="0, 1 or 3: what ZeRO shards over the replicas."),
+    zero: int = typer.Option(1, min=0, max=3, help="ZeRO stage over the replicas: 0, 1 or 3."),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
-    microbatches: int = typer.Option(
-        16, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of one replica."
-    ),
+    microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of one replica."),
     strategy: str | None = typer.Option(
         None,
-        help="keep, selective, recompute, offload, or of a share of layers, recompute:0.5; default: fastest that fits.",
+        help="keep, selective, recompute, offload, or for a share of layers recompute:0.5; default: fastest that fits.",
     ),
-    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the samples drawn."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank."""
     if model == "list":
         _list(json)
         return
@@ -103,61 +100,54 @@ def emulate(
     print_written(written)
 
 
-def is_file(data: str | None) -> bool:
-    """Whether ``--data`` names sample metadata rather than a data set of the zoo."""
-    return data is not None and names_samples(data)
-
-
-def own_microbatches(architecture: Architecture, data: str | None, count: int) -> list[list[Sample]]:
-    """Pack a user's own samples as the papers do, and take the first ``count`` microbatches.
+def _own_microbatches(architecture: Architecture, data: str, count: int) -> list[list[Sample]]:
+    """Pack a user's own samples as the papers do, and return the first ``count`` microbatches.
 
     Raises
     ------
     InputError
-        When there are not enough samples.
+        If there are too few samples.
     """
-    assert data is not None
     samples = list(read_all_samples(data))
     videos = any(module.reads == "videos" for module in architecture.modules)
     iterations = clips_of_iterations(samples, count) if videos else []
     groups = next(iter(iterations), []) if videos else pack_documents(samples)
     if len(groups) < count:
         raise InputError(
-            data, f"gives {len(groups)} microbatches, {count} are wanted", "use --microbatches, or more samples"
+            data, f"has {len(groups)} microbatches, but {count} are needed", "use --microbatches, or more samples"
         )
     return groups[:count]
 
 
 def microbatches_of(architecture: Architecture, data: str | None, count: int, seed: int) -> Sequence[Sequence[Sample]]:
-    """Microbatches of a user's own samples, or drawn from a data set of the zoo.
+    """Return microbatches of a user's own samples, or drawn from a data set of the zoo.
 
-    Prints a note on standard error where images or recordings are those of another model.
+    Prints a note on standard error if images or recordings are those of another model.
     """
-    groups = own_microbatches(architecture, data, count) if is_file(data) else Draw(count, data, seed).of(architecture)
+    groups: Sequence[Sequence[Sample]]
+    if data is not None and names_samples(data):
+        groups = _own_microbatches(architecture, data, count)
+    else:
+        groups = Draw(count, data, seed).of(architecture)
     for note in disagreements(architecture, [sample for group in groups for sample in group]):
         stderr().print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     return groups
 
 
 def samples_text(groups: Sequence[Sequence[Sample]]) -> str:
-    """What some microbatches hold, in one line."""
+    """Describe the contents of microbatches in one line."""
     samples = [sample for group in groups for sample in group]
     images = [tokens for sample in samples for tokens in sample.image_tokens]
     parts = [f"{sum(sample.text_tokens for sample in samples):,} tokens of text"]
     if images:
         parts.append(f"{len(images):,} images of {sum(images):,} tokens")
-    for kind, number in (("videos", sum(len(s.video_seconds) for s in samples)), ("recordings", _recordings(samples))):
-        if number:
-            parts.append(f"{number:,} {kind}")
+    videos, recordings = sum(len(s.video_seconds) for s in samples), sum(len(s.audio_seconds) for s in samples)
+    parts += [f"{number:,} {kind}" for kind, number in (("videos", videos), ("recordings", recordings)) if number]
     return f"{len(groups)} microbatches of {len(samples):,} samples: {', '.join(parts)}"
 
 
-def _recordings(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.audio_seconds) for sample in samples)
-
-
 def parameters_text(architecture: Architecture) -> str:
-    """Parameters of a model and of its modules, in one line."""
+    """Describe the parameters of a model and its modules in one line."""
     counts = module_parameters(architecture)
     frozen = {module.name for module in architecture.modules if module.frozen}
     parts = [f"{name} {number:,}{' frozen' if name in frozen else ''}" for name, number in counts.items()]
@@ -165,7 +155,7 @@ def parameters_text(architecture: Architecture) -> str:
 
 
 def document(result: EmulatedStep) -> dict[str, Any]:
-    """An emulated iteration for ``--json``."""
+    """Return an emulated iteration for ``--json``."""
     return {
         "iteration_s": result.iteration_s,
         "pipeline_s": result.pipeline_s,
@@ -203,13 +193,13 @@ def _print(result: EmulatedStep, title: str, basis: str) -> None:
         memory.add_column(name, justify="left" if name == "layers" else "right")
     ranks = zip(result.peak_bytes, result.static_bytes, result.layers, strict=True)
     for rank, (peak, static, layers) in enumerate(ranks):
-        memory.add_row(str(rank), size_text(peak), size_text(static), layers_text(layers))
+        memory.add_row(str(rank), size_text(peak), size_text(static), _layers_text(layers))
     console.print(memory)
-    console.print(f"Emulated, not measured; device table: {basis}. tokens/s are of one device.", style="dim")
+    console.print(f"Emulated, not measured; device table: {basis}. tokens/s is per device.", style="dim")
 
 
-def layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
-    """A rank's layers: ``vision 0-13, lm 0-17``."""
+def _layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
+    """Return a rank's layers as text: ``vision 0-13, lm 0-17``."""
     spans = {name: " ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in chunks) for name, chunks in layers.items()}
     return ", ".join(f"{name} {span}" for name, span in spans.items() if span)
 

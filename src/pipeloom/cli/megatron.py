@@ -1,4 +1,4 @@
-"""`pipeloom megatron`: the fastest pipeline that Megatron can be told, as text to paste."""
+"""`pipeloom megatron`: the fastest pipeline that Megatron supports, as text to paste."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from pipeloom.integrations.megatron import MegatronAnswer, Timed
 
 HELP = """\
-Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told.
+Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports.
 
-Reads a run from Megatron's own arguments, emulates its iteration as it is now, and searches what Megatron can
-express, under Megatron's own order of tasks. Degrees, batch and model stay as they are. Times are emulated, not
-measured.
+Reads a run from Megatron's arguments, emulates its present iteration, and searches the layouts that Megatron
+supports, with Megatron's order of tasks. Degrees, batch and model are unchanged. Times are emulated, not measured.
 """
 EPILOG = (
     "Examples: pipeloom megatron train.sh --cluster h100-64. pipeloom megatron recipe.yaml --cluster my_cluster.toml "
-    "--html pipeline.html. A recipe of Megatron Bridge is saved with ConfigContainer.to_yaml. What is read: "
+    "--html pipeline.html. Save a recipe of Megatron Bridge with ConfigContainer.to_yaml. Supported arguments: "
     "docs/megatron.md."
 )
 _SHOWN = 12
-"""Names of ignored arguments that are printed; --json has all."""
+"""Ignored arguments that are printed; --json has all."""
 
 
 def megatron(
@@ -45,14 +44,13 @@ def megatron(
         min=1,
         max=MAX_DEVICES,
         metavar="N",
-        help="Devices of the job; default: torchrun's in the file, or else the cluster's.",
+        help="Number of devices; default: torchrun's in the file, else the cluster's.",
     ),
     budget: float = typer.Option(10.0, metavar="SECONDS", help="Seconds of search."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with both timelines."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Find the fastest pipeline layout, recomputation and microbatch group size that Megatron can be told."""
     from pipeloom.integrations.megatron import best_layout, read_megatron
     from pipeloom.search import Deadline
     from pipeloom.spec.catalog import load_cluster
@@ -87,7 +85,7 @@ def _note(found: MegatronAnswer) -> str:
 
 
 def _tracks(found: MegatronAnswer) -> list[Track]:
-    """Both timelines, with the numbers that are printed."""
+    """Return both timelines, with the printed numbers."""
     tracks = []
     for name, one in (("now", found.now), ("best", found.best)):
         timeline = replace(one.timeline, peak_bytes=one.peak_bytes)
@@ -107,7 +105,7 @@ def _verdict(found: MegatronAnswer) -> str:
         return "no faster setup was found; change nothing"
     if found.gain > 0:
         return f"faster by {share_text(found.gain)}"
-    return "the fastest setup that was found to fit; yours is no slower, but does not fit"
+    return "the fastest setup that fits; yours is no slower, but does not fit"
 
 
 def _print(found: MegatronAnswer) -> None:

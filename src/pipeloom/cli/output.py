@@ -1,4 +1,4 @@
-"""What commands print: one JSON document, or text and tables for people; progress on standard error."""
+"""Output of commands: one JSON document, or text and tables; progress on standard error."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _NOT_ASCII = re.compile(r"[^ -~\n]")
 
 
 def print_json(document: Any) -> None:
-    """Write the one document of a ``--json`` run."""
+    """Print the JSON document of a ``--json`` run."""
     print_json_text(json.dumps(document, indent=1, allow_nan=False))
 
 
 def print_json_text(text: str) -> None:
-    """Write a JSON document as it stands, but for characters that a terminal does not show: as JSON's own escapes."""
+    """Print a JSON document, with characters that a terminal does not show as JSON escapes."""
     print_text(_NOT_ASCII.sub(lambda found: _json_escape(found[0]), text))
 
 
 def _json_escape(character: str) -> str:
-    # json leaves this one control character as it is
+    # json does not escape this control character
     return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
 
 
 def stdout() -> VisibleConsole:
-    """A console for people."""
+    """Return a console on standard output."""
     return console_to(to_stderr=False)
 
 
 def stderr() -> VisibleConsole:
-    """A console for progress and notes."""
+    """Return a console on standard error for progress and notes."""
     return console_to(to_stderr=True)
 
 
 def console_to(*, to_stderr: bool) -> VisibleConsole:
-    """A console on one of the streams. Names come from files: what looks like markup in them is text.
+    """Return a console on one of the streams. Markup in texts is not interpreted, since names come from files.
 
-    A pipe or a file has no width: there a table is as wide as it needs, unless ``COLUMNS`` says otherwise.
+    A pipe or file has no width: there a table is as wide as it needs, unless ``COLUMNS`` is set.
     """
     from pipeloom.cli.console import VisibleConsole as Console
 
@@ -65,18 +65,18 @@ def console_to(*, to_stderr: bool) -> VisibleConsole:
 
 
 def print_note(text: str) -> None:
-    """One line beside the result, on standard error."""
+    """Print one line beside the result, on standard error."""
     print_line(printable_line(text), to_stderr=True)
 
 
 def print_written(names: Sequence[str | Path]) -> None:
-    """One line for every file that was written."""
+    """Print one line for every file that was written."""
     for name in names:
         print_line(f"wrote {name}")
 
 
 def note_compiling() -> AbstractContextManager[None]:
-    """A context that says so when something is compiled in it, as after an installation."""
+    """Return a context that prints a note when kernels are compiled in it, as after an installation."""
     from pipeloom.compiled.telling import before_compiling
 
     text = "Compiling the planner's kernels, once after an installation: up to two minutes ..."
@@ -89,7 +89,7 @@ def note_compiling() -> AbstractContextManager[None]:
 
 
 def load_kernels() -> None:
-    """Load the planner's kernels, and say so when they are compiled."""
+    """Load the planner's kernels, with a note if they are compiled."""
     from pipeloom import packing, search
 
     with note_compiling():
@@ -98,7 +98,7 @@ def load_kernels() -> None:
 
 
 def figures_text(numbers: Figures) -> str:
-    """One line: makespan, bound, gap, bubbles, memory."""
+    """Return one line with makespan, bound, gap, bubbles and memory."""
     parts = [f"makespan {time_text(numbers.makespan_ns)}"]
     if numbers.lower_bound_ns is not None:
         parts.append(f"lower bound {time_text(numbers.lower_bound_ns)} ({numbers.lower_bound_name})")
@@ -109,7 +109,7 @@ def figures_text(numbers: Figures) -> str:
 
 
 def figures_document(track: Track) -> dict[str, Any]:
-    """The numbers of a track for ``--json``."""
+    """Return the numbers of a track for ``--json``."""
     numbers = key_figures(track)
     return {
         "title": track.title,
@@ -123,14 +123,14 @@ def figures_document(track: Track) -> dict[str, Any]:
 
 
 def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
-    """Refuse targets before anything is read: those that cannot be written, that are one file, or that are read later.
+    """Check output files before anything is read: each can be written, is named once, and is not an input.
 
     Parameters
     ----------
     targets : path or None
         Files that options name.
     later : sequence of path
-        Files that the command writes besides, into a folder that it may have to make first.
+        Other files that the command writes, into a folder that it may have to create first.
     """
     named = [target for target in targets if target is not None]
     for target in named:
@@ -151,7 +151,7 @@ def draw(
     svg_file: Path | None = None,
     ranked: bool = False,
 ) -> list[str]:
-    """Write the pictures that were asked for, and return their names; ``ranked``: the page opens with a ranking."""
+    """Write the requested pictures and return their names; ``ranked``: the page begins with a ranking."""
     from pipeloom.report import timeline_html, timeline_svg, trace
 
     pictures = []

@@ -1,11 +1,10 @@
-"""`pipeloom pack`: samples into microbatches, over files."""
+"""`pipeloom pack`: assign samples to microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,102 +13,89 @@ from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
-from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape
+from pipeloom.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from pipeloom.packing import Loads, Packing, PackingSpec
+    from pipeloom.packing import PackedReplica
     from pipeloom.planner import Setup
 
 HELP = """\
-Pack samples into microbatches and show what each weighs.
+Pack samples into microbatches and show their loads.
 
-Loads are seconds where a --setup says what they cost, else tokens (and attention by --attention-tokens). With more
-than one replica FILE gets the replica's number before its suffix, one file each. The policy 'tuned' takes a --setup
-with encoders on the first rank: number, contents and order of the microbatches are those of the shortest simulated
-iteration, and samples are dealt so that the slowest replica's is shortest.
+Loads are seconds with a --setup, else tokens (and attention by --attention-tokens). With several replicas there is
+one file for each, with the replica's number before the suffix of FILE. The policy 'tuned' needs a --setup with encoders
+on the first rank. It chooses number, contents and order of the microbatches for the shortest simulated iteration, and
+assigns samples to replicas for the shortest iteration of the slowest replica.
 """
 EPILOG = (
     "Examples: pipeloom pack samples.jsonl --tokens 8192 --policy balanced --out batches.json; pipeloom pack "
     "samples.jsonl --tokens 8192 --policy balanced_encoder --attention-tokens 49152 --batch 128 --replicas 4 --out "
     "batches.json; pipeloom pack samples.jsonl --setup runs/NAME/setup.json --policy tuned --replicas 4 --out "
-    "batches.json. docs/packing.md tells the policies apart."
+    "batches.json. docs/packing.md describes the policies."
 )
 TUNED = "tuned"
-"""Beside the policies of `pipeloom.packing`: dealing, packing and order decided together by simulated time."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One batch of one replica, packed."""
-
-    replica: int
-    loads: Loads
-    packing: Packing
-    planned_s: float | None = None
-    """Of the iteration, where it was tuned."""
+"""Beside the policies of `pipeloom.packing`: packing, order and assignment to replicas chosen by simulated time."""
 
 
 def pack(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
     tokens: int = typer.Option(
-        0,
-        min=0,
-        max=MAX_COUNT,
-        metavar="N",
-        help="Tokens of a microbatch at most; needed without a --setup that says so.",
+        0, min=0, max=MAX_COUNT, metavar="N", help="Most tokens of a microbatch; required without --setup."
     ),
-    policy: str = typer.Option("balanced", metavar="NAME", help="How to pack: see docs/packing.md."),
-    out: Path = typer.Option(..., metavar="FILE", help="Where the pipeloom.batches/1 goes."),
+    policy: str = typer.Option("balanced", metavar="NAME", help="Packing policy, see docs/packing.md."),
+    out: Path = typer.Option(..., metavar="FILE", help="File for the pipeloom.batches/1."),
     batch: int = typer.Option(
         0, min=0, max=MAX_COUNT, metavar="N", help="Samples of one iteration; 0: all are one batch."
     ),
     microbatches: int = typer.Option(
-        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="At least so many; 0: as few as tokens allow."
+        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="Least number of microbatches; 0: as few as possible."
     ),
     replicas: int = typer.Option(
-        1, min=1, max=MAX_DEVICES, metavar="N", help="Deal every batch to data-parallel replicas first."
+        1, min=1, max=MAX_DEVICES, metavar="N", help="First assign every batch to this many replicas."
     ),
     attention_tokens: int = typer.Option(
         0,
         min=0,
         max=MAX_COUNT,
         metavar="N",
-        help="Length at which attention costs as much as the rest; 0: it costs nothing.",
+        help="Length at which attention costs as much as the rest; 0: attention costs nothing.",
     ),
     setup: Path | None = typer.Option(
-        None, metavar="FILE", help="setup.json of a run: loads are its measured seconds."
+        None, metavar="FILE", help="setup.json of a run, to compute loads from its measured costs."
     ),
     oversized: str = typer.Option(
-        "refuse", metavar="WORD", help="A sample above the budget: 'refuse', or 'split' it into pieces."
+        "refuse", metavar="WORD", help="For a sample above the budget: 'refuse', or 'split' it into pieces."
     ),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Pack samples into microbatches and show what each weighs."""
-    from pipeloom.packing import POLICIES, PackingSpec, check_budget
+    from pipeloom.packing import POLICIES, PackingSpec, check_budget, default_model, pack_replicas
 
     if policy not in (*POLICIES, TUNED):
         raise InputError("--policy", f"{policy!r} is none of {', '.join((*POLICIES, TUNED))}")
     if policy == TUNED and setup is None:
-        raise InputError("--policy", "'tuned' without --setup", "give the setup.json of a run, for its costs")
+        raise InputError("--policy", "'tuned' needs --setup", "give the setup.json of a run")
     if policy == TUNED and microbatches:
-        raise InputError("--microbatches", "given beside 'tuned', which chooses their number", "leave it out")
+        raise InputError("--microbatches", "is set, but the policy 'tuned' chooses their number", "omit it")
     if oversized not in ("refuse", "split"):
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
     made = None if setup is None else _read_setup(setup)
     if tokens < 1 and (tokens < 0 or made is None):
-        raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
+        raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     budget = tokens or (made.packing.token_budget if made is not None else 0)
     named = "balanced" if policy == TUNED else policy
     spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
-    how = _tuned if policy == TUNED else _packed
-    model = _plain_model() if made is None else made.model
+    model, layout = default_model() if made is None else (made.model, made.layout)
 
-    def pack_batch(whole: Batch) -> list[Packed]:
+    def pack_batch(whole: Batch) -> list[PackedReplica]:
         check_budget(whole, model, spec.token_budget)
-        return how(whole, spec, replicas, made)
+        if policy == TUNED and made is not None:
+            from pipeloom.planner.dealing import pack_tuned
+
+            return pack_tuned(made, whole, spec, replicas)
+        return pack_replicas(whole, model, layout, spec, replicas, None if made is None else made.costs)
 
     rows = read_samples(samples)
     size = batch or len(rows)
@@ -120,8 +106,8 @@ def pack(
         write_batches(target, packed_batches(mine, policy))
     unit = "tokens" if made is None else "s"
     if json:
-        loads = [row for one in packed for row in _rows(one)]
-        summaries = [_summary(one) for one in packed]
+        loads = [row for one in packed for row in one.rows()]
+        summaries = [one.summary() for one in packed]
         written = [str(target) for target in targets]
         print_json({"load_unit": unit, "microbatches": loads, "batches": summaries, "written": written})
         return
@@ -142,9 +128,13 @@ def _read_setup(path: Path) -> Setup:
 
 
 def _pack_all(
-    batches: list[Batch], where: str, model: ModelSpec, split_above: int, pack_batch: Callable[[Batch], list[Packed]]
-) -> list[Packed]:
-    """Pack batch after batch, samples above a number of tokens cut in pieces (0: none are); errors name the file."""
+    batches: list[Batch],
+    where: str,
+    model: ModelSpec,
+    split_above: int,
+    pack_batch: Callable[[Batch], list[PackedReplica]],
+) -> list[PackedReplica]:
+    """Pack all batches, splitting samples above a number of tokens (0: none); errors name the file."""
     from pipeloom.packing import split_oversized
 
     packed = []
@@ -157,114 +147,18 @@ def _pack_all(
     return packed
 
 
-def _packed(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
-    """Deal by loads, and pack every replica's samples by the policy."""
-    from pipeloom.packing import cost_loads, deal, pack, token_loads
-
-    model, layout = (_plain_model(), _plain_layout()) if setup is None else (setup.model, setup.layout)
-    costs = None if setup is None else setup.costs
-
-    def weigh(batch: Batch) -> Loads:
-        if costs is None:
-            return token_loads(batch, model, spec.attention_tokens)
-        return cost_loads(batch, model, layout, costs)
-
-    packed = []
-    for replica, members in enumerate(deal(weigh(whole), replicas, spec.seed)):
-        mine = whole.part(members)
-        loads = weigh(mine)
-        packed.append(Packed(replica, loads, pack(mine, model, layout, spec, loads)))
-    return packed
-
-
-def _tuned(whole: Batch, spec: PackingSpec, replicas: int, setup: Setup | None) -> list[Packed]:
-    """Deal and pack by simulated time; microbatches are in running order."""
-    import msgspec
-
-    from pipeloom.packing import packing_of
-    from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
-
-    assert setup is not None
-    check_layout(setup.layout)
-    tuning = setup.tuning or TuningSpec()
-    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
-    assert problem.pipeline is not None
-    packed = []
-    for replica, one in enumerate(
-        tune_replicas(problem.pipeline, whole, replicas, spec.token_budget, tuning, spec.seed)
-    ):
-        packing = packing_of(one.batch, setup.model, setup.layout, one.tuned.groups)
-        loads = batch_sizes(problem.pipeline, one.batch).loads
-        packed.append(Packed(replica, loads, packing, one.tuned.planned_ns / 1e9))
-    return packed
-
-
-def _plain_model() -> ModelSpec:
-    """Images through an encoder, whole sequences through a language model: all that sizes of samples need."""
-    layer = (LayerSpec("layer", TensorShape(("tokens", 1))),)
-    return ModelSpec(
-        "plain", (ModuleSpec("encoder", "images", layer), ModuleSpec("lm", "sequence", layer, ("encoder",)))
-    )
-
-
-def _plain_layout() -> Layout:
-    modules = (ModuleLayout("encoder"), ModuleLayout("lm", ("encoder",)))
-    return Layout(1, modules, (Chunk("encoder", (0, 0), 0), Chunk("lm", (0, 0), 0)))
-
-
-def _rows(one: Packed) -> list[dict[str, Any]]:
-    """Every microbatch with its totals and loads."""
-    mean = one.loads.backbone.sum() / len(one.packing.microbatches)
-    rows = []
-    for number, microbatch in enumerate(one.packing.microbatches):
-        members = list(microbatch.samples)
-        load = float(one.loads.backbone[members].sum())
-        rows.append(
-            {
-                "iteration": one.packing.batch.iteration,
-                "replica": one.replica,
-                "microbatch": number,
-                "num_samples": len(members),
-                "num_tokens": int(one.loads.tokens[members].sum()),
-                "num_images": sum(len(one.packing.batch.samples[i].image_tokens) for i in members),
-                "load": load,
-                "load_over_mean": load / mean if mean else 1.0,
-                "encoder_load": float(one.loads.encoder[members].sum()),
-            }
-        )
-    return rows
-
-
-def _summary(one: Packed) -> dict[str, Any]:
-    from pipeloom.packing import height_bound
-
-    rows = _rows(one)
-    heaviest = max(row["load"] for row in rows)
-    bound = height_bound(one.loads.backbone, len(rows))
-    planned = {} if one.planned_s is None else {"planned_s": one.planned_s}
-    return {
-        "iteration": one.packing.batch.iteration,
-        "replica": one.replica,
-        "num_microbatches": len(rows),
-        "load": float(one.loads.backbone.sum()),
-        "heaviest": heaviest,
-        "lower_bound": bound,
-        "gap": heaviest / bound - 1 if bound else 0.0,
-    } | planned
-
-
-def _print(packed: list[Packed], unit: str, replicas: int) -> None:
+def _print(packed: list[PackedReplica], unit: str, replicas: int) -> None:
     from pipeloom.report import share_text
     from pipeloom.report.any_width import Table
 
     console = stdout()
     for one in packed:
-        summary = _summary(one)
+        summary = one.summary()
         title = f"Iteration {summary['iteration']}" + (f", replica {one.replica}" if replicas > 1 else "")
         table = Table(title=title, title_justify="left")
         for name in ("microbatch", "samples", "tokens", "images", f"load, {unit}", "over mean", "encoders' load"):
             table.add_column(name, justify="right")
-        for row in _rows(one):
+        for row in one.rows():
             table.add_row(
                 str(row["microbatch"]),
                 str(row["num_samples"]),

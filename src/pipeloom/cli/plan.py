@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from pipeloom.planner import PlannedBatch, Problem, Setup
 
 HELP = """\
-Make the plan of one batch: packing, instance, schedule and execution plan.
+Plan one batch: packing, instance, schedule and execution plan.
 
-Leaves in FOLDER: batches.json (which samples go together), instance.json and schedule.json (the scheduling problem
-and its answer, as pipeloom solve and check read them), and batch.plan (what every rank does, step by step; proved
-complete and free of deadlock before it is written).
+Writes to FOLDER: batches.json (the packing), instance.json and schedule.json (the scheduling problem and its
+solution, as pipeloom solve and check read them), and batch.plan (the actions of every rank, proved
+complete and free of deadlock).
 """
 EPILOG = (
     "Examples: pipeloom plan samples.jsonl --setup runs/digits_vlm/setup.json --out planned. pipeloom plan "
@@ -58,26 +58,23 @@ EPILOG = (
 
 def plan(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."),
-    out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for what is made; it is created."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="Output folder; it is created."),
     setup: Path | None = typer.Option(None, metavar="FILE", help="setup.json of a run, instead of the four below."),
     model: Path | None = typer.Option(None, metavar="FILE", help="The model: modules and layers, TOML or JSON."),
     layout: Path | None = typer.Option(None, metavar="FILE", help="A pipeloom.layout/1."),
     profile: Path | None = typer.Option(None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."),
     tokens: int = typer.Option(
-        0, min=0, max=MAX_COUNT, metavar="N", help="Tokens of a microbatch at most; 0: as the setup says."
+        0, min=0, max=MAX_COUNT, metavar="N", help="Most tokens of a microbatch; 0: as in the setup."
     ),
     cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of planning, up to the proved plan."),
-    method: str = typer.Option("default", metavar="NAME", help="How to search, as in pipeloom solve."),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of planning, up to the verified plan."),
+    method: str = typer.Option("default", metavar="NAME", help="Search method, as in pipeloom solve."),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
-    iteration: int = typer.Option(
-        0, min=0, max=MAX_COUNT, metavar="N", help="Number of the iteration, written into the plan."
-    ),
+    iteration: int = typer.Option(0, min=0, max=MAX_COUNT, metavar="N", help="Number of the iteration in the plan."),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page too."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Make the plan of one batch: packing, instance, schedule and execution plan."""
     check_budget(budget)
     if out is None:
         raise InputError("--out", "is missing", "name a folder for the plan")
@@ -111,7 +108,7 @@ def plan(
 
 
 def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int, method: str) -> PlannedBatch:
-    """Plan a batch, until the budget is spent or somebody presses Ctrl-C; errors name the file."""
+    """Plan a batch until the budget is spent or the user presses Ctrl-C; errors name the file."""
     from pipeloom.planner import plan_batch
 
     with interruptible(budget_s) as rule:
@@ -128,7 +125,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
 
 
 def _write(out: Path, planned: PlannedBatch, policy: str, record: SearchRecord) -> list[str]:
-    """Everything that was made, into one folder."""
+    """Write all results to one folder."""
     from pipeloom.plan import to_text
 
     make_folder(out)
@@ -147,7 +144,7 @@ def _targets(out: Path) -> list[Path]:
 def read_setup(
     setup: Path | None, model: Path | None, layout: Path | None, profile: Path | None, cluster: Path | None, tokens: int
 ) -> Setup:
-    """The problem from one file, or from several."""
+    """Read the setup from one file, or from several."""
     from pipeloom.cost import Profile
     from pipeloom.packing import PackingSpec
     from pipeloom.planner import Setup
@@ -155,9 +152,9 @@ def read_setup(
 
     parts: dict[str, Any] = {"--model": model, "--layout": layout, "--profile": profile}
     if setup is not None:
-        given = next((name for name, path in parts.items() if path is not None), None)
-        if given is not None:
-            raise InputError(given, "given beside --setup, which holds it already", "give one or the other")
+        redundant = next((name for name, path in parts.items() if path is not None), None)
+        if redundant is not None:
+            raise InputError(redundant, "is set, but --setup contains it", "omit one of them")
         made = read_spec(setup, Setup)
         packing = msgspec.structs.replace(made.packing, token_budget=tokens) if tokens else made.packing
         links = made.cluster if cluster is None else read_spec(cluster, RankSpec)
@@ -166,7 +163,7 @@ def read_setup(
     if missing is not None or model is None or layout is None or profile is None:
         raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
     if tokens < 1:
-        raise InputError("--tokens", f"{tokens} is below 1", "say how many tokens a microbatch may have")
+        raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
     links = RankSpec() if cluster is None else read_spec(cluster, RankSpec)
     spec, laid = read_spec(model, ModelSpec), read_layout(layout)
     rule = read_rule(layout, laid)

@@ -1,4 +1,4 @@
-"""`pipeloom planner`: the planner service as a process; the trainer starts it."""
+"""`pipeloom planner`: the planner process, which the trainer starts."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import os
 
 import typer
 
-# Where cores are short, ranks go first: a late plan costs less than a late rank. But not so far back that plans starve.
+# Ranks have priority if cores are scarce: a late plan costs less than a late rank. A larger value starves the planner.
 _NICENESS = 5
 
 
 HELP = """\
-Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to.
+Serve plans to a trainer until it stops. The trainer starts this itself; you rarely need to.
 
-Reads the problem and each coming batch's metadata from the store, and puts a verified plan back. The store's secret
-comes in the environment, as PIPELOOM_STORE_SECRET.
+Reads the problem and each coming batch's metadata from the store, and writes verified plans. The store's secret
+is in the environment variable PIPELOOM_STORE_SECRET.
 """
 
 
 def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
-    """Serve plans to a trainer until it says stop. The trainer starts this itself; you rarely need to."""
     from pipeloom.errors import PlannerError
     from pipeloom.planner import serve
     from pipeloom.planner.process import STARTER, STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
     from pipeloom.runtime.launch.processes import end_with_starter
 
-    # The store tells that the trainer is gone only when it is asked, after a search.
+    # The store shows only at its next use, after a search, that the trainer is gone.
     end_with_starter(starter=int(os.environ.get(STARTER, 0)))
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
@@ -34,5 +33,5 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     try:
         serve(reached)
     except PlannerError as error:
-        # The store lives with the trainer: when it is gone, so is whoever wanted plans.
+        # The store ends with the trainer, so nobody needs plans any more.
         raise typer.Exit(0) from error

@@ -1,4 +1,4 @@
-"""`pipeloom profile`: measure the layers of a model that is to be trained, as `pipeloom arrange` reads them."""
+"""`pipeloom profile`: measure the layers of a model, as input for `pipeloom arrange`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipeloom.io import write_layers
 from pipeloom.printing import print_line
 
 HELP = """\
-Measure a model's layers on this machine, and write what each costs on a typical microbatch.
+Measure a model's layers on this machine, and write the cost of each on a typical microbatch.
 
-Nothing is trained. The model has one module; CONFIG says how many ranks and replicas there are, how batches are
-packed, and what links and memory the ranks have.
+Nothing is trained. The model must have one module. CONFIG defines ranks, replicas, packing, links and memory;
+its fields are in docs/train-config.md.
 """
 EPILOG = (
     "Example: pipeloom profile examples/moe_mamba_lm/train.toml --out layers.json, then pipeloom arrange layers.json "
@@ -23,11 +23,10 @@ EPILOG = (
 
 
 def profile(
-    config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml, see docs/train.md."),
+    config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml; docs/train-config.md lists its fields."),
     out: Path = typer.Option(..., metavar="LAYERS", help="File for the pipeloom.layers/1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure a model's layers on this machine, and write what each costs on a typical microbatch."""
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 

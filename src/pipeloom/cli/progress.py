@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a live table on a terminal, plain lines elsewhere."""
+"""Display of a training run: a live table on a terminal, plain lines elsewhere, and the results at the end."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeloom.cli.closing import closing_tables
 from pipeloom.cli.output import console_to
 from pipeloom.errors import visible_line
+from pipeloom.explain.difference import Difference
+from pipeloom.explain.difference_page import core_words, steps
 from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s
+from pipeloom.report.any_width import Table as WideTable
 from pipeloom.runtime import StepReport
-from pipeloom.training import Summary
+from pipeloom.training import Display, Summary
 
 _NUM_ROWS = 12
 _PLAIN_EVERY = 20
 _LASTING = 20
-"""Iterations that ranks must have been slow for before it is told."""
+"""Iterations for which ranks must have been slow before this is reported."""
 
 COLUMNS = {
     "step": 5,
@@ -43,19 +45,19 @@ COLUMNS = {
     "MFU": 3,
     "plan, ahead by": 0,
 }
-"""What is told of an iteration, and the characters it takes: 80 a line with what is between them."""
-LEFT_OUT = ("MFU", "rate", "mb", "tok/s", "gap", "idle %", "plan/run ms")
-"""Which of them a narrow terminal does without, the first one first."""
+"""Columns of an iteration and their widths: 80 characters a line, including separators."""
+_OMITTED_FIRST = ("MFU", "rate", "mb", "tok/s", "gap", "idle %", "plan/run ms")
+"""Columns to omit on a narrow terminal, in this order."""
 _LAST = 14
-"""Characters that the last column wants at least."""
+"""Least width of the last column."""
 LEGEND = (
     "mb: microbatches; plan/run: planned, measured time; gap: above the lower bound;\n"
     "idle: bubbles, planned and measured"
 )
 
 
-def cells(report: StepReport) -> tuple[str, ...]:
-    """One iteration in words, a cell per column."""
+def _cells(report: StepReport) -> tuple[str, ...]:
+    """Return the cells of one iteration, one for each column."""
     answer = report.answer
     assert answer is not None
     return (
@@ -72,10 +74,10 @@ def cells(report: StepReport) -> tuple[str, ...]:
     )
 
 
-def visible(width: int) -> list[int]:
-    """Numbers of the columns that a terminal of this width has room for."""
+def _visible_columns(width: int) -> list[int]:
+    """Return the numbers of the columns that fit a terminal of this width."""
     names = list(COLUMNS)
-    for name in LEFT_OUT:
+    for name in _OMITTED_FIRST:
         if sum(COLUMNS[kept] + 1 for kept in names) + _LAST <= width:
             break
         names.remove(name)
@@ -102,8 +104,8 @@ def _line(words: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Terminal:
-    """Shows a run on standard output, or on standard error where that must stay free."""
+class Terminal(Display):
+    """Shows a run on standard output, or on standard error to leave standard output free."""
 
     to_stderr: bool = False
 
@@ -114,7 +116,7 @@ class Terminal:
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
-        """Show a bar with the time that it has taken, on a terminal."""
+        """Show a bar with the elapsed time, if on a terminal."""
         console = self._console()
         if not console.is_terminal:
             yield lambda text, _share: doing(f"{title}: {text}")
@@ -133,13 +135,13 @@ class Terminal:
 
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:
-        """Show iterations as they end."""
+        """Show each finished iteration."""
         with Progress(self._console(), total, first) as progress, heartbeat("training"):
             yield progress.show
 
     def close(self, summary: Summary) -> None:
-        """Print what the run came to."""
-        self._console().print(closing_tables(summary))
+        """Print the results of the run."""
+        self._console().print(summary_tables(summary))
 
     def _console(self) -> Console:
         return _console_to(self.to_stderr)
@@ -147,19 +149,19 @@ class Terminal:
 
 @functools.cache
 def _console_to(to_stderr: bool) -> Console:
-    """One for all, so that lines are printed above a table that is live."""
+    """Return one console for all, so that lines are printed above a live table."""
     return console_to(to_stderr=to_stderr)
 
 
 class Progress:
-    """Shows iterations as they end. ``total`` is how many there will be, ``first`` how many are done already."""
+    """Shows finished iterations. ``total`` is the number of all iterations, ``first`` the number of earlier ones."""
 
     def __init__(self, console: Console, total: int, first: int = 0) -> None:
         self._console, self._total, self._first = console, total, first
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
         self._fallbacks: list[int] = []
         self._slow: frozenset[int] = frozenset()
-        self._slow_told = self._slow
+        self._slow_reported = self._slow
         self._slow_since = first
         self._begin = time.monotonic()
         self._count = first
@@ -183,9 +185,9 @@ class Progress:
         """Add an iteration."""
         self._count += 1
         doing(f"training, iteration {report.iteration + 1}")
-        row = cells(report)
+        row = _cells(report)
         self._rows.append(row)
-        self._tell_speeds(report)
+        self._report_speeds(report)
         if not report.fresh:
             self._fallbacks.append(report.iteration)
         if self._live is not None:
@@ -199,15 +201,15 @@ class Progress:
         ):
             self._console.print(visible_line(_line(row)), soft_wrap=True)
 
-    def _tell_speeds(self, report: StepReport) -> None:
-        """Say which ranks plans take to be slow or quick, once that has lasted and where it is news."""
+    def _report_speeds(self, report: StepReport) -> None:
+        """Report which ranks the plans treat as slow or fast, once that has lasted and changed."""
         found = {rank: factor for rank, factor in enumerate(report.correction.slowness) if factor != 1.0}
         if found.keys() != self._slow:
             self._slow, self._slow_since = frozenset(found), report.iteration
-        # Where ranks share cores, now one is slow and now the other: a line for each would bury the rows.
-        if self._slow == self._slow_told or report.iteration < self._slow_since + _LASTING - 1:
+        # If ranks share cores, the slow rank changes often: a line for each change would bury the rows.
+        if self._slow == self._slow_reported or report.iteration < self._slow_since + _LASTING - 1:
             return
-        self._slow_told = self._slow
+        self._slow_reported = self._slow
         ranks = ", ".join(f"rank {rank} takes {factor:.2f} times as long" for rank, factor in found.items())
         what = f"so that {ranks} as most" if found else "as if all ranks were alike"
         self._console.print(
@@ -216,7 +218,7 @@ class Progress:
 
     def _render(self) -> Group:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        numbers = visible(self._console.width)
+        numbers = _visible_columns(self._console.width)
         for name, width in (list(COLUMNS.items())[number] for number in numbers):
             table.add_column(name, justify="right" if width else "left", no_wrap=True, min_width=width)
         for row in self._rows:
@@ -231,7 +233,61 @@ class Progress:
             status.append(f"{len(self._fallbacks)} on a fallback plan ({shown})", style="yellow")
         else:
             status.append("every plan fresh", style="green")
-        # A bar alone ends without a line break.
+        # A bar by itself ends without a line break.
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=self._total, completed=self._count, width=min(60, self._console.width - 2)))
         return Group(table, bar, status, Text(LEGEND, style="dim"))
+
+
+def summary_tables(summary: Summary) -> Group:
+    """Return the tables at the end of a run: the comparison, then the numbers of the run."""
+    compared = WideTable(title="Iteration time on the same batches", title_justify="left")
+    for name in ("system", "mean planned", "per-batch plan is faster by"):
+        compared.add_column(name, justify="left" if name == "system" else "right")
+    best = summary.comparison.get("per-batch plan", 0.0)
+    for name, seconds in summary.comparison.items():
+        gain = "" if name == "per-batch plan" or not best else f"{seconds / best - 1:.1%}"
+        compared.add_row(name, f"{seconds * 1e3:.1f} ms", gain)
+    compared.add_row("per-batch plan, measured", f"{summary.mean_measured_s * 1e3:.1f} ms", "")
+    compared.caption = (
+        f"Planned: simulated from measured layer costs, {summary.comparison_batches} batches. Measured: all "
+        f"{summary.iterations} iterations, {summary.num_ranks} ranks on {summary.num_cores} cores."
+    )
+    compared.caption_justify = "left"
+    numbers = WideTable(title="This run", title_justify="left", show_header=False)
+    share = summary.plans_fresh / max(summary.iterations, 1)
+    evaluated = {}
+    if summary.evaluations:
+        iteration, loss = summary.evaluations[-1]
+        evaluated["evaluation loss"] = f"{loss:.4f}, after {iteration} iterations"
+    rows = {
+        "loss, first and last iteration": f"{summary.loss_first:.4f}, {summary.loss_last:.4f}",
+        "fresh plans": f"{summary.plans_fresh} of {summary.iterations} ({share:.1%})",
+        "mean gap to the lower bound": f"{summary.mean_gap:.2%}",
+        "mean bubble share, planned and measured": (
+            f"{summary.mean_planned_bubble_share:.1%}, {summary.mean_measured_bubble_share:.1%}"
+        ),
+        "plan ready before its use": f"{summary.mean_lead_s * 1e3:.0f} ms",
+        **evaluated,
+        **{name.replace("_", " "): f"{value:.4g}" for name, value in summary.evaluation.items()},
+    }
+    for name, text in rows.items():
+        numbers.add_row(name, text)
+    found = [] if summary.difference is None else [difference_table(summary.difference)]
+    advice = [Text(summary.advice, style="yellow")] if summary.advice else []
+    return Group(compared, *found, numbers, *advice)
+
+
+def difference_table(found: Difference) -> WideTable:
+    """Return the causes of an iteration's time, for the terminal."""
+    table = WideTable(
+        title="Why an iteration took as long as it did",
+        title_justify="left",
+        caption=core_words(found).strip() or None,
+        caption_justify="left",
+    )
+    table.add_column("")
+    table.add_column("mean", justify="right")
+    for words, seconds, _ in steps(found):
+        table.add_row(words, f"{seconds * 1e3:.2f} ms")
+    return table

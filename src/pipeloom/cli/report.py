@@ -9,7 +9,7 @@ import typer
 
 from pipeloom.bounds import Number, Seconds
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
-from pipeloom.cli.stated import stated_track
+from pipeloom.cli.simulate import read_track
 from pipeloom.errors import InputError
 from pipeloom.io import read_instance, read_text, write_text
 from pipeloom.io.document import convert, read_document
@@ -20,22 +20,22 @@ from pipeloom.report import comparison_table, summary_table
 HELP = """\
 Show a training run, or compare schedules of one instance.
 
-With a folder that pipeloom train left: its numbers; --html and --trace copy its timeline and trace.
+With a folder of pipeloom train: shows its numbers; --html and --trace copy its timeline and trace.
 
-With an instance and one or more schedules: a table of times, bubbles, gaps and memory, the first schedule being
-1.00 x; the pictures have all of them on one time axis.
+With an instance and one or more schedules: shows times, bubbles, gaps and memory, relative to the first schedule
+(1.00 x). Pictures show all schedules on one time axis.
 """
 EPILOG = (
     "Examples: pipeloom report runs/digits_vlm. pipeloom report batch.json 1f1b.json plan.json --html compare.html "
-    "draws both schedules under one another on one time axis."
+    "draws both schedules on one time axis."
 )
 
 
-_LEFT = ("timeline.html", "trace.json")
+_COPIED = ("timeline.html", "trace.json")
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """What is shown of a run's summary.json; it holds more."""
+    """The fields of summary.json that are checked and shown."""
 
     name: str
     iterations: Number
@@ -52,15 +52,14 @@ def report(
     title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Show a training run, or compare schedules of one instance."""
     check_targets(html, trace, svg)
     if source.is_dir():
         _report_run(source, schedules or [], html, trace, svg, json)
         return
     if not schedules:
-        raise InputError(str(source), "is no folder of a run, and no schedule is given", "add SCHEDULE files")
+        raise InputError(str(source), "is not a folder of a run, and there is no schedule", "add SCHEDULE files")
     graph = read_instance(source)
-    tracks = [stated_track(graph, path) for path in schedules]
+    tracks = [read_track(graph, path) for path in schedules]
     heading = title or graph.name or source.stem
     written = draw(tracks, title=heading, trace_file=trace, html_file=html, svg_file=svg)
     if json:
@@ -77,18 +76,18 @@ def _report_run(
 ) -> None:
     if schedules:
         raise InputError(
-            str(schedules[0]), "given beside a run's folder", "give either a folder, or INSTANCE SCHEDULE..."
+            str(schedules[0]), "is set with a run's folder", "give either a folder, or INSTANCE SCHEDULE..."
         )
     if svg is not None:
         raise InputError("--svg", "cannot be made from a run's folder", "use --html, or an instance and schedules")
     path = folder / "summary.json"
     if not path.is_file():
-        raise InputError(str(folder), "has no summary.json", "give the folder that pipeloom train left, runs/NAME")
+        raise InputError(str(folder), "has no summary.json", "give a folder of pipeloom train, runs/NAME")
     fields = read_document(path)
     convert(fields, RunSummary, str(path))
-    for name in _LEFT:
+    for name in _COPIED:
         check_input(folder / name)
-    copies = [(target, read_text(folder / name)) for name, target in zip(_LEFT, (html, trace), strict=True) if target]
+    copies = [(target, read_text(folder / name)) for name, target in zip(_COPIED, (html, trace), strict=True) if target]
     for target, text in copies:
         write_text(target, text)
     written = [str(target) for target, _ in copies]
@@ -102,6 +101,6 @@ def _report_run(
         numbers = fields.get(name)
         if isinstance(numbers, dict) and numbers:
             console.print(summary_table(numbers, title=heading))
-    for name in (*_LEFT, "plans"):
+    for name in (*_COPIED, "plans"):
         if (folder / name).exists():
             print_line(f"{folder / name}")

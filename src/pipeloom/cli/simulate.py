@@ -1,4 +1,4 @@
-"""`pipeloom simulate`: the simulator over files."""
+"""`pipeloom simulate`: simulate a schedule from a file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.output import JSON_HELP, check_targets, draw, figures_document, print_json, print_written, stdout
-from pipeloom.cli.stated import stated_track
-from pipeloom.io import read_instance
-from pipeloom.report import comparison_table, time_text
+from pipeloom.cli.output import (
+    JSON_HELP,
+    check_targets,
+    draw,
+    figures_document,
+    print_json,
+    print_note,
+    print_written,
+    stdout,
+)
+from pipeloom.errors import InputError, PlanError
+from pipeloom.io import read_instance, read_schedule
+from pipeloom.report import Track, comparison_table, make_track, time_text
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Bubbles, bubbles
+from pipeloom.timeline import Bubbles, bound_of, bubbles, check
+from pipeloom.timeline import simulate as run_order
 
 HELP = """\
-Run a schedule's order in the simulator and show times, bubbles by cause, and memory.
+Simulate a schedule's order and show times, bubbles by cause, and memory.
 
-Every task starts as early as its rank and what it waits for allow; start times stated in the file are not used.
+Every task starts as early as its rank and dependencies allow; start times in the file are not used.
 """
 EPILOG = (
     "Example: pipeloom simulate tiny.json tiny.schedule.json --html tiny.html --trace tiny.trace.json. Open the page "
@@ -27,16 +37,15 @@ EPILOG = (
 
 def simulate(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
-    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file; its order is run."),
+    schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file with the order."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
     svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a schedule's order in the simulator and show times, bubbles by cause, and memory."""
     check_targets(trace, html, svg)
     graph = read_instance(instance)
-    track = stated_track(graph, schedule)
+    track = read_track(graph, schedule)
     idle = bubbles(track.graph, track.timeline)
     written = draw([track], title=graph.name or instance.stem, trace_file=trace, html_file=html, svg_file=svg)
     if json:
@@ -45,19 +54,19 @@ def simulate(
             | {
                 "instance": graph.name,
                 "start_s": [t / 1e9 for t in track.timeline.start_ns.tolist()],
-                "bubbles": bubbles_document(idle),
+                "bubbles": _bubbles_document(idle),
                 "written": written,
             }
         )
         return
     console = stdout()
     console.print(comparison_table([track], title=graph.name))
-    console.print(bubbles_table(graph, idle))
+    console.print(_bubbles_table(graph, idle))
     print_written(written)
 
 
-def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
-    """Idle seconds of every rank by cause."""
+def _bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
+    """Return the idle seconds of every rank by cause."""
     return [
         {
             "rank": rank,
@@ -72,8 +81,8 @@ def bubbles_document(idle: Bubbles) -> list[dict[str, Any]]:
     ]
 
 
-def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
-    """Idle time of every rank by cause, for people."""
+def _bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
+    """Return a table of the idle time of every rank by cause."""
     from pipeloom.report.any_width import Table
 
     table = Table(title="Idle time by cause", title_justify="left")
@@ -92,3 +101,24 @@ def bubbles_table(graph: TaskGraph, idle: Bubbles) -> Any:
         )
         table.add_row(str(rank), *(time_text(int(value)) if value else "-" for value in values))
     return table
+
+
+def read_track(graph: TaskGraph, path: Path) -> Track:
+    """Simulate the order of a schedule file; a note reports why it is infeasible.
+
+    Raises
+    ------
+    InputError
+        If its order does not fit the instance or cannot run; the message names the file.
+    """
+    record = read_schedule(path)
+    try:
+        timeline = run_order(graph, record.schedule)
+    except InputError as error:
+        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+    except PlanError as error:
+        raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
+    for violation in check(graph, record.schedule):
+        print_note(f"note: {path} is infeasible, {violation.kind}: {violation.message}")
+    name = record.schedule.method or path.name.removesuffix(".gz").removesuffix(".json")
+    return make_track(name, graph, record.schedule, timeline, bound_of(graph, record.schedule, timeline))

@@ -1,4 +1,4 @@
-"""`pipeloom solve`: the search over files."""
+"""`pipeloom solve`: search a schedule for an instance."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 HELP = """\
 Search a schedule for an instance: short makespan, within every rank's memory.
 
-Writes the best schedule found, with its start times, its peak memory, and a lower bound that says how far from
-the best possible it can be at most.
+Writes the best schedule found, with its start times, its peak memory and a lower bound, which gives an optimality
+gap.
 """
 EPILOG = (
     "Example: pipeloom solve tiny.json --budget 1 --out tiny.schedule.json. Ctrl-C ends the search early and writes "
-    "the best schedule so far. Exit code 2: a file or value is wrong, or nothing can satisfy the memory limits."
+    "the best schedule so far. Exit code 2: a file or value is wrong, or nothing satisfies the memory limits."
 )
 
 
@@ -52,13 +52,12 @@ def solve(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
     budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
     out: Path = typer.Option(..., metavar="SCHEDULE", help="File for the pipeloom.schedule/1."),
-    method: str = typer.Option("default", metavar="NAME", help="How to search; a wrong name lists the known ones."),
+    method: str = typer.Option("default", metavar="NAME", help="Search method; a wrong name lists the known ones."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    threads: int = typer.Option(0, metavar="N", help="Threads that search; 0: half of the cores."),
+    threads: int = typer.Option(0, metavar="N", help="Search threads; 0: half of the cores."),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
-    json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule that --out gets."),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP + " It is the schedule in --out."),
 ) -> None:
-    """Search a schedule for an instance: short makespan, within every rank's memory."""
     check_budget(budget)
     check_seed(seed)
     check_threads(threads)
@@ -79,20 +78,20 @@ def solve(
                 graph, budget=rule, seed=seed, method=method, threads=threads, params=tuned, on_progress=show
             )
         except InputError as error:
-            # The search names its own arguments; here they are options.
+            # The search names its own arguments, which are options here.
             entity = "--threads" if error.entity == "threads" else f"{instance}: {error.entity}"
             raise InputError(entity, error.problem, error.remedy) from error
         except InfeasibleError as error:
             raise type(error)(f"{instance}: {error.verdict}: {error}") from error
     doing("checking and writing the schedule")
-    # Nothing leaves that the independent checker has not passed; a violation here is a defect of the search.
+    # The independent checker verifies every result; a violation here is a defect of the search.
     if found := check(graph, solution.schedule, solution.timeline):
         raise RuntimeError(f"the search gave an infeasible schedule ({found[0]}); nothing is written")
     record = SearchRecord(solution.method, seed, budget, round(time.monotonic() - began_s, 6), solution.evaluations)
     answer = (graph, solution.schedule, solution.timeline, solution.lower_bound, record)
     write_schedule(out, *answer)
     if rule.stopped:
-        print_note(f"interrupted: {out} holds the best schedule so far")
+        print_note(f"interrupted: {out} has the best schedule so far")
     if json:
         print_json(schedule_document(*answer))
     else:
@@ -103,15 +102,17 @@ def solve(
 
 @dataclass
 class Interruptible:
-    """A stopping rule: some seconds, or Ctrl-C. An interrupt runs the rule's clock out, so that the search ends
-    by itself and gives its best; a second one ends the program.
+    """A stopping rule: some seconds, or Ctrl-C.
+
+    An interrupt runs the clock out, so that the search ends and returns its best result. A second one ends the
+    program.
     """
 
     seconds: float
     stopped: bool = field(default=False, init=False)
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start the clock."""
         from pipeloom.search import Deadline
 
         return replace(Deadline(self.seconds).start(), now=self._now)
@@ -122,7 +123,7 @@ class Interruptible:
 
 @contextmanager
 def interruptible(seconds: float) -> Iterator[Interruptible]:
-    """Listen to Ctrl-C while a search runs."""
+    """Handle Ctrl-C while a search runs."""
     rule = Interruptible(seconds)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -142,7 +143,7 @@ def interruptible(seconds: float) -> Iterator[Interruptible]:
 
 @contextmanager
 def progress_display() -> Iterator[Callable[[Progress], None] | None]:
-    """A live line on standard error, where that is a terminal."""
+    """Yield a function that shows progress on standard error; None if that is not a terminal."""
     console = stderr()
     if not console.is_terminal:
         yield None

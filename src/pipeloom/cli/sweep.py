@@ -1,4 +1,4 @@
-"""`pipeloom sweep`: which degrees of parallelism are best for a model on a cluster."""
+"""`pipeloom sweep`: rank degrees of parallelism for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import typer
 
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
-from pipeloom.cli.options import FREEZE_HELP, MOST_MICROBATCHES
+from pipeloom.cli.options import FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
-from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_SEED
+from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
@@ -26,20 +26,19 @@ def sweep(
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Devices to use; 0: all of the cluster."),
     microbatches: int = typer.Option(
-        128, min=1, max=MOST_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
+        128, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
     ),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
     max_tp: int = typer.Option(8, min=1, max=MAX_DEVICES, help="Largest degree of tensor parallelism."),
     top: int = typer.Option(
-        10, min=1, max=MAX_COUNT, metavar="N", help="Rows to show of those that run, and of those that cannot."
+        10, min=1, max=MAX_COUNT, metavar="N", help="Most rows to show of runnable and of failing combinations."
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
-    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the samples drawn."),
+    seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."""
     architecture = load_model(model, freeze)
     groups = microbatches_of(architecture, data, microbatches, seed)
     with stderr().status("emulating ...") as status:
@@ -105,7 +104,7 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     if runnable:
         console.print(table)
         shown = f"{min(top, runnable)} of {runnable} combinations that run"
-        console.print(f"Emulated, not measured; {shown}. tokens/s are of one device.", style="dim")
+        console.print(f"Emulated, not measured; {shown}. tokens/s is per device.", style="dim")
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:

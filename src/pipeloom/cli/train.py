@@ -1,4 +1,4 @@
-"""`pipeloom train`: measure, lay out, then train over several processes with a plan made for every batch."""
+"""`pipeloom train`: measure, choose a layout, then train over several processes with a plan for every batch."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from pipeloom.training.warm import begin_warm
 if TYPE_CHECKING:
     from pipeloom.training import TrainConfig
 
-LEFT_BEHIND = {
+_FILES = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
     "comparison.html": "one batch under 1F1B, interleaved 1F1B and its own plan (also comparison.svg)",
-    "trace.json": "the first for Perfetto, https://ui.perfetto.dev",
+    "trace.json": "the same iteration for Perfetto, https://ui.perfetto.dev",
     "difference.html": "where measured and planned time differ, and why",
-    "history.jsonl": "every iteration in numbers",
+    "history.jsonl": "the numbers of every iteration",
     "plans/": "plans of the newest iterations as text; pipeloom verify reads them",
-    "summary.json": "the run in numbers",
+    "summary.json": "the numbers of the run",
 }
 _KERNELS = ("pipeloom.cli.output:load_kernels",)
 
 
 HELP = """\
-Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
+Train a model over pipeline ranks, with a schedule for each batch.
 
-Measures the model's layers on this machine, lays them over the ranks, and starts one process per rank and one
-for the planner. Leaves summary.json, trace.json, timeline.html and plans in RUNS/<name>.
+Measures the model's layers on this machine, places them on the ranks, and starts one process per rank and one
+for the planner. Writes summary.json, trace.json, timeline.html and plans to RUNS/<name>.
 
-Under torchrun the ranks are torchrun's: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG; when it starts
-them again, they go on from the newest checkpoint.
+The ranks can also be started by torchrun: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG. When it restarts
+them, they continue from the newest checkpoint.
 
 Example: pipeloom train examples/digits_vlm/train.toml
 """
@@ -51,36 +51,35 @@ Example: pipeloom train examples/digits_vlm/train.toml
 
 def train(
     context: typer.Context,
-    config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml, see docs/train.md."),
-    runs: Path = typer.Option(Path("runs"), help="Folder under which the run's own folder is made."),
+    config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml; docs/train-config.md lists its fields."),
+    runs: Path = typer.Option(Path("runs"), help="Parent folder of the run's folder."),
     iterations: int = typer.Option(
-        0, min=0, max=MAX_COUNT, help="Train for fewer or more iterations than CONFIG says; 0: as it says."
+        0, min=0, max=MAX_COUNT, help="Number of iterations, instead of CONFIG's; 0: CONFIG's."
     ),
     choose_layout: bool = typer.Option(
-        False, "--choose-layout", help="Plan the first batches under many layouts and take the fastest, for CONFIG's."
+        False, "--choose-layout", help="Plan the first batches under many layouts and use the fastest, not CONFIG's."
     ),
     resume: bool | None = typer.Option(
         None,
         "--resume/--from-scratch",
-        help="Go on from the newest checkpoint, or remove what an earlier run saved. Needed where there is one.",
+        help="Continue from the newest checkpoint, or remove the checkpoints. Required if there is one.",
     ),
     restarts: int = typer.Option(
         0,
         min=0,
         max=MAX_COUNT,
-        help="Start all ranks again from the newest good checkpoint, at most so often, when one of them dies or fails.",
+        help="Most restarts of all ranks from the newest good checkpoint after one of them dies or fails.",
     ),
-    json: bool = typer.Option(False, "--json", help="Print summary.json on standard output, and nothing else there."),
+    json: bool = typer.Option(False, "--json", help="Print only summary.json on standard output."),
 ) -> None:
-    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch."""
-    # First of all: what ranks and planner are forked with is imported once, and this command goes on in a fork, too.
+    # First import what ranks and planner are forked with; this command continues in a fork too.
     if not is_fork():
         print_line("Importing PyTorch ...", to_stderr=json)
         doing("importing PyTorch and loading the planner's kernels")
         if begin_warm(_KERNELS) and context.obj is not None and can_fork():
             with paused():
                 code = run_in_fork(main, (context.obj,))
-            _leave_as(code)
+            _exit_as(code)
     from pipeloom.cli.progress import Terminal
     from pipeloom.training import TrainingRun
 
@@ -95,30 +94,30 @@ def train(
     if json:
         print_json_text((run.folder / "summary.json").read_text())
         return
-    terminal.say(f"Left in {run.folder}:")
-    for name, what in LEFT_BEHIND.items():
+    terminal.say(f"Files in {run.folder}:")
+    for name, what in _FILES.items():
         terminal.say(f"  {name:16} {what}")
 
 
-def _leave_as(code: int) -> NoReturn:
-    """Leave with the exit code of the process that trained. It has said why, unless a signal ended it."""
+def _exit_as(code: int) -> NoReturn:
+    """Exit with the code of the process that trained; report the signal if one ended it."""
     if code < 0:
         print_error(f"the training process was ended by {signal.Signals(-code).name}")
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def with_chosen_layout(config: TrainConfig) -> TrainConfig:
-    """The same run under the layout that is fastest in planning, whatever its [layout] says.
+    """Return the config with the layout that is fastest in planning, instead of its [layout].
 
     Raises
     ------
     InputError
-        The run's orders are PipeTune's, which fixes its layout.
+        If the run's orders are PipeTune's, which fixes its layout.
     """
     if config.tuning is not None and not config.tuning.searches:
         raise InputError(
             "--choose-layout",
-            f"given for a run with tuning.order = {config.tuning.order!r}, whose encoders lie on the first rank",
+            f"given for a run with tuning.order = {config.tuning.order!r}, whose encoders are on the first rank",
             "let tuning.order be 'search'",
         )
     layout = msgspec.structs.replace(config.layout, kind="chosen", modules={}, path="")

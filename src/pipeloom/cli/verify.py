@@ -14,10 +14,10 @@ from pipeloom.plan import verify as verify_plan
 from pipeloom.printing import print_line, print_text
 
 HELP = """\
-Prove an execution plan complete and free of deadlock, or show where it stops.
+Prove that an execution plan is complete and free of deadlock, or show where it stops.
 
-Every rank's steps are checked by themselves, then the plan is run dry under NCCL's matching rules (tags ignored,
-one queue per pair of ranks), which are stricter than gloo's.
+Checks the steps of each rank, then runs the plan dry under NCCL's matching rules (tags are ignored, and there is
+one queue for each pair of ranks), which are stricter than gloo's.
 """
 EPILOG = (
     "Example: pipeloom verify runs/digits_vlm/plans/00017.plan. Exit code 0: proved; 1: the plan is incomplete or "
@@ -28,16 +28,15 @@ EPILOG = (
 def verify(
     plan: Path = typer.Argument(..., metavar="PLAN", help="An execution plan in its text form, pipeloom.plan/2."),
     layout: Path | None = typer.Option(
-        None, metavar="FILE", help="A pipeloom.layout/1: check chunks, ranks and backwards against it too."
+        None, metavar="FILE", help="A pipeloom.layout/1, to check chunks, ranks and backwards against."
     ),
     serial: bool = typer.Option(
         False,
         "--serial",
-        help="Also where a rank's messages are served one after the other, as by one NCCL communicator.",
+        help="Also prove it for a single communicator, which serves a rank's messages one after the other.",
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Prove an execution plan complete and free of deadlock, or show where it stops."""
     made = read_plan(plan)
     shape = None if layout is None else read_layout(layout)
     actions = [action for rank in made.ranks for action in rank]

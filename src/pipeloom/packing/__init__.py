@@ -1,4 +1,4 @@
-"""Packing: samples -> microbatches -> sub-microbatches."""
+"""Packing: assign samples to microbatches, and split each module's part into sub-microbatches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 from pipeloom.packing.boundary import Piece, pieces, reach
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, split_oversized, token_loads
-from pipeloom.packing.pack import check_budget, pack, packed_batch, packing_from_counts, packing_of
+from pipeloom.packing.pack import (
+    PackedReplica,
+    check_budget,
+    default_model,
+    pack,
+    pack_replicas,
+    packed_batch,
+    packing_from_counts,
+    packing_of,
+)
 from pipeloom.packing.policies import (
     POLICIES,
     PackingSpec,
@@ -31,6 +40,7 @@ __all__ = [
     "Dealt",
     "Loads",
     "Microbatch",
+    "PackedReplica",
     "Packing",
     "PackingSpec",
     "Piece",
@@ -43,10 +53,12 @@ __all__ = [
     "cost_loads",
     "deal",
     "deal_by_time",
+    "default_model",
     "group",
     "height_bound",
     "least_microbatches",
     "pack",
+    "pack_replicas",
     "packed_batch",
     "packing_from_counts",
     "packing_of",

@@ -1,9 +1,9 @@
 """Module boundaries: which rows of one module's sub-microbatches go into which sub-microbatch of the next.
 
-A sub-microbatch takes what belongs to it: of a module that reads the same part of the samples, the rows of its
-own instances; of another one, the rows of all samples from its first instance's to its last one's. So the
-sub-microbatches of an encoder are concatenated for a language model, and its output is scattered over those of a
-decoder behind it; two of them that share a sample both take its rows.
+If two modules read the same part of the samples, a sub-microbatch takes the rows of its own instances. Otherwise it
+takes the rows of all samples from that of its first instance to that of its last. The sub-microbatches of an encoder
+are therefore concatenated for a language model, whose output is scattered over the sub-microbatches of a decoder. Two
+sub-microbatches that share a sample both take its rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from pipeloom.spec.model import Reads, num_instances
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Instances of one part of a module that go into one part of the next.
+    """Instances of a sub-microbatch above a module boundary that go into one sub-microbatch below it.
 
-    Attributes
-    ----------
-    above, below : int
-        Numbers of the two parts.
-    first, count : int
-        Instances, counted within the part above.
-    whole : bool
-        Whether they are all of it.
+    ``above`` and ``below`` are the numbers of the two sub-microbatches. ``first`` and ``count`` select instances within
+    the sub-microbatch above; ``whole`` is true if they are all of its instances.
     """
 
     above: int
@@ -39,25 +33,23 @@ class Piece:
 
 
 def pieces(packing: Packing, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
-    """Cut one module boundary of one microbatch.
+    """Split one module boundary of one microbatch into pieces.
 
     Parameters
     ----------
-    packing : Packing
-    microbatch : int
     above, below : int
-        Numbers of the module that gives and of the one that takes, as in ``packing.modules``.
+        Positions in ``packing.modules`` of the module that produces rows and of the module that takes them.
 
     Returns
     -------
     tuple of Piece
-        Those of one part below stand together, in the order in which it concatenates them. None where either
-        module has nothing in this microbatch.
+        The pieces of each sub-microbatch below are adjacent, in the order of concatenation. Empty if either module has
+        no instances in this microbatch.
 
     Raises
     ------
     InputError
-        When the packing does not say what modules read, and the parts match in no way.
+        If the packing does not say what its modules read, and the numbers of sub-microbatches do not match.
     """
     parts = packing.microbatches[microbatch].parts
     over, under = parts[above], parts[below]
@@ -77,16 +69,10 @@ def pieces(packing: Packing, microbatch: int, above: int, below: int) -> tuple[P
 
 
 def reach(samples: Sequence[Sample], above: Reads, below: Reads, first: int, count: int) -> tuple[int, int]:
-    """Instances above that instances below take: the first, and how many.
+    """Return the first of the instances above that the given instances below take, and their number.
 
-    Parameters
-    ----------
-    samples : sequence of Sample
-        Of the microbatch.
-    above, below : Reads
-        What the two modules read.
-    first, count : int
-        Instances below, counted within the microbatch.
+    Both ranges count instances within the microbatch of ``samples``. ``above`` and ``below`` are the parts of a sample
+    that the two modules read.
     """
     if above == below:
         return first, count
@@ -115,6 +101,7 @@ def _by_number(packing: Packing, microbatch: int, above: int, below: int) -> tup
         return tuple(Piece(i, i, 0, part.count, True) for i, part in enumerate(over))
     raise InputError(
         f"module {packing.modules[below]!r}.sub_microbatch",
-        f"cuts microbatch {microbatch} into {len(under)} parts, {packing.modules[above]!r} before it into {len(over)}",
+        f"splits microbatch {microbatch} into {len(under)} sub-microbatches, {packing.modules[above]!r} before it "
+        f"into {len(over)}",
         "pack with the model, so that the packing knows what each module reads",
     )

@@ -1,4 +1,4 @@
-"""Packings to choose from: the same samples in more and fewer microbatches, and cut into other sub-microbatches."""
+"""Candidate packings: the same samples in more or fewer microbatches, and with other sub-microbatches."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from pipeloom.packing.policies import (
     assign_bins,
     fill_shares,
     group,
-    groups_of,
     least_microbatches,
+    samples_of_bins,
 )
 from pipeloom.spec import Layout
 
 Groups = tuple[tuple[int, ...], ...]
-"""Positions of the samples of every microbatch."""
+"""Positions of the samples of each microbatch."""
 
 _GROWTH = 1.16
-"""From one number of microbatches to the next that is tried."""
+"""Ratio of successive numbers of microbatches in `numbers`."""
 _LEVEL_EFFORT = 16
 _LEVEL_GOAL = 1.01
-"""Even enough to compare numbers of microbatches by."""
+"""Balance that suffices to compare numbers of microbatches: height of the highest bin over the lower bound."""
 _BALANCED: tuple[Policy, ...] = ("balanced", "balanced_encoder", "planned")
-"""Policies that even a given number of microbatches out."""
+"""Policies that balance a given number of microbatches."""
 _FILLED_SAMPLES = (1, 2)
-"""Sizes of full microbatches, in longest samples."""
+"""Sizes of full microbatches, in units of the longest sample."""
 
 
 def balances(policy: Policy) -> bool:
-    """Whether a policy evens a given number of microbatches out; samples may then be moved between them."""
+    """Return whether a policy balances a given number of microbatches; samples may then be moved between them."""
     return policy in _BALANCED
 
 
 def numbers(loads: Loads, spec: PackingSpec) -> tuple[int, ...]:
-    """Numbers of microbatches worth trying, ascending: as few as the budget allows, up to one for each sample.
+    """Return the numbers of microbatches worth trying, ascending, from the fewest the budget allows to one per sample.
 
-    Where few samples share a microbatch, a number that leaves some of them with one more than others need is uneven for
-    nothing: the fewest with as many samples at most are tried in its place. So it is with dealt instances, of which
-    every microbatch had better have a multiple of the devices.
+    If few samples share a microbatch, a number that leaves some microbatches with one sample more is needlessly uneven.
+    It is replaced by the fewest microbatches with the same largest number of samples. With encoder data parallelism,
+    each microbatch should also have a multiple of the devices as instances.
     """
     least, most = least_microbatches(loads, spec), len(loads)
-    found = [least]
-    while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, round(found[-1] * _GROWTH))))
-    even = {max(least, -(-most // -(-most // number))) for number in found}
+    steps = [least]
+    while steps[-1] < most:
+        steps.append(min(most, max(steps[-1] + 1, round(steps[-1] * _GROWTH))))
+    even = {max(least, -(-most // -(-most // number))) for number in steps}
     return tuple(sorted({min(most, max(least, _full_shares(loads, number))) for number in even}))
 
 
 def _full_shares(loads: Loads, number: int) -> int:
-    """The nearest number of microbatches in which dealt instances are as many for all devices, in the mean."""
+    """Return the nearest number of microbatches whose mean number of instances is a multiple of the devices."""
     if loads.instances is None:
         return number
     total = int(loads.instances.sum())
@@ -61,78 +61,74 @@ def _full_shares(loads: Loads, number: int) -> int:
     return number if each < 1 else -(-total // (each * loads.num_devices))
 
 
-def walk(ladder: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
-    """Judge rungs of a ladder from one of them on, upwards and then downwards, until several are clearly slower.
+def walk(choices: Sequence[int], start: int, slower: float, misses: int, judge: Callable[[int], float | None]) -> None:
+    """Evaluate ascending choices from the one nearest to ``start``, upwards and downwards, while they are not slower.
 
-    First in doublings, for which one that is slower is enough, since time may allow no more than a few; then, from the
-    best of these, rung by rung.
+    The first pass doubles and halves the choice and stops at the first slower one, since time may allow only a few. The
+    second pass goes step by step from the best choice so beyond.
 
     Parameters
     ----------
-    ladder : sequence of int
-        Ascending.
-    start : int
-        The first that is judged is the nearest to it.
     slower : float
-        A rung that takes more than so many times the least so far is a miss.
+        A choice that takes more than this multiple of the least time so beyond is a miss.
     misses : int
-        So many one after the other end a way.
+        Stop in one direction after this many consecutive misses.
     judge : callable
-        What a rung takes; None: judge no more.
+        Return the time of a choice, or None to end the walk.
     """
     known: dict[int, float] = {}
 
-    def judged(i: int) -> float | None:
+    def time_of(i: int) -> float | None:
         if i not in known:
-            took = judge(ladder[i])
+            took = judge(choices[i])
             if took is None:
                 return None
             known[i] = took
         return known[i]
 
-    middle = min(range(len(ladder)), key=lambda i: abs(ladder[i] - start))
-    if judged(middle) is None:
+    middle = min(range(len(choices)), key=lambda i: abs(choices[i] - start))
+    if time_of(middle) is None:
         return
     for stride, most_missed in ((_doubled, 1), (_next, misses)):
         middle = min(known, key=lambda i: known[i])
         for way in (1, -1):
             i, missed = middle, 0
-            while missed < most_missed and 0 <= (i := stride(ladder, i, way)) < len(ladder):
+            while missed < most_missed and 0 <= (i := stride(choices, i, way)) < len(choices):
                 least = min(known.values())
-                took = judged(i)
+                took = time_of(i)
                 if took is None:
                     return
                 missed = missed + 1 if took > slower * least else 0
 
 
-def _next(_ladder: Sequence[int], i: int, way: int) -> int:
+def _next(_choices: Sequence[int], i: int, way: int) -> int:
     return i + way
 
 
-def _doubled(ladder: Sequence[int], i: int, way: int) -> int:
-    """The rung at twice or half of another, or the last before the ladder ends."""
-    far = [j for j in range(len(ladder)) if ladder[max(i, j)] >= 2 * ladder[min(i, j)] and (j - i) * way > 0]
-    last = len(ladder) - 1 if way > 0 else 0
-    if not far:
+def _doubled(choices: Sequence[int], i: int, way: int) -> int:
+    """Return the position of twice or half a choice, or the last position before the end."""
+    beyond = [j for j in range(len(choices)) if choices[max(i, j)] >= 2 * choices[min(i, j)] and (j - i) * way > 0]
+    last = len(choices) - 1 if way > 0 else 0
+    if not beyond:
         return last if i != last else last + way
-    return min(far) if way > 0 else max(far)
+    return min(beyond) if way > 0 else max(beyond)
 
 
 def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0) -> Groups:
-    """The samples in so many microbatches, or a few more where the budget asks for it.
+    """Divide the samples into this many microbatches, or a few more if the token budget needs them.
 
-    Even in the backbone's load and in all load, quickly: samples may be moved later. A policy that does not balance
-    makes them as it does.
+    Balances the backbone's load and the total load quickly, since samples may be moved later. A policy that does not
+    balance divides them in its own way.
     """
     if not balances(spec.policy):
         return group(loads, msgspec.structs.replace(spec, num_microbatches=number), iteration)
     bins = assign_bins(loads.tokens, loads.rows, spec.token_budget, number, spec.seed, _LEVEL_EFFORT, _LEVEL_GOAL)
     fill_shares(loads, spec.token_budget, bins)
-    return groups_of(bins)
+    return samples_of_bins(bins)
 
 
 def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Iterator[Groups]:
-    """Packings into microbatches of once, twice, ... so many tokens (the longest sample's); PipeTune's choice."""
+    """Yield packings whose microbatches hold one, two, ... times the longest sample's tokens (PipeTune)."""
     longest = int(loads.tokens.max())
     unit = unit or longest
     sizes = [k * unit for k in range(1, spec.token_budget // unit + 1) if k * unit >= longest]
@@ -141,7 +137,7 @@ def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Itera
 
 
 def filled_groups(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
-    """Full microbatches and a light rest, which fills and drains a pipeline well; not of a policy that is asked for."""
+    """Yield packings with full microbatches and a light last one, which shortens warm-up and cool-down."""
     if not balances(spec.policy):
         return
     longest = int(loads.tokens.max())
@@ -150,8 +146,8 @@ def filled_groups(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
             yield group(loads, PackingSpec(samples * longest, "algorithm1_opened"))
 
 
-def cut_layouts(layout: Layout) -> Iterator[Layout]:
-    """The same chunks with other sub-microbatches: of one module half or twice as large, or not cut at all."""
+def sub_microbatch_variants(layout: Layout) -> Iterator[Layout]:
+    """Yield the layout with the sub-microbatches of one module halved, doubled or not split."""
     for i, module in enumerate(layout.modules):
         size = module.sub_microbatch
         if size is None:

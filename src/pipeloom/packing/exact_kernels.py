@@ -1,4 +1,4 @@
-"""Compiled branch and bound for the packing whose heaviest bin is proved the lightest."""
+"""Compiled branch and bound for the packing with the provably lightest heaviest bin."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pipeloom.compiled import allocating
 Array = npt.NDArray[Any]
 
 MOST_STEPS = 4_000_000_000
-"""Looks at a bin, some seconds of them."""
+"""Most inspections of a bin; they take some seconds."""
 
 
 @allocating
 def branch_and_bound(
     order: Array, tokens: Array, load: Array, budget: int, num_bins: int, bound: float, max_nodes: int, bin_of: Array
 ) -> tuple[float, bool]:
-    """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved.
+    """Lower the heaviest of ``num_bins`` bins to its optimum, depth first; return it and whether it is proved optimal.
 
-    ``bin_of`` is an answer to start from, and is replaced by better ones. Bins with equal load and tokens are the same.
-    ``bound``: a lower bound at which search ends. It also ends after `MOST_STEPS` looks at bins.
+    ``bin_of`` holds an initial solution and is overwritten by better ones. Bins with equal load and tokens are
+    interchangeable. Search ends at the lower bound ``bound``, or after ``max_nodes`` nodes or `MOST_STEPS` steps.
     """
     n = len(order)
     height = np.zeros(num_bins, np.float64)
@@ -74,7 +74,7 @@ def branch_and_bound(
             best = height.max()
             for k in range(n):
                 bin_of[order[k]] = choice[k]
-            # The last sample is taken back at the next visit of this depth.
+            # The next visit of this depth removes the last sample again.
             continue
         depth += 1
         choice[depth] = -1

@@ -1,7 +1,7 @@
 """Compiled loops of packing: greedy placement, and local search between bins.
 
-A sample has a number of tokens, which the budget limits, and one or more loads, which are balanced. A bin's height is
-the largest of its loads, each in units in which the mean bin has 1.
+A sample has a number of tokens, which the budget limits, and one or more loads, which are balanced. The height of a bin
+is the largest of its loads, in units of the mean bin's load.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipeloom.packing.tree_kernels import add_to, first_of_most, first_with, low
 Array = npt.NDArray[Any]
 
 NEAREST = 24
-"""Bins, the lightest or the next, that one exchanges with: all in small batches, near-linear time in large ones."""
+"""Most bins with which one bin exchanges: all bins of small batches, near-linear time in large ones."""
 MOST_EXCHANGED = 256
-"""Samples of a bin that are tried in an exchange: all of small bins."""
+"""Most samples of a bin that are tried in an exchange: all samples of small bins."""
 
 
 @kernel
 def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
-    """Fill one bin after the other in the given order; return their number."""
+    """Fill one bin after the other in the given order; return the number of bins."""
     current = 0
     used = 0
     for i in order:
@@ -39,44 +39,44 @@ def next_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
 
 @allocating
 def first_fit(order: Array, tokens: Array, budget: int, bin_of: Array) -> int:
-    """Put each sample into the first bin with room; return the number of bins."""
+    """Put each sample into the first bin with enough free tokens; return the number of bins."""
     size = width(len(order))
-    # Bins that are not opened yet have no room.
-    room = np.full(2 * size, -1, np.int64)
+    # Bins that are not open yet have no free tokens.
+    free = np.full(2 * size, -1, np.int64)
     count = 0
     for i in order:
-        place = first_with(room, tokens[i])
+        place = first_with(free, tokens[i])
         if place < 0:
             place = count
-            put(room, place, budget)
+            put(free, place, budget)
             count += 1
         bin_of[i] = place
-        put(room, place, room[size + place] - tokens[i])
+        put(free, place, free[size + place] - tokens[i])
     return count
 
 
 @allocating
 def lightest_fit(order: Array, tokens: Array, loads: Array, budget: int, opened: int, limit: int, bin_of: Array) -> int:
-    """Put each sample into the bin with room that is lowest with it: ``opened`` ones, and more for want of room.
+    """Put each sample into the bin that fits it and is lowest with it; open more than ``opened`` bins if none fits.
 
-    ``loads`` has shape (dimensions, samples). Returns the number of bins, or -1 where more than ``limit`` are needed.
+    ``loads`` has shape (dimensions, samples). Returns the number of bins, or -1 if more than ``limit`` are needed.
     """
     size = width(limit)
-    room, height = np.full(2 * size, -1, np.int64), np.zeros((loads.shape[0], 2 * size), np.float64)
+    free, height = np.full(2 * size, -1, np.int64), np.zeros((loads.shape[0], 2 * size), np.float64)
     for b in range(opened):
-        put(room, b, budget)
+        put(free, b, budget)
     stack = np.empty(128, np.int64)
     count = opened
     for i in order:
-        place = lowest_with(room, height, tokens[i], loads, i, stack)
+        place = lowest_with(free, height, tokens[i], loads, i, stack)
         if place < 0:
             if count == limit:
                 return -1
             place = count
-            put(room, place, budget)
+            put(free, place, budget)
             count += 1
         bin_of[i] = place
-        put(room, place, room[size + place] - tokens[i])
+        put(free, place, free[size + place] - tokens[i])
         add_to(height, place, loads, i)
     return count
 
@@ -91,7 +91,7 @@ def _height(height: Array, b: int) -> float:
 
 @kernel
 def _after(height: Array, loads: Array, b: int, gone: int, come: int) -> float:
-    """Height of a bin after one sample left (-1: none) and one came."""
+    """Return the height of a bin after one sample leaves (-1: none) and one is added."""
     top = 0.0
     for d in range(height.shape[0]):
         value = height[d, b]
@@ -135,7 +135,7 @@ def _best_exchange(
     first: Array,
     after: Array,
 ) -> tuple[float, int, int]:
-    """Move or swap between two bins that leaves the higher of both lowest, below ``ceiling``: (height, out, in)."""
+    """Return the move or swap that leaves the higher of two bins lowest, below ``ceiling``: (height, out, in)."""
     best = ceiling
     best_out = -1
     best_in = -1
@@ -210,7 +210,7 @@ def _exchange(
 def _gather(
     tokens: Array, loads: Array, bin_of: Array, height: Array, used: Array, first: Array, after: Array, before: Array
 ) -> None:
-    """Link every bin's samples, and add up their loads and tokens; lists are empty and sums nothing before."""
+    """Link every bin's samples, and add their loads and tokens to ``height`` and ``used``, which start at 0."""
     first[:] = -1
     for i in range(len(tokens)):
         b = bin_of[i]
@@ -222,7 +222,7 @@ def _gather(
 
 @kernel
 def _note(height: Array, b: int, tops: Array, depths: Array) -> None:
-    """Write a bin's height, and the negative of it, into trees of maxima."""
+    """Write a bin's height and its negative into trees of maxima."""
     top = _height(height, b)
     put(tops, b, top)
     put(depths, b, -top)
@@ -230,7 +230,7 @@ def _note(height: Array, b: int, tops: Array, depths: Array) -> None:
 
 @kernel
 def _lightest(depths: Array, ranked: Array, kept: Array) -> None:
-    """Find as many of the lightest bins as there is room for, the lightest first; ``kept`` is as long, and scratch."""
+    """Write the lightest bins into ``ranked``, the lightest first; ``kept`` is a buffer of the same length."""
     size = len(depths) // 2
     for k in range(len(ranked)):
         ranked[k] = first_of_most(depths)
@@ -246,9 +246,9 @@ def level(
 ) -> float:
     """Lower the highest bin by moves and swaps; return its height. Works in place on ``bin_of``.
 
-    The heaviest bin exchanges with light ones as long as that helps. Where it does not, two other bins exchange
-    at random below the present height, and the heaviest tries again with these: at most ``effort`` times, or until
-    it is as low as ``goal``.
+    The highest bin exchanges samples with light bins while that helps. If it does not, two other bins exchange samples
+    at random below the present height, and the highest bin tries again with these. Search ends after ``effort`` random
+    exchanges, or when the highest bin is as low as ``goal``.
     """
     state = np.full(1, np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
     n = len(tokens)
@@ -287,7 +287,7 @@ def level(
             top, out, come = _best_exchange(h, b, best, tokens, loads, budget, height, used, first, after)
             if out >= 0:
                 best, best_bin, best_out, best_in = top, b, out, come
-        # Shake: a random exchange between two other bins, both staying below; then the heaviest tries with these.
+        # Perturbation: a random exchange between two other bins that both stay below the highest.
         while best_bin < 0 and tries < effort:
             tries += 1
             i = below(state, n)
@@ -314,9 +314,9 @@ def level(
 
 @kernel
 def _short(count: int, devices: int) -> int:
-    """How far a number is from multiples of the devices: nothing at one, most half way to the next.
+    """Return the distance of a number from multiples of the devices: 0 at one, largest halfway to the next.
 
-    Steps that leave one bin nearer to its multiple below, and another nearer to its one above, lessen the sum.
+    It is concave, so moving one bin toward its multiple below and another toward its multiple above lowers the sum.
     """
     rest = count % devices
     return rest * (devices - rest)
@@ -340,9 +340,9 @@ def _best_filling(
     first: Array,
     after: Array,
 ) -> tuple[int, float, int, int]:
-    """Move or swap after which two bins are short of multiples by least: (gain, higher of both, out, in).
+    """Return the move or swap that brings two bins closest to multiples: (gain, height of the higher bin, out, in).
 
-    Only one that gains more than ``bar``, or as much and leaves the bins lower than ``under``.
+    It must gain more than ``bar``, or exactly ``bar`` and leave the bins lower than ``under``.
     """
     best, least = bar, under
     best_out = best_in = -1
@@ -350,7 +350,7 @@ def _best_filling(
     i = first[h]
     tried = 0
     while i >= -1:
-        # Nothing leaves, at last; likewise nothing comes.
+        # The last iteration removes no sample; the last inner one adds none.
         out = i
         tried += 1
         i = -2 if out < 0 else after[out] if tried < MOST_EXCHANGED else -1
@@ -375,7 +375,7 @@ def _best_filling(
 
 @kernel
 def _next_short(short: Array, count: Array, devices: int, b: int) -> int:
-    """Return the first bin from ``b`` on whose instances are no multiple of the devices, or the number of bins."""
+    """Return the first bin from ``b`` on whose instances are not a multiple of the devices, or the number of bins."""
     found = b
     while found < len(count) and (short[found] > found or count[found] % devices == 0):
         found = max(found + 1, short[found])
@@ -397,10 +397,10 @@ def fill(
     uneven: float,
     bin_of: Array,
 ) -> None:
-    """Make every bin's instances a multiple of the devices, by moves and swaps, as far as these lead.
+    """Make every bin's instances a multiple of the devices as far as possible, by moves and swaps.
 
-    Works in place on ``bin_of``. Bins may get as high as ``uneven``, or as the highest is; ``loads`` are in units in
-    which the mean bin has 1.
+    Works in place on ``bin_of``. No bin rises above ``uneven`` and the highest bin; ``loads`` are in units of the
+    mean bin's load.
     """
     n = len(tokens)
     height = np.zeros((loads.shape[0], num_bins), np.float64)
@@ -412,7 +412,7 @@ def fill(
     ceiling = uneven
     for b in range(num_bins):
         ceiling = max(ceiling, _height(height, b))
-    # Per bin, the next bin at or after it that is short, where those that are not stay so.
+    # For each bin, the next bin at or after it that may be short. Bins that are not short stay so.
     short = np.arange(num_bins + 1)
     changed = True
     while changed:
@@ -457,7 +457,7 @@ def fill(
 
 
 def warm_up() -> None:
-    """Compile the loops that policies use, for the array types that they use."""
+    """Compile the loops that the policies use, for their array types."""
     two = np.arange(2, dtype=np.int64)
     tokens, loads, bin_of = np.ones(2, np.int64), np.ones((1, 2)), np.zeros(2, np.int64)
     next_fit(two, tokens, 2, bin_of)

@@ -1,7 +1,7 @@
-"""Loads: what every sample weighs when microbatches are balanced.
+"""Loads: the work of every sample, used to balance microbatches.
 
-A packed document attends to itself alone, so a microbatch's work is the sum of its samples' (plus a constant that no
-packing changes): attention costs the sum of squared lengths, never the square of the sum.
+A packed document attends only to itself. The work of a microbatch is therefore the sum over its samples and a constant
+that no packing changes: attention costs the sum of squared lengths, not the square of the sum.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Loads:
     Attributes
     ----------
     tokens : array, shape (num_samples,)
-        What the token budget counts.
+        Tokens that the token budget counts.
     backbone, encoder : array, shape (num_samples,)
-        Work in the last module, and in all modules before it: seconds, operations or any other unit, the same in both.
+        Work in the last module, and in all modules before it. Both have the same unit: seconds, operations or another.
     instances : array, shape (num_samples,), optional
-        Sequences in the modules whose instances are dealt to devices; None: none is dealt.
+        Sequences in the modules with encoder data parallelism. None: there are no such modules.
     num_devices : int
-        To which they are dealt. A microbatch takes as long there as the device with most instances.
+        Devices that share these sequences. A microbatch takes as long as the device with the most sequences.
     """
 
     tokens: IntArray
@@ -49,16 +49,16 @@ class Loads:
 
     @property
     def rows(self) -> FloatArray:
-        """What is to be even where all modules are: the backbone's work and all work, shape (2, num_samples)."""
+        """The two loads to balance over all modules: the backbone's and the total, shape (2, num_samples)."""
         return np.stack([self.backbone, self.backbone + self.encoder])
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.tokens)
 
 
 def budget_tokens(batch: Batch, model: ModelSpec) -> IntArray:
-    """Tokens of every sample as the budget counts them: its sequence, or videos where the last module reads those."""
+    """Return the tokens of each sample that count: its sequence, or its videos if the last module reads videos."""
     backbone = model.modules[-1]
     if backbone.reads == "videos":
         counts = [sum(backbone.instance_lengths(sample)) for sample in batch.samples]
@@ -68,15 +68,13 @@ def budget_tokens(batch: Batch, model: ModelSpec) -> IntArray:
 
 
 def token_loads(batch: Batch, model: ModelSpec, attention_tokens: int | None = None) -> Loads:
-    """Loads where no costs are known: tokens, and attention by the square of each length.
+    """Return loads without known costs: tokens, plus attention by the square of each length.
 
     Parameters
     ----------
-    batch : Batch
-    model : ModelSpec
     attention_tokens : int or None
         Length of a sequence whose attention costs as much as everything else in a layer: about 6 times the hidden
-        width, 12 times where attention is causal. None: attention costs nothing.
+        width, or 12 times if attention is causal. None: attention costs nothing.
     """
     backbone = [_weight(model.modules[-1].instance_lengths(sample), attention_tokens) for sample in batch.samples]
     encoder = [
@@ -100,17 +98,17 @@ class MarginalCost:
     pair_s: float
 
     def of(self, lengths: tuple[int, ...]) -> float:
-        """Seconds of sequences of these lengths."""
+        """Return the seconds that sequences of these lengths add."""
         squares = sum(n * n for n in lengths)
         return self.instance_s * len(lengths) + self.token_s * sum(lengths) + self.pair_s * squares
 
 
 def marginal_cost(costs: CostModel, chunks: tuple[Chunk, ...], length: int, devices: int = 1) -> MarginalCost:
-    """Read the three coefficients off a cost model, forward and backward, at sequences of about ``length``.
+    """Derive the three coefficients from a cost model, forward and backward, at sequences of about ``length``.
 
-    Three differences of workloads: twice as many equal sequences; sequences that differ in their squares alone; and
-    ones that differ in their number alone (three of 4, against one of 6 and three of 2). Where sequences are dealt to
-    several devices, there are so many for each.
+    Three differences of workloads give them: twice as many equal sequences; sequences that differ only in the sum of
+    squares; and sequences that differ only in number (three of length 4 against one of 6 and three of 2). With several
+    devices, each device receives that many sequences.
     """
     unit = max(1, length // 4)
 
@@ -131,9 +129,9 @@ def marginal_cost(costs: CostModel, chunks: tuple[Chunk, ...], length: int, devi
 
 
 def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel) -> Loads:
-    """Loads in seconds, as a cost model reckons them for samples in large microbatches.
+    """Return the loads in seconds that a cost model estimates for samples in large microbatches.
 
-    The linear part is what matters to a balance: what a microbatch costs however small it is, every one pays.
+    Only the linear part matters for balance: every microbatch pays the constant part, whatever its size.
     """
     costs, backbone = laid_out(costs, layout), np.zeros(len(batch.samples))
     encoder, instances, num_devices = np.zeros(len(batch.samples)), np.zeros(len(batch.samples), np.int64), 1
@@ -144,7 +142,7 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
             continue
         chunks = tuple(layout.chunks[i] for i in layout.chunks_of(module.name))
         if layout.module(module.name).on_ranks == "replicated":
-            # Whole on every rank, and a sample passes one of them.
+            # Each rank holds the whole module, and a sample passes through one rank.
             chunks = chunks[:1]
         devices = costs.num_ranks if isinstance(costs, DealtCosts) and module.name in costs.names else 1
         if devices > 1:
@@ -153,20 +151,20 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
         marginal = marginal_cost(costs, chunks, round(sum(every) / len(every)), devices)
         target = backbone if module is model.modules[-1] else encoder
         target += np.array([marginal.of(each) for each in lengths])
-    dealt = instances if num_devices > 1 else None
-    return Loads(budget_tokens(batch, model), backbone, encoder, dealt, num_devices)
+    shared = instances if num_devices > 1 else None
+    return Loads(budget_tokens(batch, model), backbone, encoder, shared, num_devices)
 
 
 def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
-    """Cut samples that exceed the budget into pieces that do not; nothing is lost.
+    """Split samples that exceed the budget into pieces that fit; no token is lost.
 
-    The pieces of sample ``a`` are ``a#0``, ``a#1`` and so on: its images in order, each whole, its recordings
-    likewise, then its text. They become samples of their own, so a token of one piece does not see another piece.
+    The pieces of sample ``a`` are named ``a#0``, ``a#1`` and so on. They hold its images in order, each whole, then its
+    recordings, each whole, then its text. Each piece is a sample of its own, so its tokens do not see other pieces.
 
     Raises
     ------
     InputError
-        When an image or a recording alone exceeds the budget, or the samples are videos.
+        If a single image or recording exceeds the budget, or the samples are videos.
     """
     tokens = budget_tokens(batch, model).tolist()
     if max(tokens) <= token_budget:
@@ -187,11 +185,11 @@ def split_oversized(batch: Batch, model: ModelSpec, token_budget: int) -> Batch:
 
 
 def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
-    """Cut one sample into pieces of at most the budget; see `split_oversized`."""
+    """Split one sample into pieces of at most the budget; see `split_oversized`."""
     check_work(f"sample {sample.id!r}", sample.text_tokens // token_budget, "pieces", MAX_TASKS, "raise the budget")
-    # Images and recordings of a piece by number, and its text.
+    # Positions of images and recordings of each piece, and its text tokens.
     pieces: list[tuple[tuple[list[int], list[int]], int]] = [(([], []), 0)]
-    room = token_budget
+    free = token_budget
     wholes = [(0, "image_tokens", k, tokens) for k, tokens in enumerate(sample.image_tokens)]
     wholes += [(1, "audio_seconds", k, tokens) for k, tokens in enumerate(audio_tokens(sample))]
     for which, field, k, tokens in wholes:
@@ -201,19 +199,19 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
                 f"{tokens} exceed the token budget of {token_budget}",
                 f"raise it: {('an image', 'a recording')[which]} is not divided",
             )
-        if tokens > room:
+        if tokens > free:
             pieces.append((([], []), 0))
-            room = token_budget
+            free = token_budget
         pieces[-1][0][which].append(k)
-        room -= tokens
+        free -= tokens
     left = sample.text_tokens
     while left:
-        here = min(left, room)
+        here = min(left, free)
         pieces[-1] = (pieces[-1][0], here)
         left -= here
         if left:
             pieces.append((([], []), 0))
-            room = token_budget
+            free = token_budget
     out = []
     for number, ((images, recordings), text) in enumerate(pieces):
         patches = None if sample.image_patches is None else tuple(sample.image_patches[k] for k in images)
@@ -224,5 +222,5 @@ def split_sample(sample: Sample, token_budget: int) -> list[Sample]:
 
 
 def module_lengths(batch: Batch, samples: tuple[int, ...], module: ModuleSpec) -> tuple[int, ...]:
-    """Lengths of all sequences that some samples send through a module."""
+    """Return the lengths of all sequences that the given samples send through a module."""
     return tuple(n for i in samples for n in module.instance_lengths(batch.samples[i]))

@@ -1,4 +1,4 @@
-"""Packing policies behind one interface: from the loads of a batch's samples to groups of samples."""
+"""Packing policies with one interface: from the loads of a batch's samples to the samples of each microbatch."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 _EXACT_NODES = 5_000_000
 _GOAL = 1.0005
-"""Height of the highest bin over the lower bound at which levelling ends: far below what costs are known to."""
+"""Local search ends at this height of the highest bin over the lower bound, far below the accuracy of costs."""
 _EVEN = 1.01
-"""The same at which a packing counts as even."""
+"""A packing counts as even at this height of the highest bin over the lower bound."""
 _ONE_BY_ONE = 16
-"""Numbers of microbatches that are tried one after the other, where samples do not fit into fewer."""
+"""The number of microbatches grows by one for this many steps if samples do not fit, then by larger steps."""
 _EFFORT = 1000
 _MOST_TRIES = 20_000_000
-"""Random exchanges in a packing at most: those of 20,000 microbatches."""
+"""Most random exchanges in a packing: those of 20,000 microbatches."""
 _UNEVEN = 1.1
-"""Height up to which full shares may raise a microbatch, in those of the mean one."""
+"""Height, in units of the mean microbatch, to which full shares may raise a microbatch."""
 
 
 class PackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How samples become microbatches."""
+    """How samples are divided into microbatches."""
 
     token_budget: Count
-    """Backbone tokens of one microbatch at most: text and images, or, where the last module reads videos, theirs."""
+    """Most backbone tokens of one microbatch: text and images, or video tokens if the last module reads videos."""
     policy: Policy = "planned"
-    """Which samples go together; docs/packing.md tells the policies apart."""
+    """Which samples share a microbatch; docs/packing.md describes the policies."""
     num_microbatches: Count | None = None
-    """At least so many microbatches, where the policy can choose; None: as few as the budget allows."""
+    """Least number of microbatches, for policies that can choose. None: as few as the budget allows."""
     attention_tokens: Count | None = None
     """Length at which a sequence's attention costs as much as the rest, for loads without a cost model."""
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Refuse empty budgets and policies that are none."""
+        """Raise `InputError` for an unknown policy or a count below 1."""
         if self.policy not in _POLICIES:
             raise InputError("packing.policy", f"{self.policy!r} is none of {', '.join(_POLICIES)}")
         for name in ("token_budget", "num_microbatches", "attention_tokens"):
@@ -76,38 +76,34 @@ def group(loads: Loads, spec: PackingSpec, iteration: int = 0) -> tuple[tuple[in
     Parameters
     ----------
     loads : Loads
-        Of samples that fit into the budget, each by itself.
-    spec : PackingSpec
+        Loads of samples each of which fits into the budget.
     iteration : int
-        With the seed, the beginning of all that is random.
+        Added to the seed of all random choices.
 
     Returns
     -------
     tuple of tuple of int
-        Positions of the samples of every microbatch, none empty, every sample in exactly one.
+        Positions of the samples of each microbatch. None is empty, and every sample is in exactly one.
     """
-    return groups_of(_POLICIES[spec.policy].bins(loads, spec, iteration))
+    return samples_of_bins(_POLICIES[spec.policy].bins(loads, spec, iteration))
 
 
-def groups_of(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
-    """Samples of every bin that has any, from the bin of every sample."""
+def samples_of_bins(bin_of: IntArray) -> tuple[tuple[int, ...], ...]:
+    """Return the samples of every non-empty bin, from the bin of every sample."""
     order = np.argsort(bin_of, kind="stable")
     cuts = np.flatnonzero(np.diff(bin_of[order])) + 1
     return tuple(tuple(part.tolist()) for part in np.split(order, cuts))
 
 
 def reads_loads(policy: Policy) -> bool:
-    """Whether a policy's packing depends on loads, and not on tokens alone."""
+    """Return whether a policy's packing depends on loads, and not on tokens alone."""
     return _POLICIES[policy].reads_loads
 
 
 def check_always_packs(entity: str, policy: Policy) -> None:
-    """Refuse a policy that may end without a packing, for uses that cannot do without one.
+    """Raise `InputError` if a policy is unknown or may end without a packing.
 
-    Raises
-    ------
-    InputError
-        It may, or is none at all; ``entity`` is the field that names it.
+    ``entity`` is the field that names the policy; its use requires a packing for every batch.
     """
     if policy not in _POLICIES:
         raise InputError(entity, f"{policy!r} is none of {', '.join(_POLICIES)}")
@@ -116,15 +112,15 @@ def check_always_packs(entity: str, policy: Policy) -> None:
 
 
 def least_microbatches(loads: Loads, spec: PackingSpec) -> int:
-    """Microbatches below which no packing can go: by tokens, as wished, and never more than samples."""
+    """Return the least number of microbatches: by tokens and by ``spec``, and at most the number of samples."""
     by_tokens = -(-int(loads.tokens.sum()) // spec.token_budget)
     return min(len(loads), max(1, by_tokens, spec.num_microbatches or 1))
 
 
 def height_bound(load: np.ndarray, num_microbatches: int) -> float:
-    """No packing into so many microbatches has a lighter heaviest one: mean, largest sample, largest pair.
+    """Return a lower bound on the heaviest of ``num_microbatches`` microbatches: mean, largest sample, or largest pair.
 
-    Of the ``num_microbatches + 1`` largest samples two are in one microbatch, at best its two smallest.
+    Two of the ``num_microbatches + 1`` largest samples share a microbatch, at best the two smallest of them.
     """
     ordered = np.sort(load)[::-1]
     pair = ordered[num_microbatches - 1] + ordered[num_microbatches] if len(load) > num_microbatches else 0.0
@@ -134,22 +130,18 @@ def height_bound(load: np.ndarray, num_microbatches: int) -> float:
 def assign_bins(
     tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, seed: int, effort: int = 64, goal: float = _GOAL
 ) -> IntArray:
-    """Even several loads out over bins, as many as asked for and more only where the budget asks for it.
+    """Balance several loads over at least ``num_bins`` bins, and over more only if the budget needs them.
 
-    Longest processing time first, then local search.
+    Places samples by longest processing time first, then improves the bins by local search.
 
     Parameters
     ----------
     tokens : array, shape (num_samples,)
     loads : array, shape (num_dimensions, num_samples)
-    budget : int
-    num_bins : int
-        At least.
-    seed : int
     effort : int
-        Random exchanges per bin at most where the search is stuck.
+        Most random exchanges per bin when local search is stuck.
     goal : float
-        Height of the highest bin over the lower bound at which to end.
+        Search ends at this height of the highest bin over the lower bound.
 
     Returns
     -------
@@ -160,7 +152,7 @@ def assign_bins(
     first, failed = num_bins, num_bins - 1
     while not _place(tokens, loads, budget, num_bins, bin_of):
         failed = num_bins
-        # One by one at first, then in ever larger steps, whose last one is bisected.
+        # Steps of one at first, then larger ones; the last step is bisected.
         num_bins += max(1, (num_bins - first) // _ONE_BY_ONE)
     while num_bins - failed > 1:
         middle = (failed + num_bins) // 2
@@ -187,12 +179,12 @@ def assign_bins(
 
 
 def _place(tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, bin_of: IntArray) -> bool:
-    """Place all samples into so many bins, the heaviest first; False: no place was found for one of them."""
+    """Place all samples into this many bins, the heaviest first; return False if a sample does not fit."""
     scaled = _scaled(loads, num_bins)
     order = np.argsort(-scaled.max(axis=0), kind="stable")
     if interruptible(len(order), kernels.lightest_fit, order, tokens, scaled, budget, num_bins, num_bins, bin_of) > 0:
         return True
-    # Room is short: what packs best by tokens may still do, and is levelled afterwards.
+    # The budget is tight: the densest packing by tokens may still fit, and is balanced afterwards.
     largest_first = np.argsort(-tokens, kind="stable")
     by_tokens = tokens[None, :].astype(float)
     if (
@@ -214,10 +206,10 @@ def _place(tokens: IntArray, loads: np.ndarray, budget: int, num_bins: int, bin_
 
 
 def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
-    """Exchange samples, so that a microbatch's dealt instances are a multiple of the devices; in place.
+    """Exchange samples so that a microbatch's instances are a multiple of the devices; in place.
 
-    The device with most instances is what the others wait for, so each that is missing is paid for. Microbatches get no
-    higher than a little above the mean, or than the highest is. Where nothing is dealt they stay as they are.
+    All devices wait for the one with the most instances, so every missing instance costs time. No microbatch becomes
+    higher than a little above the mean, or than the highest. Without encoder data parallelism nothing changes.
     """
     if loads.instances is None:
         return
@@ -237,7 +229,7 @@ def fill_shares(loads: Loads, budget: int, bin_of: IntArray) -> None:
 
 
 def _scaled(loads: np.ndarray, num_bins: int) -> np.ndarray:
-    """Loads in units of the mean bin's; a load that nobody has stays 0."""
+    """Return loads in units of the mean bin's load; a load that is 0 for all samples stays 0."""
     mean = loads.sum(axis=1, keepdims=True) / num_bins
     return np.ascontiguousarray(loads / np.where(mean > 0, mean, 1.0))
 
@@ -252,7 +244,7 @@ def _first_fit(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
 
 
 def _random(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
-    """PipeTune's Original: samples in random order, one microbatch filled after the other."""
+    """Pack samples in random order, one microbatch after the other, as PipeTune's Original does."""
     bin_of = np.empty(len(loads), np.int64)
     order = np.random.default_rng((spec.seed, iteration)).permutation(len(loads))
     interruptible(len(order), kernels.next_fit, order, loads.tokens, spec.token_budget, bin_of)
@@ -260,12 +252,12 @@ def _random(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
 
 
 def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
-    """PipeTune's Algorithm 1 (section 3.1): longest first, each into the microbatch that is cheapest with it.
+    """Pack by PipeTune's Algorithm 1 (section 3.1): longest first, each into the microbatch that is cheapest with it.
 
-    As printed it begins without microbatches. Its line 9 looks for the shortest microbatch with room, in the
-    case that none has room: it looks in an empty set, and line 11 opens a new microbatch. So one is opened
-    only where no other has room, and microbatches are filled nearly full one after the other. Opened beforehand: as
-    many as the tokens need begin empty.
+    As printed, it starts without microbatches. If no microbatch has enough free tokens, its line 9 looks for the
+    shortest one that has, in an empty set, and line 11 opens a new one. A microbatch is therefore opened only if no
+    other fits, and microbatches are filled nearly full one after the other. The variant ``algorithm1_opened`` starts
+    with as many empty microbatches as the tokens need.
     """
     del iteration
     bin_of = np.empty(len(loads), np.int64)
@@ -287,10 +279,10 @@ def _algorithm1(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
 
 
 def _balanced(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
-    """Longest processing time first with local search; never a heavier microbatch than Algorithm 1's heaviest.
+    """Balance by longest processing time first and local search; never heavier than Algorithm 1's heaviest microbatch.
 
-    Where microbatches are so full that the budget, and not the loads, decides what goes where, one more is opened: all
-    become lighter, and even.
+    If the budget rather than the loads determines the placement because microbatches are full, one more is opened. All
+    microbatches become lighter and more even.
     """
     seed = spec.seed + iteration
     rows = loads.backbone[None, :]
@@ -315,14 +307,14 @@ def _balanced(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
 
 
 def _balanced_encoder(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
-    """Even both loads out: the backbone's and the encoders'."""
+    """Balance two loads: the backbone's and the encoders'."""
     rows = np.stack([loads.backbone, loads.encoder])
     num_bins = least_microbatches(loads, spec)
     return assign_bins(loads.tokens, rows, spec.token_budget, num_bins, spec.seed + iteration, _EFFORT)
 
 
 def _planned(loads: Loads, spec: PackingSpec, iteration: int) -> IntArray:
-    """Where nothing plans, as for `pipeloom pack` alone: even in both loads, and full for all devices."""
+    """Pack without a planner, as ``pipeloom pack`` does: balance both loads and fill the shares of all devices."""
     bins = _balanced_encoder(loads, spec, iteration)
     fill_shares(loads, spec.token_budget, bins)
     return bins
@@ -361,14 +353,14 @@ def _heaviest(bin_of: IntArray, load: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _PolicyEntry:
-    """A policy: how it packs, and what must be known of it beforehand."""
+    """A policy: its packing function and properties."""
 
     bins: Callable[[Loads, PackingSpec, int], IntArray]
-    """From the loads of an iteration's samples to the bin of each."""
+    """Maps the loads of an iteration's samples to the bin of each."""
     reads_loads: bool = True
-    """Whether anything but the samples' tokens decides; only then are loads reckoned from costs."""
+    """Whether the packing depends on anything but the samples' tokens; only then are loads computed from costs."""
     may_fail: bool = False
-    """Whether it may give a batch up without a packing, because it wants a proof; training refuses such a policy."""
+    """Whether it may fail to pack a batch because it requires a proof; training rejects such policies."""
 
 
 _POLICIES: dict[Policy, _PolicyEntry] = {

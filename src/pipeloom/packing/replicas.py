@@ -1,7 +1,7 @@
-"""Dealing a global batch to data-parallel replicas, so that none waits long for the slowest.
+"""Assign the samples of a global batch to data-parallel replicas, so that none waits long for the slowest.
 
-By loads first. Equal loads are not quite equal times: a long document holds a pipeline up however little comes with it,
-and a share may have no room in memory. So samples are then moved from the replica that is predicted to be slowest to
+Loads decide first. Equal loads do not mean equal times: a long document delays a pipeline however few samples come with
+it, and a share may not fit in memory. Samples are therefore moved from the replica that is predicted to be slowest to
 faster ones, as long as the predicted time of the slowest falls.
 """
 
@@ -13,51 +13,47 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.packing.loads import IntArray, Loads
+from pipeloom.packing.loads import Loads
 from pipeloom.packing.policies import assign_bins
 
 Members = tuple[int, ...]
 """Positions of the samples of one replica, ascending."""
 Predict = Callable[[Members, int], float | None]
-"""What a share takes a replica, in any unit; infinite where it does not fit, None: predict no more."""
+"""Returns the time of a share on a replica, in any unit: infinity if it does not fit, None to end prediction."""
 
 _EFFORT = 1000
 _NO_LIMIT = np.iinfo(np.int64).max // 4
-_NEAR = 1.03
-"""A slowest replica so near to the mean is left alone: predictions are not better than that."""
+_TOLERANCE = 1.03
+"""A slowest replica within this ratio of the mean is accepted; predictions are not more accurate."""
 _GAIN = 0.998
-"""What an exchange must make of the slowest replica's time."""
+"""An exchange must lower the slowest replica's time to this fraction."""
 _STEPS = (1.0, 0.5, 0.25)
-"""Parts of what would even two replicas out that are moved between them, one after the other until one helps."""
+"""Fractions of the load difference between two replicas that are moved, tried in order until one helps."""
 _DRAWS = 64
-"""Exchanges of samples that are drawn to find one of the wanted load."""
+"""Random exchanges that are drawn to find one with the wanted load."""
 
 
 def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0) -> tuple[Members, ...]:
-    """Divide the samples of a global batch among replicas, even in work.
+    """Divide the samples of a global batch among replicas with even work.
 
-    Every replica's ranks wait for the slowest one's gradients, so what counts is the heaviest replica. Two loads are
-    evened out at once: the backbone's, which all ranks have, and that of a rank that has encoders beside it.
+    Every replica's ranks wait for the slowest replica's gradients, so the heaviest one determines the time. Two loads
+    are balanced at once: the backbone's, which all ranks have, and the load of a rank that also runs encoders.
 
     Parameters
     ----------
-    loads : Loads
-        Of all samples.
-    num_replicas : int
-    seed : int
     encoder_weight : float
-        Backbone work of the ranks without encoders against that of the encoders' rank; with ``r`` ranks and one
-        unit for both loads, ``r`` where the encoders are whole on one rank. 0 evens out the backbone alone.
+        Backbone work of the ranks without encoders relative to that of the encoders' rank. With ``r`` ranks and one
+        unit for both loads, use ``r`` if the encoders are whole on one rank. 0 balances the backbone alone.
 
     Returns
     -------
     tuple of tuple of int
-        Positions of the samples of every replica, in order.
+        Positions of the samples of each replica, in order.
 
     Raises
     ------
     InputError
-        When there are fewer samples than replicas.
+        If there are fewer samples than replicas.
     """
     if not 1 <= num_replicas <= len(loads):
         raise InputError(
@@ -67,22 +63,22 @@ def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: floa
         )
     first_rank = loads.backbone + encoder_weight * loads.encoder
     rows = np.stack([loads.backbone, first_rank])
-    # The budget is of tokens, and here there is none: every replica packs as many microbatches as it needs.
+    # No token budget applies here: every replica packs as many microbatches as it needs.
     tokens = np.ones(len(loads), np.int64)
     replica_of = assign_bins(tokens, rows, _NO_LIMIT, num_replicas, seed, _EFFORT)
-    return tuple(_members(replica_of, replica) for replica in range(num_replicas))
+    return tuple(tuple(np.flatnonzero(replica_of == replica).tolist()) for replica in range(num_replicas))
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """A dealing.
+    """An assignment of samples to replicas.
 
     Attributes
     ----------
     members : tuple of tuple of int
-        Positions of the samples of every replica, ascending.
+        Positions of the samples of each replica, ascending.
     predicted : tuple of float
-        What each share takes; empty where the predictions ended before there was one for each.
+        Predicted time of each share; empty if prediction ended before every share had one.
     """
 
     members: tuple[Members, ...]
@@ -90,7 +86,7 @@ class Dealt:
 
     @property
     def slowest(self) -> float:
-        """What all replicas wait for; infinite where nothing is known."""
+        """The predicted time of the slowest replica; infinite if there are no predictions."""
         return max(self.predicted, default=float("inf"))
 
     @property
@@ -101,32 +97,28 @@ class Dealt:
 
 
 def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 0) -> Dealt:
-    """Divide the samples of a global batch among replicas so that the slowest is predicted to be as fast as can be.
+    """Divide the samples of a global batch among replicas so that the slowest is predicted to be as fast as possible.
 
-    Dealt by loads first (`deal`); then the slowest replica and the fastest exchange samples, about as much load as
-    would even their times out, and where that does not help the slowest and the next. What a share holds beside the
-    samples that move stays, so that a replica with a long document gives away the others.
+    Starts from the assignment by loads (`deal`). Then the slowest and the fastest replica exchange samples whose load
+    would roughly equalize their times; if that does not help, the slowest and the next fastest do. A share keeps its
+    other samples, so a replica with a long document gives away others.
 
     Parameters
     ----------
-    loads : Loads
-        Of all samples.
-    num_replicas : int
     predict : callable
-        The same share must always be predicted to take a replica as long. Its None ends the exchanges: how often it is
-        asked is up to the one who gives it.
-    seed : int
+        Must return the same time for the same share and replica. None ends the exchanges, so ``predict`` determines the
+        number of its calls.
 
     Returns
     -------
     Dealt
-        Never predicted to be slower than the dealing by loads. With the same predictions, always the same. A replica
-        that is predicted to be slow at everything has less.
+        Never predicted to be slower than the assignment by loads, and deterministic for the same predictions. A
+        replica that is predicted to be slow at everything receives less work.
 
     Raises
     ------
     InputError
-        When there are fewer samples than replicas.
+        If there are fewer samples than replicas.
     """
     first = deal(loads, num_replicas, seed)
     predicted: list[float] = []
@@ -135,15 +127,15 @@ def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 
         if took is None:
             return Dealt(first)
         predicted.append(took)
-    dealing = _Dealing(loads, list(first), predicted, np.random.default_rng(seed))
-    while dealing.improve(predict):
+    assignment = _Assignment(loads, list(first), predicted, np.random.default_rng(seed))
+    while assignment.improve(predict):
         pass
-    return Dealt(tuple(dealing.members), tuple(dealing.predicted))
+    return Dealt(tuple(assignment.members), tuple(assignment.predicted))
 
 
 @dataclass
-class _Dealing:
-    """A dealing that is being changed."""
+class _Assignment:
+    """An assignment of samples to replicas under improvement."""
 
     loads: Loads
     members: list[Members]
@@ -152,20 +144,20 @@ class _Dealing:
     tried: set[tuple[int, int, Members, Members]] = field(default_factory=set)
 
     def improve(self, predict: Predict) -> bool:
-        """Make the slowest replica faster by one exchange; False where none helps, or there is no need."""
+        """Make the slowest replica faster by one exchange; return False if none helps or none is needed."""
         order = np.argsort(self.predicted, kind="stable").tolist()
         slow = order[-1]
         mean = float(np.mean(self.predicted))
-        if np.isfinite(mean) and self.predicted[slow] <= _NEAR * mean:
+        if np.isfinite(mean) and self.predicted[slow] <= _TOLERANCE * mean:
             return False
         for part in _STEPS:
-            for quick in order[:-1]:
-                pair = self.exchanged(slow, quick, part)
-                if pair is None or (slow, quick, *pair) in self.tried:
+            for fast in order[:-1]:
+                pair = self.exchanged(slow, fast, part)
+                if pair is None or (slow, fast, *pair) in self.tried:
                     continue
-                self.tried.add((slow, quick, *pair))
+                self.tried.add((slow, fast, *pair))
                 times = []
-                for replica, members in zip((slow, quick), pair, strict=True):
+                for replica, members in zip((slow, fast), pair, strict=True):
                     took = predict(members, replica)
                     if took is None:
                         return False
@@ -173,48 +165,44 @@ class _Dealing:
                     if took >= _GAIN * self.predicted[slow]:
                         break
                 else:
-                    self.members[slow], self.members[quick] = pair
-                    self.predicted[slow], self.predicted[quick] = times
+                    self.members[slow], self.members[fast] = pair
+                    self.predicted[slow], self.predicted[fast] = times
                     return True
         return False
 
-    def exchanged(self, slow: int, quick: int, part: float) -> tuple[Members, Members] | None:
-        """Both shares after about so much load has gone from one to the other; None where nothing can.
+    def exchanged(self, slow: int, fast: int, part: float) -> tuple[Members, Members] | None:
+        """Return both shares after about ``part`` of the load difference has moved; None if no exchange can.
 
-        Exchanges are drawn, and the one is taken whose loads are nearest to what is wanted.
+        Exchanges are drawn at random, and the one whose loads are nearest to the wanted ones is returned.
         """
-        a, b = np.array(self.members[slow]), np.array(self.members[quick])
+        a, b = np.array(self.members[slow]), np.array(self.members[fast])
         rows = np.stack([self.loads.backbone, self.loads.encoder])
         both = rows[:, a].sum(axis=1) + rows[:, b].sum(axis=1)
-        wanted = part * both * self._excess(slow, quick)
+        wanted = part * both * self._excess(slow, fast)
         unit = np.where(both > 0, both, 1.0)
         best, least = None, float("inf")
         for draw in range(_DRAWS):
-            given = self.random.permutation(a)
-            # Every other draw takes something back.
-            taken = self.random.permutation(b)[: int(self.random.integers(1, min(4, len(b)) + 1)) * (draw % 2)]
-            back = rows[:, taken].sum(axis=1)
-            moved = (np.cumsum(rows[:, given], axis=1) - (back + wanted)[:, None]) / unit[:, None]
+            moving = self.random.permutation(a)
+            # Every other draw also moves samples back.
+            returning = self.random.permutation(b)[: int(self.random.integers(1, min(4, len(b)) + 1)) * (draw % 2)]
+            back = rows[:, returning].sum(axis=1)
+            moved = (np.cumsum(rows[:, moving], axis=1) - (back + wanted)[:, None]) / unit[:, None]
             off = np.abs(moved).sum(axis=0)
-            # The slower one keeps something.
-            off = off[: len(a) if len(taken) else len(a) - 1]
+            # The slower replica keeps at least one sample.
+            off = off[: len(a) if len(returning) else len(a) - 1]
             if len(off) and off.min() < least:
-                best, least = (given[: int(off.argmin()) + 1], taken), float(off.min())
+                best, least = (moving[: int(off.argmin()) + 1], returning), float(off.min())
         if best is None:
             return None
-        given, taken = best
+        moving, returning = best
         return (
-            tuple(sorted((set(a.tolist()) - set(given.tolist())) | set(taken.tolist()))),
-            tuple(sorted((set(b.tolist()) - set(taken.tolist())) | set(given.tolist()))),
+            tuple(sorted((set(a.tolist()) - set(moving.tolist())) | set(returning.tolist()))),
+            tuple(sorted((set(b.tolist()) - set(returning.tolist())) | set(moving.tolist()))),
         )
 
-    def _excess(self, slow: int, quick: int) -> float:
-        """Part of two replicas' load that would even out their times if these were the loads."""
-        a, b = self.predicted[slow], self.predicted[quick]
+    def _excess(self, slow: int, fast: int) -> float:
+        """Return the fraction of two replicas' load whose move would equalize their times if times were loads."""
+        a, b = self.predicted[slow], self.predicted[fast]
         if not np.isfinite(a):
             return 0.25
         return (a - b) / (2 * (a + b))
-
-
-def _members(replica_of: IntArray, replica: int) -> Members:
-    return tuple(np.flatnonzero(replica_of == replica).tolist())

@@ -1,6 +1,6 @@
-"""Trees over bins for the compiled loops of packing: the answers of a scan over all bins, in logarithmic time.
+"""Trees over bins for the compiled loops of packing: scans over all bins in logarithmic time.
 
-Node 1 is the root, the children of node n are 2n and 2n + 1, and the last half of an array are the bins.
+Node 1 is the root. The children of node n are 2n and 2n + 1. The second half of an array holds the bins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def width(count: int) -> int:
-    """Return the least power of two that is no less than a number of bins: half the length of a tree."""
+    """Return the smallest power of two that is at least ``count``: half the length of a tree of that many bins."""
     size = 1
     while size < count:
         size *= 2
@@ -57,7 +57,7 @@ def first_with(tree: Array, least: int) -> int:
 
 @kernel
 def add_to(low: Array, b: int, loads: Array, i: int) -> None:
-    """Add a sample's loads to a bin in trees of minima, one for each dimension."""
+    """Add a sample's loads to a bin in trees of minima, one tree for each dimension."""
     node = low.shape[1] // 2 + b
     for d in range(low.shape[0]):
         low[d, node] += loads[d, i]
@@ -70,7 +70,7 @@ def add_to(low: Array, b: int, loads: Array, i: int) -> None:
 
 @kernel
 def _height_with(low: Array, node: int, loads: Array, i: int) -> float:
-    """Return a height that no bin below a node is lower than with a sample; that of a bin is exact."""
+    """Return a lower bound on the height, with a sample added, of the bins below a node; it is exact at a bin."""
     top = 0.0
     for d in range(low.shape[0]):
         top = max(top, low[d, node] + loads[d, i])
@@ -78,18 +78,18 @@ def _height_with(low: Array, node: int, loads: Array, i: int) -> float:
 
 
 @kernel
-def lowest_with(room: Array, low: Array, tokens: int, loads: Array, i: int, stack: Array) -> int:
-    """Return the first of the bins with room for a sample that is lowest with it, or -1.
+def lowest_with(free: Array, low: Array, tokens: int, loads: Array, i: int, stack: Array) -> int:
+    """Return the first of the bins that fit a sample and are lowest with it, or -1.
 
-    ``room`` is a tree of maxima, ``low`` has trees of minima; ``stack`` holds 128 nodes.
+    ``free`` is a tree of maxima of free tokens, ``low`` has trees of minima; ``stack`` holds 128 nodes.
     """
-    size = len(room) // 2
+    size = len(free) // 2
     least, place = np.inf, -1
     stack[0], depth = 1, 1
     while depth:
         depth -= 1
         node = stack[depth]
-        if room[node] < tokens:
+        if free[node] < tokens:
             continue
         bound = _height_with(low, node, loads, i)
         if bound > least:
@@ -103,7 +103,7 @@ def lowest_with(room: Array, low: Array, tokens: int, loads: Array, i: int, stac
         if node >= size:
             least, place = bound, node - size
             continue
-        # The lower child is looked at first: it is put last.
+        # The lower child is pushed last, so that it is visited first.
         left = _height_with(low, 2 * node, loads, i) <= _height_with(low, 2 * node + 1, loads, i)
         stack[depth] = 2 * node + left
         stack[depth + 1] = 2 * node + 1 - left

@@ -1,4 +1,4 @@
-"""Packing: which samples go through the backbone together, and how each module splits them."""
+"""Types of a packing: which samples pass through the backbone together, and how each module splits them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipeloom.spec.model import Reads
 
 @dataclass(frozen=True, slots=True)
 class SubMicrobatch:
-    """The part of a microbatch that goes through one module together.
+    """The part of a microbatch that passes through one module together.
 
-    ``first`` and ``count`` select from the microbatch's instances for that module, in sample order; the
-    runtime needs no more than these two numbers to cut the same part from the real data.
+    ``first`` and ``count`` select from the microbatch's instances for that module, in sample order. The runtime needs
+    only these two numbers to split the real data.
     """
 
     first: int
@@ -23,7 +23,7 @@ class SubMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Samples (positions in the batch) and, per module of the layout, its sub-microbatches (maybe none)."""
+    """One microbatch: positions of its samples in the batch, and for each module its sub-microbatches, if any."""
 
     samples: tuple[int, ...]
     parts: tuple[tuple[SubMicrobatch, ...], ...]
@@ -31,10 +31,10 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A batch as microbatches; ``modules`` names the columns of `Microbatch.parts`.
+    """A batch divided into microbatches; ``modules`` names the columns of `Microbatch.parts`.
 
-    ``reads`` says which part of a sample each module reads. Without it, parts at a module boundary are matched by
-    their numbers alone: all into one, one into all, or one into one.
+    ``reads`` states which part of a sample each module reads. Without it, sub-microbatches at a module boundary are
+    matched by number: all into one, one into all, or one into one.
     """
 
     batch: Batch
@@ -43,5 +43,5 @@ class Packing:
     reads: tuple[Reads, ...] = ()
 
     def parts_of(self, microbatch: int, module: str) -> tuple[SubMicrobatch, ...]:
-        """Sub-microbatches of one module in one microbatch."""
+        """Return the sub-microbatches of one module in one microbatch."""
         return self.microbatches[microbatch].parts[self.modules.index(module)]

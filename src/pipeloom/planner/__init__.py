@@ -1,4 +1,4 @@
-"""The planner: a batch's metadata in, a verified plan out, ahead of training; never stalls it."""
+"""The planner: turns a batch's metadata into a verified plan ahead of training, without blocking training."""
 
 from pipeloom.planner.client import HostedStore, Planner
 from pipeloom.planner.messages import Request, Setup, answer_of, check_setup

@@ -1,4 +1,4 @@
-"""The trainer's side of the planner: asks ahead, never waits beyond a deadline, and always has a plan."""
+"""The trainer's side of the planner: requests plans ahead, waits at most until a deadline, always returns a plan."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch
 
-# How often a wait looks whether the planner is still alive.
+# A wait checks this often whether the planner is alive.
 _SLICE_S = 0.02
 
 DEADLINE_S = 1.0
-"""How long training waits for a late plan where nothing else is said."""
+"""Default time for which training waits for a late plan."""
 
 
 class HostedStore(Store, Protocol):
-    """A store that this process hosts and another one can reach."""
+    """A store that this process hosts and another process can reach."""
 
     @property
     def address(self) -> str:
@@ -38,29 +38,27 @@ class HostedStore(Store, Protocol):
 
     @property
     def secret(self) -> str:
-        """What the other process must know to be listened to."""
+        """The secret that the other process needs to connect."""
         ...
 
 
 @dataclass
 class Planner:
-    """Plans every coming batch in a process of its own, while the batch before is trained on.
+    """Plans each coming batch in a separate process while the batch before it is trained.
 
-    Nothing is started before `start`, which the trainer calls on the one rank that talks to the planner.
+    Nothing starts before `start`, which the trainer calls on the one rank that communicates with the planner.
 
     Parameters
     ----------
-    setup : Setup
     open_store : callable
-        Returns the store through which to speak, e.g. ``pipeloom.TcpPlanStore.host``; called again where a store was
-        lost.
+        Returns the store for messages, for example ``pipeloom.TcpPlanStore.host``. Called again if a store fails.
     deadline_s : float
-        Longest wait for a late plan, counted from when it is needed; then the fallback runs.
+        Longest wait for a late plan in seconds, from the moment it is needed. Then the fallback plan runs.
     start_timeout_s : float
-        Longest wait for the planner to compile its kernels before the first iteration.
+        Longest wait in seconds for the planner to compile its kernels before the first iteration.
     max_missed : int
-        Deadlines in a row that a planner may miss. Then it is taken to hang: it is killed and started again, and once
-        no restart is left, nobody waits for it any more.
+        Number of consecutive deadlines that a planner may miss. It then counts as hanging and is killed and restarted.
+        After the last restart it is disabled.
     """
 
     setup: Setup
@@ -74,11 +72,11 @@ class Planner:
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
     _ahead: tuple[Batch | None, tuple[Correction, ...]] = field(init=False, default=(None, ()), repr=False)
     _num_missed: int = field(init=False, default=0, repr=False)
-    _given_up: str = field(init=False, default="the plan store is lost", repr=False)
-    """Why there is no mailbox, where there is none."""
+    _no_mailbox_reason: str = field(init=False, default="the plan store is lost", repr=False)
+    """Why there is no mailbox, if there is none."""
 
     def __post_init__(self) -> None:
-        """Refuse deadlines that never come."""
+        """Raise `InputError` for a negative deadline or a count below 1."""
         check_not_negative("planner.deadline_s", self.deadline_s)
         check_count("planner.max_missed", self.max_missed)
         self._problem = self.setup.problem()
@@ -86,10 +84,10 @@ class Planner:
     def start(self) -> None:
         """Open the store, start the process, and wait until both sides have compiled their kernels."""
         store = self.open_store()
-        self._mailbox = self._speak_through(store)
+        self._mailbox = self._connect(store)
         self.process = PlannerProcess(store.address, store.secret)
         self.process.start()
-        # The fallback needs compiled kernels too; meanwhile the planner starts.
+        # The fallback needs compiled kernels too. The planner starts meanwhile.
         self._problem.warm_up()
         give_up = time.monotonic() + self.start_timeout_s
         while not self.ready and self.process.is_alive() and time.monotonic() < give_up:
@@ -97,39 +95,36 @@ class Planner:
 
     @property
     def ready(self) -> bool:
-        """Whether the planner runs, has compiled its kernels and takes requests."""
+        """Whether the planner runs, has compiled its kernels and accepts requests."""
         return self._is_alive() and self._mailbox is not None and self._mailbox.ready
 
     def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
-        """Have the global batch after the next submitted one dealt to the replicas; `collect` of that one says how.
+        """Request that the global batch after the next submitted one is assigned to replicas.
 
-        Parameters
-        ----------
-        batch : Batch
-        corrections : sequence of Correction
-            Of every replica, as its ranks were measured; empty: all are alike.
+        `collect` of the next submitted batch returns the assignment. ``corrections`` are the measured corrections of
+        each replica; empty if all are alike.
         """
         self._ahead = batch, tuple(corrections)
 
     def submit(self, batch: Batch, correction: Correction) -> None:
-        """Hand over the metadata of a coming batch; a dead or hanging planner is started again. Returns at once."""
+        """Send the metadata of a coming batch; restart a dead or hanging planner. Returns at once."""
         request = Request(batch, correction, *self._ahead)
         self._ahead = None, ()
         self._submitted[batch.iteration] = request
-        self._mend()
+        self._restart_if_needed()
         if self._mailbox is not None:
             self._mailbox.ask(batch.iteration, encode(request))
 
     def collect(self, iteration: int) -> Delivery:
-        """Return the plan of a submitted batch: the planner's, or after the deadline the fallback.
+        """Return the plan of a submitted batch: the planner's, or the fallback plan after the deadline.
 
-        Every plan was checked against the batch and the layout and verified again before it is returned, so a
-        planner that answers nonsense costs one fallback iteration and nothing more.
+        Every plan is checked against the batch and the layout and verified again. If the planner returns an invalid
+        plan, that iteration runs on the fallback plan.
 
         Raises
         ------
         PipeloomError
-            Only when the fallback itself cannot be made: the batch cannot be run at all.
+            If not even the fallback plan can be made, so the batch cannot run.
         """
         needed_ns = time.monotonic_ns()
         try:
@@ -141,19 +136,19 @@ class Planner:
         return delivery.needed_at(needed_ns)
 
     def close(self) -> None:
-        """Tell the planner to stop, and see that it does."""
+        """Stop the planner."""
         if self._mailbox is not None:
             self._mailbox.close()
         if self.process is not None:
             self.process.stop()
 
-    def _speak_through(self, store: Store) -> Mailbox[Delivery]:
+    def _connect(self, store: Store) -> Mailbox[Delivery]:
         mailbox = Mailbox(store, self._accept)
         mailbox.put(SETUP, encode(self.setup))
         return mailbox
 
-    def _mend(self) -> None:
-        """Start the planner again where it has died or hangs, and with a new store where the old one is lost."""
+    def _restart_if_needed(self) -> None:
+        """Restart a planner that has died or hangs, with a new store if the old one failed."""
         if self.process is None or self._mailbox is None:
             return
         lost = bool(self._mailbox.failure) or self._mailbox.is_stuck(self.deadline_s)
@@ -163,9 +158,9 @@ class Planner:
         self._num_missed = 0
         if not self.process.may_restart():
             if hangs:
-                self._given_up = (
+                self._no_mailbox_reason = (
                     f"the planner has missed {self.max_missed} deadlines in a row after "
-                    f"{self.process.num_restarts} restarts, and is done without"
+                    f"{self.process.num_restarts} restarts and is disabled"
                 )
                 self._mailbox.close(0.0)
                 self.process.kill()
@@ -178,7 +173,7 @@ class Planner:
             except PipeloomError:
                 self._mailbox = None
                 return
-            self._mailbox = self._speak_through(store)
+            self._mailbox = self._connect(store)
             self.process.address, self.process.secret = store.address, store.secret
         else:
             self._mailbox.forget_planner()
@@ -191,8 +186,8 @@ class Planner:
         while True:
             mailbox = self._mailbox
             if mailbox is None:
-                raise PlannerError(self._given_up)
-            # One look without waiting comes first: what is there may be used, whatever has become of its maker.
+                raise PlannerError(self._no_mailbox_reason)
+            # First check without waiting: an answer that has arrived is valid even if the planner has died since.
             alive, ready = self._is_alive(), mailbox.ready
             left = self.deadline_s - (time.monotonic_ns() - needed_ns) / 1e9
             delivery = mailbox.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)
@@ -208,15 +203,12 @@ class Planner:
                 self._num_missed += 1
                 raise PlannerError(f"no plan within the deadline of {self.deadline_s:g} s")
 
+    @collector_paused()
     def _accept(self, iteration: int, data: bytes) -> Delivery:
-        """Check an answer against its batch and the layout, and verify it again; in the mailbox's thread."""
-        with collector_paused():
-            return self._accepted(iteration, data)
-
-    def _accepted(self, iteration: int, data: bytes) -> Delivery:
+        """Check an answer against its batch and the layout, and verify it again; runs in the mailbox's thread."""
         request = self._submitted.get(iteration)
         if request is None:
-            raise PlannerError(f"nobody waits for iteration {iteration} any more")
+            raise PlannerError(f"no request for iteration {iteration} is pending")
         answer, layout = decode(Answer, data), self.setup.layout
         if answer.plan.iteration != iteration:
             raise PlannerError(f"the plan is for iteration {answer.plan.iteration}, not {iteration}")
@@ -248,7 +240,7 @@ class Planner:
         )
 
 
+@collector_paused()
 def fallback_plan(problem: Problem, batch: Batch) -> PlannedBatch:
-    """Plan a batch by the first fixed heuristic, at once."""
-    with collector_paused():
-        return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+    """Plan a batch by the first fixed heuristic, in milliseconds."""
+    return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")

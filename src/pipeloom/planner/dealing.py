@@ -1,41 +1,99 @@
-"""Dealing the samples of a coming global batch to data-parallel replicas, by what their shares will take."""
+"""Assign the samples of a coming global batch to data-parallel replicas by the estimated time of their shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pipeloom.cost import Correction
-from pipeloom.packing import Dealt, cost_loads, deal_by_time
-from pipeloom.planner.joint import Glances
+from pipeloom.errors import InfeasibleError
+from pipeloom.packing import Dealt, PackedReplica, PackingSpec, cost_loads, deal_by_time, packing_of
+from pipeloom.planner.joint import PackingSearch, tuned
+from pipeloom.planner.messages import Setup
 from pipeloom.planner.problem import Problem
-from pipeloom.search import StoppingRule
+from pipeloom.search import Evaluations, StoppingRule
+from pipeloom.search.stopping import Meter
 from pipeloom.spec import Batch
+from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
+
+
+class ReplicaEstimates:
+    """Estimates the time of parts of a batch in milliseconds each, from one even packing with static orders.
+
+    ``problems`` has one problem for each replica. An estimate is one evaluation of ``budget``.
+    """
+
+    def __init__(self, problems: Sequence[Problem], batch: Batch, budget: StoppingRule, seed: int) -> None:
+        self.problems, self.batch, self.seed = problems, batch, seed
+        self.meter = Meter(budget.start())
+
+    def __call__(self, members: Sequence[int], replica: int) -> float | None:
+        """Return the nanoseconds of the samples at these positions on a replica; infinity if they do not fit.
+
+        None once the budget is spent.
+
+        Raises
+        ------
+        InputError
+            If a single sample exceeds the token budget.
+        """
+        if self.meter.left(1) == 0:
+            return None
+        self.meter.used += 1
+        batch, problem = self.batch.part(members), self.problems[replica]
+        if problem.tuning is not None and not problem.tuning.searches:
+            try:
+                return tuned(problem, batch, self.seed).ns
+            except InfeasibleError:
+                return float("inf")
+        return PackingSearch(problem, batch, Evaluations(1), self.seed, "default").estimate()
 
 
 def deal_planned(
     problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, corrections: Sequence[Correction] = ()
 ) -> Dealt:
-    """Deal a global batch to the replicas of the problem's layout, so that the slowest is planned to be fast.
+    """Assign a global batch to the replicas of the problem's layout so that the slowest is planned to be fast.
 
     Parameters
     ----------
     problem : Problem
-        Of one replica; ``layout.parallelism.data`` says how many there are.
+        Problem of one replica; ``layout.parallelism.data`` is the number of replicas.
     batch : Batch
         The global batch.
     budget : StoppingRule
-        A replica's share looked at is one evaluation; with `Evaluations` the answer is always the same. Where it ends
-        before every replica has been looked at once, the dealing is by loads.
-    seed : int
+        Each estimate of a replica's share is one evaluation; `Evaluations` makes the result deterministic. If the
+        budget ends before every replica was estimated once, loads decide.
     corrections : sequence of Correction
-        Of every replica, as its ranks were measured: a slow one gets less. Empty: all are as the problem says.
+        Measured correction of each replica: a slow one receives less. Empty: all replicas match the problem.
 
     Raises
     ------
     InputError
-        Fewer samples than replicas, or one above the token budget.
+        If there are fewer samples than replicas, or a single sample exceeds the token budget.
     """
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
     number = problem.layout.parallelism.data
     problems = [problem.corrected(each) for each in corrections] or [problem] * number
-    return deal_by_time(loads, number, Glances(problems, batch, budget, seed), seed)
+    return deal_by_time(loads, number, ReplicaEstimates(problems, batch, budget, seed), seed)
+
+
+def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int) -> list[PackedReplica]:
+    """Assign a batch to replicas and pack it by simulated time, with microbatches in their running order.
+
+    Raises
+    ------
+    InputError
+        If the encoders are not whole on the first rank.
+    """
+    check_layout(setup.layout)
+    tuning = setup.tuning or TuningSpec()
+    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
+    assert problem.pipeline is not None
+    packed = []
+    tuned_shares = tune_replicas(problem.pipeline, batch, num_replicas, spec.token_budget, tuning, spec.seed)
+    for replica, share in enumerate(tuned_shares):
+        packing = packing_of(share.batch, setup.model, setup.layout, share.tuned.groups)
+        loads = batch_sizes(problem.pipeline, share.batch).loads
+        packed.append(PackedReplica(replica, loads, packing, share.tuned.planned_ns / 1e9))
+    return packed

@@ -1,4 +1,4 @@
-"""Plans of forwards alone: for batches on which a model is evaluated and not trained."""
+"""Forward-only plans for batches on which a model is evaluated."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HALVINGS = 8
 
 
 def forward_problem(setup: Setup) -> Problem:
-    """The problem of planning forwards alone, on the layout and under the memory of a training.
+    """Return the problem of planning forwards alone, on a training run's layout and memory.
 
-    Weights and optimiser state are there as in training, gradients are not, and nothing is held for a backward. The
-    strategy is recomputation, of which a forward without a backward is the first half: it saves nothing.
+    Weights and optimizer state are held as in training. There are no gradients, and nothing is held for a backward. The
+    strategy is recomputation: its forward without the backward saves nothing.
     """
     frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in setup.model.modules)
     model = msgspec.structs.replace(setup.model, modules=frozen)
@@ -32,35 +32,32 @@ def forward_problem(setup: Setup) -> Problem:
         for layer in module.flat_layers:
             key = f"{module.name}/{layer.kind}"
             held[key] = setup.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
-    costs = replace(setup.costs, model=model, strategies=("recompute",), split_backward=False, held_copies=held)
-    # The number of microbatches matters little where nothing is held, and PipeTune's recurrence is of backwards too.
+    # The number of microbatches matters little if nothing is held, and PipeTune's recurrence includes backwards.
     policy = "balanced" if setup.packing.policy == "planned" else setup.packing.policy
-    packing = msgspec.structs.replace(setup.packing, policy=policy)
-    layout = setup.layout.forward_only()
-    return Problem(
-        model,
-        layout,
-        costs,
-        packing,
-        setup.cluster.memory_capacity_bytes,
-        backend=setup.backend,
+    forwards = msgspec.structs.replace(
+        setup,
+        model=model,
+        layout=setup.layout.forward_only(),
+        packing=msgspec.structs.replace(setup.packing, policy=policy),
+        strategies=("recompute",),
+        tuning=None,
+        split_backward=False,
+        held_copies=held,
         search=msgspec.structs.replace(setup.search, rules=()),
+        threads=1,
     )
+    return forwards.problem()
 
 
 def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
-    """Plan a batch's forwards by a fixed heuristic, in milliseconds; smaller microbatches where larger do not fit.
+    """Plan a batch's forwards by a fixed heuristic in milliseconds; use smaller microbatches if larger ones do not fit.
 
-    Parameters
-    ----------
-    problem : Problem
-        From `forward_problem`.
-    batch : Batch
+    ``problem`` comes from `forward_problem`.
 
     Raises
     ------
     InputError, InfeasibleError
-        When the batch cannot be packed, or does not fit into memory.
+        If the batch cannot be packed, or does not fit into memory.
     """
     begin = time.monotonic()
     most = problem.packing.token_budget

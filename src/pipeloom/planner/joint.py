@@ -1,8 +1,8 @@
-"""One batch's packing, order and memory strategies, decided together.
+"""Packing, order and memory strategies of one batch, chosen together.
 
-A packing decides how much work a microbatch is, and so how long a pipeline fills and drains, how much is held at once,
-and how even the ranks are; only a schedule tells. So packings into more and fewer microbatches are compared by their
-static orders, the best of them are searched, and the best of these for the rest of the budget.
+A packing determines the work of a microbatch, and with it warm-up and cool-down, held memory and the balance of ranks.
+Its quality can only be judged by scheduling it. Packings into more and fewer microbatches are therefore compared by
+static orders. The best few are searched, and then the best of these for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import msgspec
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
-from pipeloom.packing.choices import Groups, cut_layouts, even_groups, filled_groups, multiples, numbers, walk
+from pipeloom.packing.choices import (
+    Groups,
+    even_groups,
+    filled_groups,
+    multiples,
+    numbers,
+    sub_microbatch_variants,
+    walk,
+)
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.problem import Problem
 from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
@@ -38,55 +46,55 @@ class Decided:
     lower_bound: LowerBound
     evaluations: int
     judged: tuple[tuple[Packing, LowerBound], ...] = ()
-    """Every packing that was compared, and its bound with whole backwards; empty: there was one packing."""
+    """All packings that were compared, with their bounds for whole backwards. Empty if there was only one packing."""
 
     @property
     def ns(self) -> int:
-        """Planned iteration."""
+        """The planned time of the iteration."""
         return self.timeline.makespan_ns
 
 
 def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> Decided:
-    """Pack a batch and search an order for it: by its policy, or, where that is ``planned``, both together.
+    """Pack a batch and search an order for it: by its packing policy, or both together if the policy is ``planned``.
 
     Raises
     ------
     InputError, InfeasibleError
-        The batch cannot be packed or scheduled.
+        If the batch cannot be packed or scheduled.
     """
     if problem.tuning is not None and not problem.tuning.searches:
         return tuned(problem, batch, seed)
     if problem.plans_packing:
-        return _Packings(problem, batch, budget, seed, method).decide()
-    # The watch starts before anything is packed.
+        return PackingSearch(problem, batch, budget, seed, method).decide()
+    # The budget covers packing.
     budget = Begun(budget.start())
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
     return ordered(problem, packed, budget, seed, method)
 
 
 def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
-    """Packing, 1F1B's order and encoder pre-computation by PipeTune's recurrence, in milliseconds.
+    """Choose packing, 1F1B order and encoder pre-computation by PipeTune's recurrence, in milliseconds.
 
     Raises
     ------
     NothingFoundError
-        Not even the smallest microbatches fit into memory.
+        If not even the smallest microbatches fit into memory.
     """
     assert problem.pipeline is not None
     pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).sparing(problem.spare_bytes)
-    found = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
-    plan = tuned_plan(pipeline, batch, found, problem.costs)
-    room = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
-    graph = replace(plan.graph, capacity_bytes=room)
+    result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
+    plan = tuned_plan(pipeline, batch, result, problem.costs)
+    headroom = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
+    graph = replace(plan.graph, capacity_bytes=headroom)
     timeline = simulate(graph, plan.schedule)
-    return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), found.evaluations)
+    return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), result.evaluations)
 
 
 def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
-    """Return a bound that no schedule of a packing beats, under any assignment, strategies and splits.
+    """Return a lower bound on every schedule of a packing, under any assignment, strategies and splits.
 
-    ``known`` is its bound with whole backwards, where that has been made. Where backwards may be split, that is another
-    graph, which reserves other bytes for a computation, so neither bound holds for both.
+    ``known`` is its bound with whole backwards, if it was computed. If backwards may be split, the graph reserves other
+    bytes for a computation, so neither graph's bound holds for both.
     """
     bounds = [known or assignable_bound(_graph(problem.whole_backwards(), problem.layout, packed))]
     if problem.split_backward:
@@ -96,9 +104,9 @@ def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = 
 
 
 def least_bound(problem: Problem, decided: Decided) -> LowerBound:
-    """Return a bound that no packing that was compared beats under any schedule.
+    """Return a lower bound on every schedule of every packing that was compared.
 
-    Builds a graph for every packing where backwards may be split, so it is for reports, not for planning.
+    If backwards may be split it builds a graph for each packing, so it is for reports, not for planning.
     """
     bounds = [packing_bound(problem, packing, bound) for packing, bound in decided.judged]
     return min([decided.lower_bound, *bounds], key=lambda bound: bound.ns)
@@ -107,10 +115,10 @@ def least_bound(problem: Problem, decided: Decided) -> LowerBound:
 def ordered(
     problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
 ) -> Decided:
-    """Search an order for one packing; ``unsplit``: its graph with whole backwards, where that has been made.
+    """Search an order for one packing; ``unsplit`` is its graph with whole backwards, if it was built.
 
-    Where memory is limited, splitting any backward takes room from all: so a half of the budget goes to plans that
-    split none, and the faster plan is taken.
+    If memory is limited, any split backward takes headroom from all tasks. Half of the budget therefore goes to plans
+    without splits, and the faster plan is returned.
     """
     if not problem.split_backward:
         return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget, seed, method)
@@ -133,47 +141,8 @@ def ordered(
     return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
 
 
-class Glances:
-    """What parts of a batch take by themselves, in milliseconds each: one even packing with static orders.
-
-    Parameters
-    ----------
-    problems : sequence of Problem
-        Of every replica.
-    batch : Batch
-    budget : StoppingRule
-        A glance is one evaluation; none is begun after the end.
-    seed : int
-    """
-
-    def __init__(self, problems: Sequence[Problem], batch: Batch, budget: StoppingRule, seed: int) -> None:
-        self.problems, self.batch, self.seed = problems, batch, seed
-        self.meter = Meter(budget.start())
-
-    def __call__(self, members: Sequence[int], replica: int) -> float | None:
-        """Nanoseconds of the samples at these positions on a replica; infinite where they do not fit there.
-
-        None once the budget is spent.
-
-        Raises
-        ------
-        InputError
-            A sample exceeds the token budget by itself.
-        """
-        if self.meter.left(1) == 0:
-            return None
-        self.meter.used += 1
-        batch, problem = self.batch.part(members), self.problems[replica]
-        if problem.tuning is not None and not problem.tuning.searches:
-            try:
-                return tuned(problem, batch, self.seed).ns
-            except InfeasibleError:
-                return float("inf")
-        return _Packings(problem, batch, Evaluations(1), self.seed, "default").glance()
-
-
 def _most_tasks(problem: Problem, graph: TaskGraph) -> int:
-    """Tasks of a plan that a graph with whole backwards may lead to: lowering and proving take their time by these."""
+    """Return the most tasks of a plan from a graph with whole backwards; they determine the time to lower it."""
     return graph.num_tasks + (graph.num_pairs if problem.split_backward else 0)
 
 
@@ -192,209 +161,233 @@ def _searched(
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """A packing, and how it does with static orders."""
+class _Candidate:
+    """A packing with its best static order."""
 
     groups: Groups
-    made: Decided
+    result: Decided
     unsplit: Assignable
-    """Its graph, with whole backwards."""
+    """Its graph with whole backwards."""
     expected_ns: float
-    """What a search is expected to come to."""
+    """Time that a search is expected to reach."""
     judging_s: float
     """Seconds that its graph and static orders took."""
 
 
-class _Packings:
-    """The packings of one batch, compared."""
+class PackingComparison:
+    """Compares packings of one batch by static orders.
+
+    Attributes
+    ----------
+    judged : list of _Candidate
+        The packings that fit, in the order of their evaluation.
+    bounds : list of (Packing, LowerBound)
+        The same packings and those that their lower bound excluded.
+    failure : InfeasibleError or None
+        Why the last packing that does not fit failed.
+    """
+
+    def __init__(self, problem: Problem, batch: Batch, meter: Meter, seed: int, method: str) -> None:
+        self.problem, self.batch, self.meter, self.seed, self.method = problem, batch, meter, seed, method
+        # Whole backwards and the fast choice of strategies suffice to compare packings. Only the best packings are
+        # searched with split backwards and a thorough choice.
+        self.unsplit = replace(problem.whole_backwards(), search=problem.search.hasty())
+        self.judged: list[_Candidate] = []
+        self.bounds: list[tuple[Packing, LowerBound]] = []
+        self.failure: InfeasibleError | None = None
+        self._known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
+
+    @property
+    def best_ns(self) -> float:
+        """Return the shortest iteration of all packings so far."""
+        return min((each.result.ns for each in self.judged), default=float("inf"))
+
+    def judge(self, groups: Groups, layout: Layout | None = None) -> float:
+        """Return the expected nanoseconds of a packing; infinity if it does not fit, is known, or cannot be the best.
+
+        ``layout`` states sub-microbatches other than those of the problem's layout.
+        """
+        packed = packing_of(self.batch, self.problem.model, layout or self.problem.layout, groups)
+        if not self._is_new(groups, packed):
+            return float("inf")
+        began_s = self.meter.elapsed_s()
+        try:
+            return self._compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed), began_s)
+        except InfeasibleError as error:
+            self.failure = error
+            return float("inf")
+
+    def judge_recurrence(self) -> None:
+        """Judge the packing of PipeTune's recurrence, which compares thousands if the first rank holds all encoders."""
+        if self.problem.pipeline is None:
+            return
+        try:
+            result = tuned(self.unsplit, self.batch, self.seed)
+            self.meter.used += 1
+            groups = tuple(microbatch.samples for microbatch in result.packing.microbatches)
+            self._is_new(groups, result.packing)
+            began_s = self.meter.elapsed_s()
+            assignable = _graph(self.unsplit, self.problem.layout, result.packing)
+            # Its own order is valid if the graph offers no choice of strategies and has headroom for a computation.
+            graph = assignable.graph
+            timeline = simulate(graph, result.schedule)
+            if within_limits(graph, result.schedule, timeline):
+                plain = replace(result, graph=graph, timeline=timeline, lower_bound=assignable_bound(assignable))
+                self._record(groups, plain, assignable, began_s)
+            self._compare(groups, result.packing, assignable, began_s)
+        except InfeasibleError as error:
+            self.failure = error
+
+    def _is_new(self, groups: Groups, packed: Packing) -> bool:
+        """Return whether a packing was not judged before, and note it."""
+        key = groups, tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
+        new = key not in self._known
+        self._known.add(key)
+        return new
+
+    def _compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
+        """Return the expected nanoseconds of a graph; infinity if it cannot be the best."""
+        bound = assignable_bound(assignable)
+        if self.judged and bound.ns >= self.best_ns:
+            self.bounds.append((packed, bound))
+            return float("inf")
+        few = Evaluations(self.problem.search.packings.static_orders)
+        result = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
+        self.meter.used += result.evaluations
+        return self._record(groups, result, assignable, began_s)
+
+    def _record(self, groups: Groups, result: Decided, assignable: Assignable, began_s: float) -> float:
+        """Record a packing and return its expected time.
+
+        Of two packings with equal static orders, the one with the lower bound is expected to improve more.
+        """
+        expected_ns = result.ns - self.problem.search.packings.closing * (result.ns - result.lower_bound.ns)
+        self.bounds.append((result.packing, result.lower_bound))
+        self.judged.append(_Candidate(groups, result, assignable, expected_ns, self.meter.elapsed_s() - began_s))
+        return expected_ns
+
+
+class PackingSearch:
+    """Searches packing and schedule of one batch together.
+
+    The budget has three phases: judging packings by static orders, searching the best few, and searching the best one.
+    """
 
     def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> None:
         check_budget(batch, problem.model, problem.packing.token_budget)
         self.meter = Meter(budget.start())
-        self.problem, self.batch, self.seed, self.method = problem, batch, seed, method
-        self.params = problem.search.packings
+        self.problem, self.params = problem, problem.search.packings
         self.tuning = problem.tuning or TuningSpec()
         policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
         self.packing = msgspec.structs.replace(problem.packing, policy=policy)
-        # Packings are compared with backwards whole, which is faster; what may be split is found for the best. So are
-        # strategies chosen more thoroughly for the best alone.
-        self.unsplit = replace(problem.whole_backwards(), search=problem.search.hasty())
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-        self.judged: list[_Packed] = []
-        self.bounds: list[tuple[Packing, LowerBound]] = []
-        self.known: set[tuple[Groups, tuple[tuple[int, ...], ...]]] = set()
-        self.failure: InfeasibleError | None = None
-
-    @property
-    def best_ns(self) -> float:
-        """Of all packings judged so far."""
-        return min((each.made.ns for each in self.judged), default=float("inf"))
-
-    @property
-    def done(self) -> bool:
-        """Whether what judging may take is spent; one packing is always found."""
-        return self.ends_with(0)
-
-    def ends_with(self, number: int) -> bool:
-        """Whether there is no time left to judge so many microbatches, and to search them after that."""
-        if not self.judged:
-            return False
-        last = self.judged[-1]
-        if self.meter.spent >= self.params.judging_share:
-            return True
-        seconds = self.meter.watch.before(_most_tasks(self.problem, last.made.graph)).seconds
-        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
-        return seconds is not None and self.meter.elapsed_s() + needed_s > seconds
+        self.comparison = PackingComparison(problem, batch, self.meter, seed, method)
 
     def decide(self) -> Decided:
-        """Judge, search the best few for a while, and the best of these for what is left."""
-        self.try_tuned()
+        """Judge packings, search the best few for a while, and the best of these for the rest of the budget."""
+        self.comparison.judge_recurrence()
         self.try_numbers()
-        self.try_others()
-        if not self.judged:
-            assert self.failure is not None
-            raise self.failure
-        order = sorted(self.judged, key=lambda each: each.expected_ns)
-        near = self.params.near * order[0].expected_ns
-        finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= near]
+        self._try_others()
+        judged = self.comparison.judged
+        if not judged:
+            assert self.comparison.failure is not None
+            raise self.comparison.failure
+        order = sorted(judged, key=lambda each: each.expected_ns)
+        threshold_ns = self.params.near * order[0].expected_ns
+        finalists = [each for each in order[: self.params.finalists] if each.expected_ns <= threshold_ns]
         self.meter.watch = self.meter.watch.before(
-            max(_most_tasks(self.problem, each.made.graph) for each in finalists)
+            max(_most_tasks(self.problem, each.result.graph) for each in finalists)
         )
-        best, chosen = min((each.made for each in self.judged), key=lambda made: made.ns), finalists[0]
+        best, chosen = min((each.result for each in judged), key=lambda result: result.ns), finalists[0]
         begin, count = self.meter.spent, len(finalists)
-        while count > 1 and not self.has_time(finalists[:count], begin):
+        while count > 1 and not self._has_time(finalists[:count], begin):
             count -= 1
         if count > 1:
             tried: list[Decided] = []
             for i, each in enumerate(finalists[:count], 1):
                 until = begin + (1 - begin) * self.params.finalists_share * i / count
-                tried.append(self.search(each, until))
+                tried.append(self._search(each, until))
             chosen = finalists[min(range(count), key=lambda i: tried[i].ns)]
-            best = min(best, *tried, key=lambda made: made.ns)
-        best = min(best, self.search(chosen, 1.0), key=lambda made: made.ns)
-        # What was judged has whole backwards only.
+            best = min(best, *tried, key=lambda result: result.ns)
+        best = min(best, self._search(chosen, 1.0), key=lambda result: result.ns)
+        # The judged packings have whole backwards only.
         bound = packing_bound(self.problem, best.packing, best.lower_bound)
-        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=tuple(self.bounds))
+        judged_bounds = tuple(self.comparison.bounds)
+        return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=judged_bounds)
 
-    def has_time(self, finalists: Sequence[_Packed], begin: float) -> bool:
-        """Whether each can be searched for long enough in the part of the budget that they share."""
+    def estimate(self) -> float:
+        """Return the nanoseconds of the packing that is judged first, or of the smallest microbatches."""
+        if not self.problem.plans_packing:
+            self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
+            return self.comparison.best_ns
+        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, len(self.loads)):
+            self._judge_number(min(number, len(self.loads)))
+            if self.comparison.judged:
+                break
+        return self.comparison.best_ns
+
+    def try_numbers(self) -> None:
+        """Judge packings into more and fewer microbatches, or as PipeTune's techniques state."""
+        if self.tuning.micro_batch == "fixed":
+            self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
+        elif self.tuning.micro_batch == "multiples":
+            for groups in multiples(self.loads, self.packing, self.tuning.unit_tokens):
+                self.comparison.judge(groups)
+        else:
+            start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
+            choices = numbers(self.loads, self.packing)
+            walk(
+                choices,
+                start,
+                self.params.slower,
+                self.params.misses,
+                lambda number: None if self._ends_with(number) else self._judge_number(number),
+            )
+
+    def _judge_number(self, number: int) -> float:
+        groups = even_groups(self.loads, self.packing, number, self.comparison.batch.iteration)
+        return self.comparison.judge(groups)
+
+    def _try_others(self) -> None:
+        """Judge other kinds of packings: full microbatches with a light last one, and other sub-microbatches."""
+        if self.tuning.micro_batch == "any":
+            for groups in filled_groups(self.loads, self.packing):
+                if self._ends_with(0):
+                    return
+                self.comparison.judge(groups)
+        if not self.comparison.judged:
+            return
+        best = min(self.comparison.judged, key=lambda each: each.expected_ns)
+        for layout in sub_microbatch_variants(self.problem.layout):
+            if self._ends_with(0):
+                return
+            self.comparison.judge(best.groups, layout)
+
+    def _ends_with(self, number: int) -> bool:
+        """Return whether no time is left to judge this many microbatches and search them."""
+        if not self.comparison.judged:
+            return False
+        last = self.comparison.judged[-1]
+        if self.meter.spent >= self.params.judging_share:
+            return True
+        seconds = self.meter.watch.before(_most_tasks(self.problem, last.result.graph)).seconds
+        needed_s = (1 + self.params.searching) * last.judging_s * number / len(last.groups)
+        return seconds is not None and self.meter.elapsed_s() + needed_s > seconds
+
+    def _has_time(self, finalists: Sequence[_Candidate], begin: float) -> bool:
+        """Return whether each finalist can be searched for long enough in their share of the budget."""
         seconds = self.meter.watch.seconds
         if seconds is None:
             return True
         each_s = seconds * (1 - begin) * self.params.finalists_share / len(finalists)
         return all(each_s >= self.params.searching * each.judging_s for each in finalists)
 
-    def search(self, packed: _Packed, until: float) -> Decided:
-        """Search orders of a packing until a part of the budget is spent."""
+    def _search(self, candidate: _Candidate, until: float) -> Decided:
+        """Search orders of a packing until this share of the budget is spent."""
         if self.meter.left(1, until) == 0 or self.meter.spent >= until:
-            return packed.made
+            return candidate.result
         rest = Until(self.meter.watch, self.meter.used, until)
-        found = ordered(self.problem, packed.made.packing, rest, self.seed, self.method, packed.unsplit)
-        self.meter.used += found.evaluations
-        return found
-
-    def try_tuned(self) -> None:
-        """Where encoders lie whole on the first rank, PipeTune's recurrence tells of thousands of packings at once."""
-        if self.problem.pipeline is None:
-            return
-        try:
-            made = tuned(self.unsplit, self.batch, self.seed)
-            self.meter.used += 1
-            groups = tuple(microbatch.samples for microbatch in made.packing.microbatches)
-            self.is_new(groups, made.packing)
-            began_s = self.meter.elapsed_s()
-            assignable = _graph(self.unsplit, self.problem.layout, made.packing)
-            # Its own order holds where the graph has no choice of strategies and leaves room for a computation.
-            graph = assignable.graph
-            timeline = simulate(graph, made.schedule)
-            if within_limits(graph, made.schedule, timeline):
-                plain = replace(made, graph=graph, timeline=timeline, lower_bound=assignable_bound(assignable))
-                self.note(groups, plain, assignable, began_s)
-            self.compare(groups, made.packing, assignable, began_s)
-        except InfeasibleError as error:
-            self.failure = error
-
-    def try_numbers(self) -> None:
-        """Judge packings into more and fewer microbatches: any number, from some a rank on, unless told otherwise."""
-        loads, spec, iteration = self.loads, self.packing, self.batch.iteration
-        if self.tuning.micro_batch == "fixed":
-            self.judge(group(loads, spec, iteration), self.problem.layout)
-        elif self.tuning.micro_batch == "multiples":
-            for groups in multiples(loads, spec, self.tuning.unit_tokens):
-                self.judge(groups, self.problem.layout)
-        else:
-            start = MICROBATCHES_PER_RANK * self.problem.layout.num_ranks
-            walk(numbers(loads, spec), start, self.params.slower, self.params.misses, self.try_number)
-
-    def glance(self) -> float:
-        """Nanoseconds of the packing that is judged first; where that does not fit, of the smallest microbatches."""
-        if not self.problem.plans_packing:
-            self.judge(group(self.loads, self.packing, self.batch.iteration), self.problem.layout)
-            return self.best_ns
-        for number in (MICROBATCHES_PER_RANK * self.problem.layout.num_ranks, len(self.loads)):
-            groups = even_groups(self.loads, self.packing, min(number, len(self.loads)), self.batch.iteration)
-            self.judge(groups, self.problem.layout)
-            if self.judged:
-                break
-        return self.best_ns
-
-    def try_number(self, number: int) -> float | None:
-        """Judge an even packing into so many microbatches; None: that is enough."""
-        if self.ends_with(number):
-            return None
-        return self.judge(even_groups(self.loads, self.packing, number, self.batch.iteration), self.problem.layout)
-
-    def try_others(self) -> None:
-        """Judge packings of other kinds: full microbatches with a light rest, and other sub-microbatches."""
-        if self.tuning.micro_batch == "any":
-            for groups in filled_groups(self.loads, self.packing):
-                if self.done:
-                    return
-                self.judge(groups, self.problem.layout)
-        if not self.judged:
-            return
-        best = min(self.judged, key=lambda each: each.expected_ns)
-        for layout in cut_layouts(self.problem.layout):
-            if self.done:
-                return
-            self.judge(best.groups, layout)
-
-    def judge(self, groups: Groups, cut: Layout) -> float:
-        """Nanoseconds that a packing is expected to take; infinite where it does not fit or cannot be best."""
-        packed = packing_of(self.batch, self.problem.model, cut, groups)
-        if not self.is_new(groups, packed):
-            return float("inf")
-        began_s = self.meter.elapsed_s()
-        try:
-            return self.compare(groups, packed, _graph(self.unsplit, self.problem.layout, packed), began_s)
-        except InfeasibleError as error:
-            self.failure = error
-            return float("inf")
-
-    def is_new(self, groups: Groups, packed: Packing) -> bool:
-        """Whether a packing was not judged before; it is known from now on."""
-        key = groups, tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
-        new = key not in self.known
-        self.known.add(key)
-        return new
-
-    def compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
-        """Nanoseconds that a graph is expected to take; infinite where it cannot be best."""
-        bound = assignable_bound(assignable)
-        if self.judged and bound.ns >= self.best_ns:
-            self.bounds.append((packed, bound))
-            return float("inf")
-        few = Evaluations(self.params.static_orders)
-        made = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
-        self.meter.used += made.evaluations
-        return self.note(groups, made, assignable, began_s)
-
-    def note(self, groups: Groups, made: Decided, assignable: Assignable, began_s: float) -> float:
-        """Keep a packing, and say what it is expected to take.
-
-        Of two that take the same with static orders, the one that is further from its bound has more to find.
-        """
-        expected_ns = made.ns - self.params.closing * (made.ns - made.lower_bound.ns)
-        self.bounds.append((made.packing, made.lower_bound))
-        self.judged.append(_Packed(groups, made, assignable, expected_ns, self.meter.elapsed_s() - began_s))
-        return expected_ns
+        seed, method = self.comparison.seed, self.comparison.method
+        result = ordered(self.problem, candidate.result.packing, rest, seed, method, candidate.unsplit)
+        self.meter.used += result.evaluations
+        return result

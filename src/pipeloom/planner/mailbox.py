@@ -1,7 +1,7 @@
-"""Mailbox: carries requests to the store and answers back in a thread of its own.
+"""Mailbox: sends requests to the store and fetches answers in its own thread.
 
-Whatever a store does or does not do, nobody who asks for a plan is held up by it beyond the time that he gives.
-Answers are fetched, decoded and verified while the iteration before is being trained.
+A slow or broken store cannot block the trainer for longer than the trainer's own time limits. Answers are fetched,
+decoded and verified while the previous iteration is trained.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from pipeloom.planner.service import LATEST, READY, STOP, Store, answer_key, err
 from pipeloom.turns import short_turns
 
 Checked = TypeVar("Checked")
-Given = TypeVar("Given")
+Result = TypeVar("Result")
 
-# How often the thread looks for an answer: seldom while training runs, often when somebody waits for it.
-_SELDOM_S, _OFTEN_S = 0.005, 0.0005
+# Seconds between checks for an answer: long while training runs, short while the trainer waits for it.
+_IDLE_POLL_S, _WAITING_POLL_S = 0.005, 0.0005
 _MOST_LATE = 8
 
 
 class Mailbox(Generic[Checked]):
-    """Speaks with one store.
+    """Communicates with one store.
 
     Parameters
     ----------
-    store : Store
     check : callable
-        From iteration and bytes of an answer to what `wait` returns; raises `PlannerError` for what cannot be used.
+        Maps the iteration and bytes of an answer to the result of `wait`. Raises `PlannerError` for an invalid answer.
 
     Attributes
     ----------
     ready : bool
-        The planner has said that it takes requests.
+        Whether the planner has announced that it accepts requests.
     failure : str
-        Why the store can no longer be used; empty while it can.
+        Why the store can no longer be used; empty while it works.
     """
 
     def __init__(self, store: Store, check: Callable[[int, bytes], Checked]) -> None:
@@ -45,45 +44,45 @@ class Mailbox(Generic[Checked]):
         self._store, self._check = store, check
         self._changed = threading.Condition()
         self._outbox: list[tuple[str, bytes]] = []
-        self._wanted: int | None = None
-        self._found: dict[int, Checked | PlannerError] = {}
+        self._pending: int | None = None
+        self._answers: dict[int, Checked | PlannerError] = {}
         self._late: list[int] = []
         self._closing = False
-        self._pause_s = _SELDOM_S
+        self._pause_s = _IDLE_POLL_S
         self._busy_since: float | None = None
         threading.Thread(target=self._work, name="plan mailbox", daemon=True).start()
 
     def put(self, key: str, value: bytes) -> None:
-        """Have a key set; returns at once."""
+        """Set a key; returns at once."""
         with self._changed:
             self._outbox.append((key, value))
             self._changed.notify_all()
 
     def ask(self, iteration: int, request: bytes) -> None:
-        """Have a plan asked for; returns at once. What was asked before is given up."""
+        """Request a plan; returns at once. Earlier requests are abandoned."""
         with self._changed:
-            if self._wanted is not None:
-                self._late = [*self._late, self._wanted][-_MOST_LATE:]
-            self._wanted = iteration
+            if self._pending is not None:
+                self._late = [*self._late, self._pending][-_MOST_LATE:]
+            self._pending = iteration
             self._outbox += [(request_key(iteration), request), (LATEST, str(iteration).encode())]
             self._changed.notify_all()
 
     def wait(self, iteration: int, seconds: float) -> Checked | None:
-        """Return what came for an iteration; None where nothing has within some seconds.
+        """Return the answer for an iteration, or None if none arrives within this many seconds.
 
         Raises
         ------
         PlannerError
-            When the planner refused, its answer cannot be used, or the store is gone.
+            If the planner rejected the batch, its answer is invalid, or the store failed.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            self._pause_s = _OFTEN_S
+            self._pause_s = _WAITING_POLL_S
             self._changed.notify_all()
-            while iteration not in self._found and not self.failure and (left := deadline - time.monotonic()) > 0:
+            while iteration not in self._answers and not self.failure and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            self._pause_s = _SELDOM_S
-            found = self._found.pop(iteration, None)
+            self._pause_s = _IDLE_POLL_S
+            found = self._answers.pop(iteration, None)
             if found is None and not self.failure:
                 return None
         if isinstance(found, PlannerError):
@@ -93,19 +92,19 @@ class Mailbox(Generic[Checked]):
         return found
 
     def is_stuck(self, seconds: float) -> bool:
-        """Whether the store has been silent for longer than that in one call."""
+        """Return whether a call of the store has not returned for more than this many seconds."""
         busy_since = self._busy_since
         return busy_since is not None and time.monotonic() - busy_since > seconds
 
     def forget_planner(self) -> None:
-        """Another planner is being started: it is not ready, whatever the one before had said."""
+        """Reset `ready`, because another planner is being started."""
         with self._changed:
             self.ready = False
             self._outbox.append((READY, b""))
             self._changed.notify_all()
 
     def close(self, seconds: float = 1.0) -> None:
-        """Tell the planner to stop, and give the thread some time to say so."""
+        """Send the stop message to the planner, waiting at most this many seconds for the thread to do so."""
         with self._changed:
             self._closing = True
             self._outbox.append((STOP, b"1"))
@@ -118,29 +117,29 @@ class Mailbox(Generic[Checked]):
 
     def _work(self) -> None:
         try:
-            while self._turn():
+            while self._step():
                 pass
         except PipeloomError as error:
             with self._changed:
                 self.failure = str(error)
                 self._changed.notify_all()
 
-    def _turn(self) -> bool:
-        """Send what is to be sent, then look for what is wanted; returns whether to go on."""
+    def _step(self) -> bool:
+        """Send all outgoing messages, then check for the pending answer; return whether to continue."""
         with self._changed:
-            while not self._outbox and not self._closing and self._wanted is None and self.ready:
+            while not self._outbox and not self._closing and self._pending is None and self.ready:
                 self._changed.wait()
             outbox, late = list(self._outbox), list(self._late)
         for key, value in outbox:
             self._put(key, value)
         if outbox:
             for iteration in late:
-                # An answer that came after its deadline is of no use to anybody.
+                # An answer after its deadline is useless.
                 self._take(answer_key(iteration))
         with self._changed:
             del self._outbox[: len(outbox)]
             self._changed.notify_all()
-            wanted = self._wanted
+            wanted = self._pending
         if self._closing:
             return bool(self._outbox)
         if not self.ready:
@@ -166,7 +165,7 @@ class Mailbox(Generic[Checked]):
         if self._call(lambda: self._store.peek(READY)) is None:
             return False
         with self._changed:
-            # Meanwhile yet another planner may have been asked for.
+            # Another planner may have been requested meanwhile.
             self.ready = all(key != READY for key, _ in self._outbox)
             self._changed.notify_all()
         return True
@@ -178,25 +177,25 @@ class Mailbox(Generic[Checked]):
         found: Checked | PlannerError
         try:
             if not data:
-                reason = self._take(error_key(wanted)) or b"it does not say why"
-                raise PlannerError(f"the planner refused the batch: {reason.decode(errors='replace')}")
+                reason = self._take(error_key(wanted)) or b"no reason was given"
+                raise PlannerError(f"the planner rejected the batch: {reason.decode(errors='replace')}")
             with short_turns():
                 found = self._check(wanted, data)
         except PlannerError as error:
             found = error
         except Exception as error:
-            # Whatever an answer does to those who check it: it costs its own iteration, never this thread.
+            # An answer that makes the check fail costs its own iteration, never this thread.
             found = PlannerError(f"the answer cannot be checked, {type(error).__name__}: {error}")
         with self._changed:
-            # One at a time: an older answer has not been asked for, and never will be.
-            self._found = {wanted: found}
-            if self._wanted == wanted:
-                self._wanted = None
+            # Keep one answer: older ones were not requested and never will be.
+            self._answers = {wanted: found}
+            if self._pending == wanted:
+                self._pending = None
             self._changed.notify_all()
         return True
 
-    def _call(self, call: Callable[[], Given]) -> Given:
-        """Ask the store; what it raises means that it is of no more use."""
+    def _call(self, call: Callable[[], Result]) -> Result:
+        """Call the store; any exception means that it can no longer be used."""
         self._busy_since = time.monotonic()
         try:
             return call()

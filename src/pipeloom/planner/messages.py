@@ -1,4 +1,4 @@
-"""What trainer and planner say to each other: validated MessagePack, never pickled."""
+"""Messages between trainer and planner: validated MessagePack, never pickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeloom.tuning import TuningSpec
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sent once: the problem, and how long to search."""
+    """The problem and the search settings, sent once."""
 
     model: ModelSpec
     layout: Layout
@@ -34,23 +34,23 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Seed = 0
     method: str = "default"
     strategies: tuple[Strategy, ...] = ("keep",)
-    """Memory strategies among which every pair's is chosen; the first is the base."""
+    """Memory strategies from which the planner chooses for each pair; the first is the base."""
     tuning: TuningSpec | None = None
     """PipeTune's techniques, chosen one by one; see `pipeloom.tuning`."""
     backend: BackendName = "gloo"
-    """Over which messages go: plans are made and verified for it."""
+    """Message backend for which plans are made and verified."""
     split_backward: bool = False
-    """Whether backwards may be split into input and weight gradients, a microbatch at a time."""
+    """Whether the planner may split a microbatch's backwards into input and weight gradients."""
     held_copies: dict[str, Magnitude] = {}
-    """Of module/kind: how many times a layer's weights a process holds; see `ProfileCosts`."""
+    """By module/kind, how many copies of a layer's weights a process holds; see `ProfileCosts`."""
 
     search: SearchParams = SearchParams()
-    """What tunes the search of orders."""
+    """Parameters of the search for orders."""
     threads: Threads = 1
-    """Threads that search; 0: half of the cores."""
+    """Search threads; 0: half of the cores."""
 
     def __post_init__(self) -> None:
-        """Refuse budgets that never end or never begin, and choices that are not made."""
+        """Raise `InputError` for budgets, strategies or threads out of range, and contradictory tuning choices."""
         check_positive("planner.budget_s", self.budget_s)
         check_strategies("planner.strategies", self.strategies)
         check_not_negative("planner.threads", self.threads)
@@ -59,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def costs(self) -> ProfileCosts:
-        """Costs of the layers as measured."""
+        """Measured costs of the layers."""
         return ProfileCosts(
             self.model,
             self.profile,
@@ -70,7 +70,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def problem(self) -> Problem:
-        """The problem in the form that planning takes."""
+        """Return the planning problem."""
         capacity = self.cluster.memory_capacity_bytes
         return Problem(
             self.model,
@@ -87,12 +87,12 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
-    """Refuse parts that do not belong together, each of which may be sound by itself.
+    """Check that the parts of a setup belong together.
 
     Raises
     ------
     InputError
-        Naming the file and the field: a layout of another model, or costs that no machine has.
+        If the layout is of another model, or costs are impossible. The message names the file and the field.
     """
     modules = {module.name: module for module in setup.model.modules}
     laid = {module.name for module in setup.layout.modules}
@@ -138,18 +138,18 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of a coming batch, and how measured times compare with predicted ones so far."""
+    """Metadata of a coming batch, and the correction of predicted times by measured ones."""
 
     batch: Batch
     correction: Correction = Correction()
     ahead: Batch | None = None
-    """The global batch after this one, to be dealt to the replicas before this one is planned."""
+    """The global batch after this one, to be assigned to replicas before this one is planned."""
     replicas: tuple[Correction, ...] = ()
-    """The same of every replica, for the dealing; links left out."""
+    """Correction of each replica for that assignment, without links."""
 
 
 def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: tuple[int, ...] = ()) -> Answer:
-    """Reduce a planned batch to what travels."""
+    """Reduce a planned batch to the answer that is sent."""
     graph, timeline = planned.resolved.graph, planned.resolved.timeline(planned.timeline)
     duration = timeline.end_ns - timeline.start_ns
     order = [int(task) for tasks in planned.resolved.schedule(planned.schedule).order for task in tasks]
@@ -191,17 +191,17 @@ def decode(kind: type[Message], data: bytes) -> Message:
     Raises
     ------
     PlannerError
-        When the bytes are not a valid message of that kind.
+        If the bytes are not a valid message of that kind.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        reason = " ".join(str(_explained(kind, data) or error).split())
+        reason = " ".join(str(_explain(kind, data) or error).split())
         raise PlannerError(f"{kind.__name__} message of {len(data)} bytes is not valid: {reason}") from error
 
 
-def _explained(kind: type[Message], data: bytes) -> InputError | None:
-    """What is wrong with a message that can be read, with path, value and bound."""
+def _explain(kind: type[Message], data: bytes) -> InputError | None:
+    """Return the error in a decodable message, with path, value and bound."""
     try:
         convert(msgspec.msgpack.decode(data), kind, kind.__name__)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""From a batch's metadata to a verified plan: the whole per-iteration flow as one function."""
+"""The planning of one batch: from its metadata to a verified plan."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, res
 from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
-"""Plans made where the first ones need more than there is, and the share of the budget that each has of the last."""
+"""Most plans if the first ones exceed the memory limit, and the share of the previous budget that each gets."""
 
 
 @dataclass(slots=True)
 class Finishing:
-    """How long lowering and proving take, by the last plan that was made; so much earlier the next search ends.
+    """Time of lowering and verifying, measured on the last plan; the next search ends that much earlier.
 
     Attributes
     ----------
     task_s : float
-        Seconds for each task of the graph, of the clock by which the budget is counted. The first plan has a cautious
-        guess.
+        Seconds for each task of the graph, by the clock of the budget. The initial value is a cautious estimate.
     """
 
     task_s: float = 4e-5
 
     def took(self, seconds: float, num_tasks: int) -> None:
-        """Note the last plan's seconds; a third more, as no two take equally long and a search ends a little late."""
+        """Record the last plan's seconds with a margin of a third, since times vary and a search ends a little late."""
         self.task_s = 4 / 3 * seconds / num_tasks
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A plan with all that led to it.
+    """A plan and the intermediate results that led to it.
 
-    ``resolved`` is the graph with the chosen strategies alone, whose tasks are the plan's compute actions;
-    ``peak_bytes`` what each rank needs at most, workspace and messages included, empty where memory is not limited.
+    ``resolved`` is the graph with only the chosen strategies; its tasks are the plan's compute actions. ``peak_bytes``
+    is the peak memory of each rank, workspace and messages included; empty if memory is not limited.
     """
 
     packing: Packing
@@ -75,66 +74,69 @@ def plan_batch(
     method: str = "default",
     finishing: Finishing | None = None,
 ) -> PlannedBatch:
-    """Pack a batch, search a schedule for it (or tune both together), lower and verify it.
+    """Pack a batch, search a schedule for it (or tune both together), lower it and verify it.
 
     Parameters
     ----------
     problem : Problem
+        The settings of planning that are the same for all batches.
     batch : Batch
+        Metadata of the samples.
     budget : StoppingRule
-        Of everything, from the batch to the proved plan: the search ends early enough for that. Evaluations are the
-        search's alone. A plan is made however little that is; where the first needs more memory than there is, others
-        are made, each in a quarter of the budget of the one before.
+        Budget of all steps from the batch to the verified plan; search ends early enough for the others. A number of
+        evaluations covers the search only. The smallest budget still yields a plan. If the first plan exceeds the
+        memory limit, others are made, each in a quarter of the previous budget.
     seed : int
+        Seed of all random choices.
     method : str
-        A search method's name.
+        Name of a search method.
     finishing : Finishing, optional
-        What follows the search took last time, and, afterwards, this time: for who plans batch after batch.
+        Measured time of the steps after the search. Pass the same object for successive batches; it is updated.
 
     Raises
     ------
     InputError, InfeasibleError, PlanError
-        When the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
+        If the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        return _fitting(problem, batch, budget, seed, method, finishing or Finishing())
+        return _plan_within_memory(problem, batch, budget, seed, method, finishing or Finishing())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
-        raise type(error)(f"{error}; offer strategies that hold less, as recompute does") from error
+        raise type(error)(f"{error}; offer strategies that hold less, such as recompute") from error
 
 
-def _fitting(
+def _plan_within_memory(
     problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
 ) -> PlannedBatch:
-    """Plan until the plan, counted along its actions, needs no more than there is.
+    """Plan until the plan's memory, counted along its actions, fits.
 
-    What is put aside is a rule's; a plan's own messages are counted, and what they had no room for is put aside for the
-    next. Where no order is found beside that, half of what was added goes back, and other random choices are made: what
-    a plan needs differs from order to order.
+    A rule determines the first reserve for messages. A plan's own messages are counted, and the excess is added to the
+    reserve of the next plan. If no order fits beside that reserve, half of the addition is removed, and other random
+    choices are made: orders differ in the memory that they need.
     """
-    spared = last = np.zeros(problem.layout.num_ranks, np.int64)
+    reserve = last = np.zeros(problem.layout.num_ranks, np.int64)
     failure: InfeasibleError | None = None
     for trial in range(_MOST_TRIALS):
         try:
-            planned = _planned(problem.sparing(spared.tolist()), batch, budget, seed + trial, method, finishing)
+            planned = _plan_once(problem.sparing(reserve.tolist()), batch, budget, seed + trial, method, finishing)
         except InfeasibleError as error:
             if trial == 0:
                 raise
-            failure, spared = error, (spared + last) // 2
+            failure, reserve = error, (reserve + last) // 2
         else:
             over = np.array([max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64)
             if not over.any():
                 if trial:
-                    # What was put aside besides is a rule's, and no limit of the packing.
+                    # The added reserve does not limit the packing itself.
                     planned = replace(planned, lower_bound=packing_bound(problem, planned.packing))
                 return planned
-            last, spared = spared, spared + over
+            last, reserve = reserve, reserve + over
         budget = Share(budget, _TRIAL_SHARE)
     rank = int(over.argmax())
     more, capacity = size_text(int(over[rank])), size_text(problem.capacity_bytes or 0)
     raise NothingFoundError(
-        f"rank {rank}: every plan that was found needs {more} more than the {capacity} that there are; use smaller "
+        f"rank {rank}: every plan exceeds the memory limit of {capacity}, the last one by {more}; use smaller "
         "microbatches"
     ) from failure
 
@@ -147,12 +149,12 @@ def proved_plan(
     Returns
     -------
     tuple of Resolved, ExecutionPlan
-        The graph with the chosen strategies alone, and its plan.
+        The graph with only the chosen strategies, and its plan.
 
     Raises
     ------
     PlanError
-        When the schedule runs a task before what it waits for.
+        If the schedule runs a task before its dependencies.
     """
     resolved = resolve_candidates(graph, schedule.candidate)
     serial = BACKENDS[problem.backend].serial
@@ -169,16 +171,16 @@ def proved_plan(
     return resolved, plan
 
 
-def _planned(
+def _plan_once(
     problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
 ) -> PlannedBatch:
-    """Plan under a limit, and count what the plan needs."""
+    """Make one plan under the memory limit, and count its memory."""
     watch = Before(budget, finishing.task_s).start()
     made = decide(problem, batch, Begun(watch), seed, method)
     decided_s = watch.now()
     resolved, plan = proved_plan(problem, made.packing, made.graph, made.schedule, made.timeline)
     needs: tuple[int, ...] = ()
-    # What is emulated says nothing of single passes.
+    # Emulated costs have no workspace of single passes.
     if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
     if watch.seconds is not None:

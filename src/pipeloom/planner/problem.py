@@ -1,4 +1,4 @@
-"""Problem: everything about planning that does not change from batch to batch."""
+"""Problem: the settings of planning that are the same for all batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TunedPipeline, TuningSpec, is_chain, tuned_pipeline
 
-_RECKONED = MemoryLimit()
+_DEFAULT_MEMORY = MemoryLimit()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything about planning that does not change from batch to batch."""
+    """The settings of planning that are the same for all batches."""
 
     model: ModelSpec
     layout: Layout
@@ -28,23 +28,23 @@ class Problem:
     packing: PackingSpec
     capacity_bytes: int | None = None
     tuning: TuningSpec | None = None
-    """PipeTune's techniques, where they are chosen one by one; see `pipeloom.tuning`."""
+    """PipeTune's techniques, chosen one by one; see `pipeloom.tuning`."""
     pipeline: TunedPipeline | None = None
-    """Tables of the uncorrected costs, for PipeTune's recurrence; made where left out and the layout has one chunk of
-    the backbone a rank, and all encoders before it."""
+    """Tables of the uncorrected costs for PipeTune's recurrence. Built by default if the layout has one backbone chunk
+    on each rank and all encoders before it."""
     backend: BackendName = "gloo"
-    """Over which the plans' messages go."""
+    """Message backend of the plans."""
     search: SearchParams = DEFAULTS
-    """What tunes the search of orders."""
+    """Parameters of the search for orders."""
     threads: int = 1
-    """Threads that search; 0: half of the cores."""
+    """Search threads; 0: half of the cores."""
     spare_bytes: tuple[int, ...] = ()
-    """Of every rank, what plans of this batch were found to need more than the rule puts aside."""
-    reckoned: MemoryLimit = _RECKONED
-    """How memory is reckoned: what is put aside for messages, and what of the host's may be filled."""
+    """Reserve of each rank that plans of this batch were found to need beyond the rule's."""
+    reckoned: MemoryLimit = _DEFAULT_MEMORY
+    """Memory model: the reserve for messages and the usable host memory."""
 
     def __post_init__(self) -> None:
-        """Tabulate the costs for the recurrence, once; calibration scales the tables."""
+        """Tabulate the costs for the recurrence once; calibration scales the tables."""
         by_name = self.tuning is not None and not self.tuning.searches
         if self.pipeline is None and (by_name or (self.plans_packing and is_chain(self.layout))):
             tokens = self.packing.token_budget
@@ -61,33 +61,33 @@ class Problem:
 
     @property
     def memory(self) -> MemoryLimit:
-        """What every rank has, and puts aside."""
+        """The memory limit and reserve of every rank."""
         return replace(self.reckoned, capacity_bytes=self.capacity_bytes, spare_bytes=self.spare_bytes)
 
     def sparing(self, more: Sequence[int]) -> Problem:
-        """Return the same problem with so much more put aside on every rank."""
+        """Return the same problem with a larger reserve on every rank."""
         return replace(self, spare_bytes=self.memory.sparing(more).spare_bytes)
 
     @property
     def plans_packing(self) -> bool:
-        """Whether microbatches are a part of the search."""
+        """Whether the search chooses microbatches."""
         return self.packing.policy == "planned" or self.tuning is not None
 
     @property
     def split_backward(self) -> bool:
-        """Whether backwards may be split, a microbatch at a time."""
+        """Whether a microbatch's backwards may be split."""
         return self.costs.split_backward
 
     def whole_backwards(self) -> Problem:
-        """Return the same problem with no choice of splitting, which is faster to plan."""
+        """Return the same problem without split backwards, which is faster to plan."""
         return replace(self, costs=self.costs.whole_backwards()) if self.split_backward else self
 
     def corrected(self, correction: Correction) -> Problem:
-        """Return the same problem with costs corrected by what was measured."""
+        """Return the same problem with costs corrected by measurements."""
         return replace(self, costs=self.costs.corrected(correction))
 
     def warm_up(self) -> None:
-        """Compile the kernels that planning takes; later runs find them compiled."""
+        """Compile the kernels for planning; later runs load the compiled ones."""
         packing.warm_up()
         search.warm_up()
         if any(module.on_ranks == "replicated" for module in self.layout.modules):

@@ -1,4 +1,4 @@
-"""The planner's process: started beside the training ranks, watched, and started again when it dies."""
+"""The planner's process: started beside the training ranks, monitored, and restarted if it dies."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass, field
 
 from pipeloom.forks import ForkedCommand, can_fork, interrupts_held
 
-# A killed process is gone at once, unless the system itself is stuck with it; then it is left to the system.
+# Longest wait in seconds for a killed process to end; the system may delay it.
 _KILLED_S = 1.0
 STORE_SECRET = "PIPELOOM_STORE_SECRET"
-"""Environment variable by which the process is told the secret of the store: a command line is seen by everybody."""
+"""Environment variable with the secret of the store; a command line would be visible to all users."""
 
 
 STARTER = "PIPELOOM_STARTER"
-"""Environment variable with the process ID of the one that has started a planner as an interpreter."""
+"""Environment variable with the process ID of the process that started a planner as an interpreter."""
 
 
 @dataclass
 class PlannerProcess:
-    """Runs ``python -m pipeloom planner`` against the store at an address.
+    """Runs ``python -m pipeloom planner`` with the store at an address.
 
     Parameters
     ----------
     address : str
-        ``host:port`` of the store; may be changed before a restart.
+        ``host:port`` of the store. Can be changed before a restart.
     secret : str
-        Of the store; likewise.
+        Secret of the store. Can be changed before a restart.
     max_restarts : int
-        A planner that dies or hangs more often is done without; training goes on with fallback plans.
+        After this many restarts the planner is disabled, and training continues with fallback plans.
     """
 
     address: str
@@ -41,8 +41,8 @@ class PlannerProcess:
     _process: subprocess.Popen[bytes] | ForkedCommand | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """Start the process. It has one thread for numerics, so that it takes one core from training at most."""
-        # A store that is gone is no news to a planner: it leaves, without a stack of the store's own.
+        """Start the process with one thread for numerics, so that it takes at most one core from training."""
+        # A planner exits when its store is gone; the log level suppresses the store's stack trace.
         quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         environment = {**quiet, STORE_SECRET: self.secret}
         arguments = ["planner", "--store", self.address]
@@ -57,28 +57,25 @@ class PlannerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, for those who watch it."""
+        """The process ID; None before the start."""
         return None if self._process is None else self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def may_restart(self) -> bool:
-        """Whether it may be started once more."""
+        """Return whether a restart is left."""
         return self.num_restarts < self.max_restarts
 
-    def restart(self) -> bool:
-        """Start the process again where that is still allowed, ending the old one; returns whether it was."""
-        if not self.may_restart():
-            return False
+    def restart(self) -> None:
+        """End the old process and start a new one."""
         self.num_restarts += 1
         self.kill()
         self.start()
-        return True
 
     def kill(self) -> None:
-        """End the process where it runs, whatever it is at."""
+        """Kill the process if it runs."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.kill()
@@ -86,7 +83,7 @@ class PlannerProcess:
             self._process.wait(_KILLED_S)
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Wait for the process to end, then make it."""
+        """Wait for the process to end, then kill it."""
         if self._process is None:
             return
         try:

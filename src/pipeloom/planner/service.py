@@ -1,9 +1,9 @@
-"""The planner as a process of its own: takes metadata in, puts plans out, ahead of training.
+"""The planner process: reads metadata and writes plans ahead of training.
 
-It speaks through a small key-value protocol, so that planning needs no torch; the TCPStore behind it
-lives in the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` per iteration, ``latest`` the newest
-request, ``ready`` when kernels are compiled, ``stop``. Where there is no plan the answer is empty, and ``error/i``
-says why.
+It communicates through a small key-value protocol, so that planning does not need torch; the TCPStore behind it is part
+of the runtime. Keys: ``setup`` (once), ``request/i`` and ``answer/i`` for each iteration, ``latest`` (the newest
+request), ``ready`` (kernels are compiled) and ``stop``. If there is no plan, the answer is empty and ``error/i`` holds
+the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.planner.problem import Problem
 from pipeloom.search import Deadline
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
-# Each look costs both sides about 0.1 ms of a core.
+# Each check costs both sides about 0.1 ms of a core.
 _POLL_S = 0.005
 
 
@@ -34,38 +34,33 @@ class Store(Protocol):
         ...
 
     def take(self, key: str) -> bytes | None:
-        """Return and remove the value of a key; None at once where there is none."""
+        """Return and remove the value of a key; return None at once if there is none."""
         ...
 
     def peek(self, key: str) -> bytes | None:
-        """Return the value of a key and leave it; None at once where there is none."""
+        """Return the value of a key without removing it; return None at once if there is none."""
         ...
 
 
 def request_key(iteration: int) -> str:
-    """Key of the metadata for an iteration."""
+    """Return the key of the metadata for an iteration."""
     return f"request/{iteration}"
 
 
 def answer_key(iteration: int) -> str:
-    """Key of the plan for an iteration."""
+    """Return the key of the plan for an iteration."""
     return f"answer/{iteration}"
 
 
 def error_key(iteration: int) -> str:
-    """Key of the reason why there is no plan for an iteration."""
+    """Return the key of the reason why an iteration has no plan."""
     return f"error/{iteration}"
 
 
 def serve(store: Store) -> int:
-    """Answer the newest request, again and again, until ``stop`` is set.
+    """Answer the newest request until ``stop`` is set; return the number of plans.
 
-    Only the newest is answered: when a newer one is there, the iteration of an older one has begun without us.
-
-    Returns
-    -------
-    int
-        Number of plans made.
+    Older requests are skipped: once there is a newer request, their iterations have begun with fallback plans.
     """
     data = None
     while data is None:
@@ -77,7 +72,7 @@ def serve(store: Store) -> int:
     setup = decode(Setup, data)
     problem = setup.problem()
     problem.warm_up()
-    # What lives now lives for good: the collector need not look at it again and again while plans are made.
+    # The objects so far live until the end: exclude them from garbage collection while plans are made.
     gc.collect()
     gc.freeze()
     store.put(READY, b"1")
@@ -92,41 +87,41 @@ def serve(store: Store) -> int:
         try:
             answer = answer_request(problem, setup, decode(Request, data), finishing)
         except PipeloomError as error:
-            _refuse(store, iteration, str(error))
+            _reject(store, iteration, str(error))
         except Exception as error:
-            # A defect on one batch costs one fallback; ending here would cost every batch until the restart.
-            _refuse(store, iteration, f"a defect, {type(error).__name__}: {error}")
+            # A defect on one batch costs one fallback plan; an exit would cost every batch until the restart.
+            _reject(store, iteration, f"a defect, {type(error).__name__}: {error}")
         else:
             store.put(answer_key(iteration), encode(answer))
             num_plans += 1
     return num_plans
 
 
-def _refuse(store: Store, iteration: int, reason: str) -> None:
+def _reject(store: Store, iteration: int, reason: str) -> None:
     store.put(error_key(iteration), reason.encode())
     store.put(answer_key(iteration), b"")
 
 
 def answer_request(problem: Problem, setup: Setup, request: Request, finishing: Finishing | None = None) -> Answer:
-    """Plan one batch, and deal the one after it where that is asked for; ``finishing`` as in `plan_batch`.
+    """Plan one batch, and assign the batch after it to replicas if requested; ``finishing`` as in `plan_batch`.
 
-    The same request gives the same plan up to where the clock ends the search.
+    The same request gives the same plan, except that the clock may end the search earlier or later.
     """
     begin = time.monotonic()
     corrected, budget_s = problem.corrected(request.correction), setup.budget_s
-    dealt: tuple[int, ...] = ()
+    assigned: tuple[int, ...] = ()
     if request.ahead is not None:
-        # What is wrong with that batch is told when its own time has come; then it is dealt by loads.
+        # Errors of that batch are reported when it is planned itself. Until then, loads assign it.
         part = setup.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            found = deal_planned(
+            assignment = deal_planned(
                 corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
             )
-            dealt = found.replicas if found.predicted else ()
-        # This plan is needed first: a glance that took longer than was to be takes nothing from it.
+            assigned = assignment.replicas if assignment.predicted else ()
+        # This plan is needed first: an assignment that took too long does not shorten it.
         budget_s -= min(part, time.monotonic() - begin)
     budget = Deadline(budget_s)
     planned = plan_batch(
         corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, finishing=finishing
     )
-    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=dealt)
+    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=assigned)

@@ -1,4 +1,4 @@
-"""Training runs: measure, lay out, train over ranks, report; what `pipeloom train` and Python share."""
+"""Training runs: measure layers, choose a layout, train over ranks, report. Shared by `pipeloom train` and Python."""
 
 from __future__ import annotations
 

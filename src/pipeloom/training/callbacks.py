@@ -1,4 +1,4 @@
-"""Callback: a user's own code at the steps, evaluations and checkpoints of a training run."""
+"""Callbacks: user code at the steps, evaluations and checkpoints of a training run, and the TensorBoard log."""
 
 from __future__ import annotations
 
@@ -15,50 +15,101 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What is told of a run while it lasts; override what you want to know.
+    """Receives the events of a training run; override the methods that you need.
 
-    Methods are called on rank 0, in its process, between iterations: all ranks wait for them. What they raise ends the
-    run with one line. A callback is pickled on its way to rank 0, which has a copy of its own.
+    Methods are called on rank 0, in its process, between iterations, so all ranks wait for them. An exception ends the
+    run with one line. A callback is pickled on its way to rank 0, which has its own copy.
     """
 
     def on_step(self, row: Row) -> None:
-        """Called after an iteration, with what ``history.jsonl`` has of it."""
+        """Called after an iteration, with its row of ``history.jsonl``."""
 
     def on_evaluation(self, evaluated: Evaluated) -> None:
         """Called after an evaluation."""
 
     def on_checkpoint(self, iteration: int, path: Path) -> None:
-        """Called once a checkpoint is whole: with the iteration to go on with, and its folder."""
+        """Called when a checkpoint is complete, with the next iteration and the checkpoint's folder."""
 
     def on_end(self, summary: Summary) -> None:
-        """Called at the end, with what the run came to."""
+        """Called at the end, with the summary of the run."""
 
 
 class Callbacks:
-    """All callbacks of a run, one after the other.
-
-    Parameters
-    ----------
-    callbacks : sequence of Callback
-    """
+    """Calls all callbacks of a run, one after the other."""
 
     def __init__(self, callbacks: Sequence[object]) -> None:
-        found: list[Callback] = []
+        checked: list[Callback] = []
         for number, callback in enumerate(callbacks):
             if not isinstance(callback, Callback):
                 what = type(callback).__name__
                 raise InputError(f"callbacks[{number}]", f"is a {what}", "give objects of classes of pipeloom.Callback")
-            found.append(callback)
-        self._callbacks = tuple(found)
+            checked.append(callback)
+        self._callbacks = tuple(checked)
 
-    def tell(self, event: str, *arguments: Any) -> None:
-        """Call one method of each.
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call one method of each callback.
 
         Raises
         ------
         InputError
-            Naming the callback that raised.
+            If a callback raises; the message names it.
         """
         for callback in self._callbacks:
             with user_code(f"callback {type(callback).__name__}.{event}"):
                 getattr(callback, event)(*arguments)
+
+
+_SCALARS = {
+    "loss": "loss/training",
+    "gradient_norm": "loss/gradient_norm",
+    "learning_rate": "loss/learning_rate",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "step_s": "speed/step_s",
+    "planned_s": "speed/planned_s",
+    "measured_s": "speed/measured_s",
+    "planned_bubble_share": "schedule/planned_bubble_share",
+    "measured_bubble_share": "schedule/measured_bubble_share",
+    "gap": "schedule/gap",
+    "lead_s": "schedule/lead_s",
+}
+"""TensorBoard names of a row's fields."""
+
+
+def check_tensorboard() -> None:
+    """Raise `InputError` if the package that writes event files is missing."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "log.tensorboard", f"needs a package that is missing ({error})", "install pipeloom[tensorboard]"
+        ) from error
+
+
+class TensorBoardLog(Callback):
+    """Writes event files.
+
+    TensorBoard does not show what earlier starts wrote about ``first_iteration`` and later ones.
+    """
+
+    def __init__(self, folder: Path, first_iteration: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration or None)
+
+    def on_step(self, row: Row) -> None:
+        """Write the numbers of an iteration."""
+        for field, name in _SCALARS.items():
+            value = getattr(row, field)
+            if value is not None:
+                self._writer.add_scalar(name, value, row.iteration)
+        self._writer.flush()
+
+    def on_evaluation(self, evaluated: Evaluated) -> None:
+        """Write the loss of an evaluation at the iteration before it."""
+        self._writer.add_scalar("loss/evaluation", evaluated.loss, evaluated.iteration - 1)
+        self._writer.flush()
+
+    def on_end(self, summary: Summary) -> None:  # noqa: ARG002
+        """Close the file."""
+        self._writer.close()

@@ -1,11 +1,11 @@
-"""Display: how a training run tells of itself while it runs."""
+"""Displays: how a training run reports its progress."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeloom.heartbeat import EVERY_S, announced, doing, heartbeat
 from pipeloom.printing import last_printed_s, print_line
@@ -15,48 +15,32 @@ if TYPE_CHECKING:
     from pipeloom.runtime import StepReport
 
 
-class Display(Protocol):
-    """What shows a run to somebody. It is pickled: rank 0 has a copy of its own."""
+class Display:
+    """Shows the progress of a run; this base class shows nothing. It is pickled: rank 0 has its own copy."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        """Tell what is being done."""
-        ...
-
-    def working(self, title: str) -> AbstractContextManager[Callable[[str, float | None], None]]:
-        """Give a function that is told what is being done and which part of it is done, None where nobody knows."""
-        ...
-
-    def iterations(self, total: int, first: int) -> AbstractContextManager[Callable[[StepReport], None]]:
-        """On rank 0: give a function that is called with the report of every iteration, from ``first`` on."""
-        ...
-
-    def close(self, summary: Summary) -> None:
-        """On rank 0: tell what the run came to."""
-        ...
-
-
-class Quiet:
-    """Shows nothing."""
-
-    def say(self, text: str, *, warning: bool = False) -> None:
-        """Do nothing."""
+        """Show a message about the current step."""
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:  # noqa: ARG002
-        """Do nothing."""
+        """Yield a function that shows the current step and the completed share, which is None if unknown."""
         yield lambda _text, _share: None
 
     @contextmanager
     def iterations(self, total: int, first: int) -> Iterator[Callable[[StepReport], None]]:  # noqa: ARG002
-        """Do nothing."""
+        """On rank 0, yield a function to call with the report of every iteration, from ``first`` on."""
         yield lambda _report: None
 
     def close(self, summary: Summary) -> None:
-        """Do nothing."""
+        """On rank 0, show the summary of the run."""
 
 
-class Lines:
-    """Shows a run as lines on standard error: what begins, and at least every ten seconds how far it is."""
+class Quiet(Display):
+    """Shows nothing."""
+
+
+class Lines(Display):
+    """Shows a run as lines on standard error: each step, and the progress at least every ten seconds."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Print a line."""
@@ -65,7 +49,7 @@ class Lines:
 
     @contextmanager
     def working(self, title: str) -> Iterator[Callable[[str, float | None], None]]:
-        """Name what is being done, for the lines that come if it takes long."""
+        """Set the current step for the lines that appear if it takes long."""
         yield lambda text, _share: doing(f"{title}: {text}")
 
     @contextmanager
@@ -82,10 +66,7 @@ class Lines:
         with heartbeat("training"):
             yield show
 
-    def close(self, summary: Summary) -> None:
-        """Do nothing: the caller of `fit` has the result."""
-
 
 def display_heartbeat(display: Display, what: str) -> AbstractContextManager[None]:
-    """Return a `heartbeat` of what is being done, or nothing if the display shows nothing."""
+    """Return a `heartbeat` for this work, or a null context if the display shows nothing."""
     return nullcontext() if isinstance(display, Quiet) else heartbeat(what)

@@ -1,4 +1,4 @@
-"""The end of a training run: its batches under other systems, one iteration drawn, and why it took so long."""
+"""The end of a training run: baselines on its batches, drawings of one iteration, and the analysis of its time."""
 
 from __future__ import annotations
 
@@ -23,56 +23,51 @@ _NUM_COMPARED = 40
 
 
 _LEAST_GAIN = 0.0005
-"""Below which nobody would see it in the table."""
+"""Smaller gains would not show in the table."""
 
 
 def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float, kind: str = "separate") -> Summary:
-    """Compare with the baselines, draw one iteration, and write everything but the evaluation.
+    """Compare with the baselines, draw one iteration, and write all files except the evaluation.
 
     Parameters
     ----------
-    recorder : Recorder
-    setup : Setup
-    run : RunFacts
     elapsed_s : float
-        Wall time of all iterations.
+        Wall time of all iterations in seconds.
     kind : str
-        How the layout was come by, ``layout.kind``.
+        ``layout.kind`` of the run.
     """
     reports = recorder.reports
     systems: dict[str, list[BaselineResult]] = {}
     explained = None
-    # There are none where all was trained before the checkpoint: then only the numbers are written again.
+    # There are no reports if all iterations precede the checkpoint: then only the numbers are written again.
     if reports:
         systems = compared_systems(setup, reports)
         write_timelines(recorder, setup, reports)
         write_comparison(recorder.folder, list(systems.values()))
-        explained = explain(setup.problem(), reports)
+        explained = mean_time_difference(setup.problem(), reports)
         write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
-    comparison = {
-        name: [system.timeline.makespan_ns / 1e9 for system in systems_of] for name, systems_of in systems.items()
-    }
+    comparison = {name: [system.timeline.makespan_ns / 1e9 for system in results] for name, results in systems.items()}
     means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
     return recorder.summarise(run, elapsed_s, comparison, explained, advice(means, kind))
 
 
 _PLAN = "per-batch plan"
-_WHAT_TO_DO = {
-    "chosen": "the layout was chosen already: give the planner more time (planner.budget_s) or threads, or let "
+_REMEDIES = {
+    "chosen": "the layout is already chosen: give the planner more time (planner.budget_s) or threads, or set "
     'layout.kind = "arranged"',
-    "arranged": 'give the planner more time (planner.budget_s) or threads, or let layout.kind = "chosen"',
+    "arranged": 'give the planner more time (planner.budget_s) or threads, or set layout.kind = "chosen"',
 }
 
 
 def advice(comparison: Mapping[str, float], kind: str) -> str:
-    """What to do where a baseline is planned to be faster than the per-batch plans; empty where none is.
+    """Return what to do if a baseline is planned to be faster than the per-batch plans; empty otherwise.
 
     Parameters
     ----------
     comparison : mapping
         Mean planned seconds of each system on the same batches.
     kind : str
-        How the run's layout was come by, ``layout.kind``.
+        ``layout.kind`` of the run.
     """
     own = comparison.get(_PLAN)
     others = {name: seconds for name, seconds in comparison.items() if name != _PLAN}
@@ -83,12 +78,12 @@ def advice(comparison: Mapping[str, float], kind: str) -> str:
     if gain < _LEAST_GAIN:
         return ""
     names = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
-    remedy = _WHAT_TO_DO.get(kind, 'let layout.kind = "chosen", or train with --choose-layout')
+    remedy = _REMEDIES.get(kind, 'set layout.kind = "chosen", or train with --choose-layout')
     return f"{names.get(best, best)} on its own layout is planned to be {gain:.1%} faster on these batches; {remedy}"
 
 
 def compared_systems(setup: Setup, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
-    """Some of the batches under each system, with the costs as they were last corrected."""
+    """Plan some of the batches under each system, with the last corrected costs."""
     problem = setup.problem().corrected(reports[-1].correction)
     batches = [report.batch for report in reports if report.batch is not None]
     batches = batches[:: max(1, len(batches) // _NUM_COMPARED)]
@@ -101,14 +96,14 @@ def compared_systems(setup: Setup, reports: list[StepReport]) -> dict[str, list[
     return systems
 
 
-def explain(problem: Problem, reports: list[StepReport]) -> Difference:
-    """Where measured and planned time differ, over the iterations whose reports were kept, the first left out."""
-    found = [
+def mean_time_difference(problem: Problem, reports: list[StepReport]) -> Difference:
+    """Return the mean difference of measured and planned time over the kept reports, without the first."""
+    differences = [
         difference(problem, report.batch, report.answer, report.correction, report.measured)
         for report in reports[1:] or reports
         if report.batch is not None and report.answer is not None and report.measured is not None
     ]
-    return mean_difference(found)
+    return mean_difference(differences)
 
 
 def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:
@@ -131,8 +126,8 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
     ]
     title = f"{recorder.folder.name}, iteration {report.iteration}"
     note = (
-        f"Every figure on this page is of iteration {report.iteration} alone, whose measured time is closest to the "
-        "mean; difference.html has means over iterations. Memory is planned bytes in both; measured times are real "
+        f"All figures on this page are of iteration {report.iteration}, whose measured time is closest to the "
+        "mean; difference.html has means over iterations. Memory is planned in both timelines; measured times are real "
         "computation on this machine's cores."
     )
     write_text(recorder.folder / "trace.json", trace(tracks))
@@ -140,9 +135,9 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
 
 
 def write_comparison(folder: Path, systems: list[list[BaselineResult]]) -> None:
-    """Write ``comparison.html`` and ``comparison.svg``: all systems on one batch, one time axis.
+    """Write ``comparison.html`` and ``comparison.svg``: one batch under all systems, on one time axis.
 
-    The batch is the one whose gain over the first system is the median of all compared ones.
+    The batch has the median gain over the first system.
     """
     gains = [
         first.timeline.makespan_ns / last.timeline.makespan_ns
@@ -153,8 +148,8 @@ def write_comparison(folder: Path, systems: list[list[BaselineResult]]) -> None:
     tracks = [track_of(each) for each in chosen]
     title = f"{folder.name}: one batch under each system, planned"
     note = (
-        "Every figure on this page is of one batch. Simulated from measured layer costs; the same samples, "
-        "microbatches and costs for all."
+        "All figures on this page are of one batch. Simulated from measured layer costs, with the same samples, "
+        "microbatches and costs for each system."
     )
     write_text(folder / "comparison.html", timeline_html(tracks, title=title, note=note, ranked=True))
     write_text(folder / "comparison.svg", timeline_svg(tracks))

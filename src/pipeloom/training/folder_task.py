@@ -1,4 +1,4 @@
-"""A task without a task file: a model of the `transformers` library from its folder, and data with a processor."""
+"""A task without a task file: a `transformers` model from its folder, and data with a processor."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ _KINDS: dict[str, type[ProcessedDataset]] = {
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[model]`` without a task file."""
+    """The table ``[model]`` without a task file."""
 
     transformers: str
-    """Folder, relative to the file."""
+    """Folder of the model, relative to the file."""
     freeze: tuple[str, ...] = ()
     """Modules that are not trained."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[data]`` without a task file. Paths are relative to the file."""
+    """The table ``[data]`` without a task file. Paths are relative to the file."""
 
     batch: Count
     """Samples of every batch."""
     webdataset: str | list[str] | None = None
-    """Shards: names, patterns, ranges in braces."""
+    """Shards: names, patterns, or ranges in braces."""
     parquet: str | list[str] | None = None
-    """Parquet files: names, patterns."""
+    """Parquet files: names or patterns."""
     datasets: str | None = None
     """Folder that ``save_to_disk`` of the `datasets` library wrote."""
     processor: str = ""
-    """Folder of the processor or tokenizer; empty: the model's."""
+    """Folder of the processor or tokenizer. Empty: the model's folder."""
     shuffle: bool = True
     skip_corrupt: bool = False
-    """Leave damaged samples out and count them, instead of ending training."""
+    """Skip and count damaged samples instead of ending training."""
     exclude: tuple[str, ...] = ()
-    """Samples that only decoding shows to be damaged, as messages name them; left out with ``skip_corrupt``."""
+    """Samples whose damage only decoding shows, named as in messages. They are skipped with ``skip_corrupt``."""
     train_on: Literal["assistant", "all"] = "assistant"
     function: str = ""
-    """``file.py:name``: from an example's fields to messages or text, prompt, image, audio."""
+    """``file.py:name`` of a function that maps an example's fields to messages or text, prompt, image and audio."""
     messages: str | None = None
     text: str | None = None
     prompt: str | None = None
@@ -63,26 +63,26 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     audio: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse no source, and several."""
+        """Raise `InputError` unless there is exactly one source."""
         check_count("batch", self.batch)
         if self.exclude and not self.skip_corrupt:
-            raise InputError("exclude", "names samples, and skip_corrupt is false", "let skip_corrupt be true")
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+            raise InputError("exclude", "names samples, but skip_corrupt is false", "set skip_corrupt to true")
+        sources = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(sources) != 1:
             raise InputError(
-                ", ".join(given) or "webdataset", f"{len(given)} sources", f"give one of {', '.join(_KINDS)}"
+                ", ".join(sources) or "webdataset", f"{len(sources)} sources", f"give one of {', '.join(_KINDS)}"
             )
 
     @property
     def fields(self) -> dict[str, str]:
-        """Fields that are named."""
+        """Names of the fields that are set."""
         names = ("messages", "text", "prompt", "image", "audio")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class _Build:
-    """Builds the model; what the config says of it is known."""
+    """Builds the model."""
 
     file: Path
     folder: str
@@ -94,7 +94,7 @@ class _Build:
         from pipeloom.integrations.transformers.build import from_transformers
 
         torch.manual_seed(seed)
-        # Shapes alone: each rank reads the weights of its own layers.
+        # Only shapes: each rank reads the weights of its own layers.
         try:
             return from_transformers(self.folder, freeze=self.freeze, device="meta")
         except InputError as error:
@@ -104,7 +104,7 @@ class _Build:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Gives as many batches as a run has iterations."""
+    """Provides as many batches as a run has iterations."""
 
     dataset: Dataset
     data: DataConfig
@@ -129,20 +129,20 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
     Raises
     ------
     InputError
-        Naming the file and the field.
+        If a field is wrong; the message names the file and the field.
     """
     model = convert(config.model, ModelConfig, f"{file}: model")
     data = convert(config.data, DataConfig, f"{file}: data")
     folder = os.path.realpath(file.parent / model.transformers)
     if not Path(folder).is_dir():
-        raise InputError(f"{file}: model.transformers", f"{folder!r} is no folder", "name one beside the file")
+        raise InputError(f"{file}: model.transformers", f"{folder!r} is not a folder", "name one beside the file")
     _check_model(folder, file)
     dataset = _dataset(data, file, folder, "data")
     if data.batch > len(dataset):
         raise InputError(
             f"{file}: data.batch",
             f"{data.batch} is above the {len(dataset)} samples of the data",
-            "give at most as many",
+            "give at most this many",
         )
     if data.batch < config.parallel.dp:
         problem = f"{data.batch} is below parallel.dp, {config.parallel.dp} replicas"
@@ -156,18 +156,18 @@ def folder_task(config: TrainConfig, file: Path) -> Task:
             remedy = f"name held-out data there: one of {', '.join(_KINDS)}"
             raise InputError(f"{file}: evaluation.data", "names no source", remedy)
         evaluation = _EvaluationBatches(file, folder, sources)
-        # Before any rank is started: heads are read, nothing else.
+        # Before any rank starts; reads only file headers.
         held_out = evaluation(**config.data | own).dataset
         assert isinstance(held_out, ProcessedDataset)
         unknown = held_out.unknown(unknown)
     if unknown:
-        remedy = f"name samples as messages do, such as {dataset.source.name(0)!r}"
-        raise InputError(f"{file}: data.exclude", f"{unknown[0]!r} is no sample of the data", remedy)
+        remedy = f"name samples as in messages, such as {dataset.source.name(0)!r}"
+        raise InputError(f"{file}: data.exclude", f"{unknown[0]!r} is not a sample of the data", remedy)
     return Task(build, batches, eval_batches=evaluation)
 
 
 def _check_model(folder: str, file: Path) -> None:
-    """Refuse a configuration that makes no model, for which a processor of the same folder would be blamed."""
+    """Raise `InputError` for an invalid model configuration, before its processor fails on it."""
     from pipeloom.integrations.transformers.weights import load_config
 
     try:
@@ -177,7 +177,7 @@ def _check_model(folder: str, file: Path) -> None:
 
 
 def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> ProcessedDataset:
-    """Open what a table of the file names."""
+    """Open the data set that a table of the file names."""
     kind = next(name for name in _KINDS if getattr(data, name) is not None)
     try:
         return _KINDS[kind](
@@ -194,44 +194,44 @@ def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> Processed
 
 @dataclass(frozen=True)
 class _EvaluationBatches:
-    """Gives one pass over the data of ``[evaluation.data]``; what that leaves out is as ``[data]`` says."""
+    """Provides one pass over the data of ``[evaluation.data]``; ``[data]`` has the defaults of its fields."""
 
     file: Path
     folder: str
     sources: tuple[str, ...]
-    """What ``[evaluation.data]`` names itself."""
+    """Sources that ``[evaluation.data]`` names itself."""
 
-    def __call__(self, **given: Any) -> Batches:
-        given = {name: value for name, value in given.items() if name not in _KINDS or name in self.sources}
-        data = convert(given, DataConfig, f"{self.file}: evaluation.data")
-        dataset = _evaluated(msgspec.json.encode(data), self.file, self.folder)
+    def __call__(self, **fields: Any) -> Batches:
+        fields = {name: value for name, value in fields.items() if name not in _KINDS or name in self.sources}
+        data = convert(fields, DataConfig, f"{self.file}: evaluation.data")
+        dataset = _cached_dataset(msgspec.json.encode(data), self.file, self.folder)
         return Batches(dataset, data.batch, shuffle=False, skip_corrupt=data.skip_corrupt)
 
 
 @lru_cache(maxsize=1)
-def _evaluated(data: bytes, file: Path, folder: str) -> ProcessedDataset:
-    """The data set, read once by each process for all evaluations."""
+def _cached_dataset(data: bytes, file: Path, folder: str) -> ProcessedDataset:
+    """Read the data set, once in each process for all evaluations."""
     return _dataset(msgspec.json.decode(data, type=DataConfig), file, folder, "evaluation.data")
 
 
-def _beside(file: Path, given: Any) -> Any:
-    """Paths relative to the file."""
-    return [str(file.parent / each) for each in given] if isinstance(given, list) else str(file.parent / given)
+def _beside(file: Path, paths: Any) -> Any:
+    """Return paths relative to the file."""
+    return [str(file.parent / each) for each in paths] if isinstance(paths, list) else str(file.parent / paths)
 
 
-def _function(file: Path, given: str) -> Any:
-    if not given:
+def _function(file: Path, reference: str) -> Any:
+    if not reference:
         return None
-    source, _, name = given.rpartition(":")
+    source, _, name = reference.rpartition(":")
     path = Path(os.path.realpath(file.parent / source))
     if not source or not path.is_file():
-        raise InputError(f"function = {given!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
+        raise InputError(f"function = {reference!r}", f"{str(path)!r} is not a file", 'give "file.py:name"')
     return _Function(str(path), name)
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A function of a file, which every process imports for itself."""
+    """A function of a file, which every process imports itself."""
 
     path: str
     name: str

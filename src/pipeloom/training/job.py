@@ -1,4 +1,4 @@
-"""Job: what every process and every step of a training run knows of it."""
+"""Job: the settings, task and folder of a training run, known to all its processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pipeloom.training.loop_config import SchedulerConfig
 from pipeloom.training.task import Task
 
 AUTOCAST = {None: None, "bf16": torch.bfloat16}
-"""Dtype of ``runtime.autocast``."""
+"""Dtype of each value of ``runtime.autocast``."""
 _RESERVED = 16
-"""One part in so many of a GPU's memory is the driver's, the messages', and lost between tensors: 5 GB of 80, as the
-device tables assume. Not measured."""
+"""Inverse of the share of a GPU's memory for driver, messages and fragmentation: 5 GB of 80, as in the device tables.
+Not measured."""
 
 
 def _is_below(path: Path, folder: Path) -> bool:
@@ -41,22 +41,7 @@ def _is_below(path: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """A run's settings, its task, and where it leaves what.
-
-    Parameters
-    ----------
-    config : TrainConfig
-    task : Task
-    folder : Path
-        Everything that the run leaves, on rank 0's host.
-    file : Path
-        The config's file, to which paths in it are relative; need not be there.
-    display : Display
-    layout : Layout or None
-        Where the model lies, whatever ``config.layout`` says beside the number of ranks.
-    profile : Profile or None
-        What layers cost; None: they are measured.
-    """
+    """The settings of a run, its task and its folder; `TrainingRun` describes the fields."""
 
     config: TrainConfig
     task: Task
@@ -68,7 +53,7 @@ class Job:
 
     @cached_property
     def device(self) -> DeviceType:
-        """What every rank computes on."""
+        """Device of every rank."""
         worker = this_worker()
         num_local = self.config.num_processes if worker is None else worker.num_local
         runtime = self.config.runtime
@@ -76,32 +61,32 @@ class Job:
 
     @property
     def cluster(self) -> RankSpec:
-        """What plans count with: of the memory that the config states, what tensors can have."""
-        stated = self.config.cluster
-        capacity = stated.memory_capacity_bytes
+        """The ranks for planning, with the part of the configured memory that tensors can use."""
+        configured = self.config.cluster
+        capacity = configured.memory_capacity_bytes
         if self.device == "cpu" or capacity is None:
-            return stated
-        return msgspec.structs.replace(stated, memory_capacity_bytes=capacity - capacity // _RESERVED)
+            return configured
+        return msgspec.structs.replace(configured, memory_capacity_bytes=capacity - capacity // _RESERVED)
 
     @property
     def place(self) -> Place:
-        """The same, and how messages leave it."""
+        """The device and the transport of messages."""
         return Place(self.device, self.config.runtime.transport)
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        """What becomes of the rates: as the config says; else a cosine, and nothing for an optimiser of the task's."""
+        """The learning-rate schedule: the config's, else a cosine, or constant rates for the task's own optimizer."""
         usual = "cosine" if self.task.optimizer is None else "constant"
         return self.config.scheduler or SchedulerConfig(usual)
 
     @property
     def setup_path(self) -> Path:
-        """Where the planner's setup is written, once, so that all ranks have one layout."""
+        """File of the planner's setup, written once so that all ranks have the same layout."""
         return self.folder / "setup.json"
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """Where the run is saved: what its config says, or in its own folder; None: nowhere."""
+        """Where the run is saved: as configured, or in its own folder. None: nowhere."""
         saved = self.config.checkpoint
         if saved is None:
             return None
@@ -110,10 +95,10 @@ class Job:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other runs out of the run's folder and out of that of its checkpoints."""
+        """Lock the folders of the run and of its checkpoints against other runs."""
         with ExitStack() as locks:
             locks.enter_context(locked(self.folder))
-            # The run's own folder holds them unless the user names another.
+            # Checkpoints are in the run's folder by default.
             saved = self.checkpoints
             if saved is not None and not _is_below(saved.folder, self.folder):
                 locks.enter_context(locked(saved.folder))
@@ -126,50 +111,51 @@ class Job:
         return self.task.model(self.config.dtype, self.config.seed, **self.config.model)
 
     def read_setup(self) -> Setup:
-        """Read what was prepared for all ranks.
+        """Read the setup that was prepared for all ranks.
 
         Raises
         ------
         InputError
-            When it is not there, or is none.
+            If it is missing or invalid.
         """
-        return self._setup_of(self._setup_file())
+        return self._decode_setup(self._setup_bytes())
 
-    def _setup_file(self) -> bytes:
-        try:
+    def _setup_bytes(self) -> bytes:
+        with self._setup_errors():
             return self.setup_path.read_bytes()
-        except OSError as error:
-            raise self._no_setup(error) from error
 
-    def _setup_of(self, data: bytes) -> Setup:
-        try:
+    def _decode_setup(self, data: bytes) -> Setup:
+        with self._setup_errors():
             return msgspec.json.decode(data, type=Setup)
-        except msgspec.MsgspecError as error:
-            raise self._no_setup(error) from error
 
-    def _no_setup(self, error: Exception) -> InputError:
-        return InputError(str(self.setup_path.absolute()), f"cannot be read ({error})", "prepare the run first")
+    @contextmanager
+    def _setup_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, msgspec.MsgspecError) as error:
+            path = str(self.setup_path.absolute())
+            raise InputError(path, f"cannot be read ({error})", "prepare the run first") from error
 
     def shared_setup(self) -> Setup:
-        """What rank 0 has prepared, on all ranks, which may be on hosts without its files; all call it together.
+        """Broadcast rank 0's setup to all ranks, which may be on hosts without its files; all ranks call it together.
 
         Raises
         ------
         InputError
-            Where a rank has another config than rank 0.
+            If a rank's config differs from rank 0's.
         """
         is_first = dist.get_rank() == 0
         mine = msgspec.json.encode(self.config)
-        with together("handing out the setup"):
+        with together("broadcasting the setup"):
             theirs = broadcast_bytes(mine if is_first else None)
-            # As it lies in the file, which rank 0 of this very run has written.
-            data = broadcast_bytes(self._setup_file() if is_first else None)
+            # The bytes of the file that rank 0 of this run has written.
+            data = broadcast_bytes(self._setup_bytes() if is_first else None)
         here, there = msgspec.json.decode(mine), msgspec.json.decode(theirs)
         for field_name, value in here.items():
             if value != there[field_name]:
                 raise InputError(
                     f"{self.file}: {field_name}",
-                    f"is another on host {socket.gethostname()} than on rank 0's",
+                    f"differs between host {socket.gethostname()} and rank 0's host",
                     "give all hosts the same file",
                 )
-        return self._setup_of(data)
+        return self._decode_setup(data)

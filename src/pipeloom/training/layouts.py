@@ -1,4 +1,4 @@
-"""Where the model of a training run lies: read from a file, made by rule, or chosen for what was measured."""
+"""The layout of a training run: read from a file, made by a rule, or chosen from measurements."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.measure import FirstBatches
 
 
-class Laid(NamedTuple):
-    """A layout, and the rule that was found with it."""
+class LayoutChoice(NamedTuple):
+    """A layout, and the order rule that was found with it."""
 
     layout: Layout
     rule: OrderRule | None = None
@@ -33,13 +33,13 @@ class Laid(NamedTuple):
 _SHOWN_LAYOUTS = 5
 
 
-def given_layout(job: Job, model: Model) -> Laid | None:
-    """Take the layout that the job has, or read the one that its config names; None where there is none.
+def given_layout(job: Job, model: Model) -> LayoutChoice | None:
+    """Return the job's layout, or read the one that its config names; None if there is none.
 
     Raises
     ------
     InputError
-        It cannot be read, is of another model, or for other ranks and replicas.
+        If it cannot be read, or is for another model or other numbers of ranks and replicas.
     """
     config = job.config
     rule = None
@@ -53,26 +53,26 @@ def given_layout(job: Job, model: Model) -> Laid | None:
         return None
     if layout.num_ranks != config.layout.ranks:
         raise InputError(
-            f"{path}: num_ranks", f"{layout.num_ranks}, layout.ranks in {job.file} is {config.layout.ranks}"
+            f"{path}: num_ranks", f"is {layout.num_ranks}, but layout.ranks in {job.file} is {config.layout.ranks}"
         )
     if layout.parallelism not in (Parallelism(), config.parallel.degrees):
         degrees = layout.parallelism
         raise InputError(
             f"{path}: parallelism",
-            f"has tensor {degrees.tensor} and data {degrees.data}, "
-            f"the run has {config.parallel.tp} and {config.parallel.dp}",
+            f"tensor {degrees.tensor} and data {degrees.data}, "
+            f"but the run has {config.parallel.tp} and {config.parallel.dp}",
         )
     try:
-        return Laid(layout_for(layout, model.spec), rule)
+        return LayoutChoice(layout_for(layout, model.spec), rule)
     except InputError as error:
         raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
 
 
 def held_copies(job: Job, model: Model) -> dict[str, float]:
-    """How many times a layer's weights, counted in the dtype of its output, a process holds, where not as usual.
+    """Return the number of copies of a layer's weights that a process holds, where it differs from the usual number.
 
-    Replicas may hold shards; an average of the weights is held beside them; and under autocast weights are wider than
-    outputs, and their casts live for an iteration.
+    Copies are counted in the dtype of the layer's output. Replicas may hold shards, and an average of the weights is
+    held beside them. Under autocast, weights are wider than outputs, and their casts live for an iteration.
     """
     parallel, autocast = job.config.parallel, AUTOCAST[job.config.runtime.autocast]
     whole = {(name, model.module(name).spec.flat_layers[number].kind) for name, number in layers_with_tied(model)}
@@ -80,34 +80,32 @@ def held_copies(job: Job, model: Model) -> dict[str, float]:
     for module in model.modules:
         usual = usual_copies(module.frozen)
         for layer, spec in zip(module.layers, module.spec.flat_layers, strict=True):
-            stated = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
+            declared_bytes = spec.num_parameters * DTYPE_BYTES[spec.output.dtype]
             sharded = parallel.shard is not None and (module.name, spec.kind) not in whole
             copies = sharded_copies(parallel.dp, module.frozen) if sharded else usual
             if job.config.ema is not None and not module.frozen:
-                # In single precision at least; under autocast weights are, and copies are counted in them.
+                # The average has at least single precision. Under autocast weights have it too, and are the unit.
                 wide = 1.0 if autocast is not None else max(1.0, 4 / DTYPE_BYTES[spec.output.dtype])
                 copies += wide / (parallel.dp if sharded else 1)
-            if autocast is not None and stated:
+            if autocast is not None and declared_bytes:
                 weights = list(layer.parameters())
-                # Only casts of what needs a gradient are kept.
+                # Only casts of trained parameters are kept.
                 casts = 0 if module.frozen else sum(p.numel() for p in weights if p.dtype == torch.float32)
-                copies = (copies * sum(p.nbytes for p in weights) + casts * autocast.itemsize) / stated
+                copies = (copies * sum(p.nbytes for p in weights) + casts * autocast.itemsize) / declared_bytes
             if copies != usual:
                 key = f"{module.name}/{spec.kind}"
                 found[key] = max(copies, found.get(key, 0.0))
     return found
 
 
-def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
-    """Lay a model out as the run's file asks, by what was measured."""
+def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
+    """Make the layout that the run's config describes, from measured costs."""
     config = job.config.layout
-    if config.kind == "chosen":
-        return _chosen_layout(job, model, profile, first)
-    if config.kind == "arranged":
-        return _arranged_layout(job, model, profile, first)
+    if config.kind in ("chosen", "arranged"):
+        return _search_layout(job, model, profile, first)
     if config.kind == "encoder_first":
-        return Laid(encoder_first(model.spec, config.ranks, profile.load, placements=config.modules))
-    return Laid(separate(model.spec, config.ranks, config.modules, profile.load))
+        return LayoutChoice(encoder_first(model.spec, config.ranks, profile.load, placements=config.modules))
+    return LayoutChoice(separate(model.spec, config.ranks, config.modules, profile.load))
 
 
 def offered(config: TrainConfig, model: Model) -> tuple[Strategy, ...]:
@@ -116,7 +114,7 @@ def offered(config: TrainConfig, model: Model) -> tuple[Strategy, ...]:
     Raises
     ------
     InputError
-        There is none.
+        If there is none.
     """
     found = tuple(each for each in config.planner.strategies if each not in model.excluded)
     if not found:
@@ -126,7 +124,7 @@ def offered(config: TrainConfig, model: Model) -> tuple[Strategy, ...]:
 
 
 def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Preview:
-    """The run to come, as its first batches show it, with all that it offers its planner."""
+    """Return a preview of the run from its first batches, with all choices that its planner will have."""
     config = job.config
     return Preview(
         ProfileCosts(
@@ -149,10 +147,11 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
 
 
 def dealable(model: Model) -> tuple[str, ...]:
-    """Modules whose instances a layout may deal to tensor-parallel ranks, and which these would else run alike.
+    """Return the modules for which a layout may use encoder data parallelism over tensor ranks.
 
-    Layers that ``parallelize`` divides were measured whole, so that nothing says how they compare with dealt ones. That
-    layers emit a loss shows only when they are run, and then the user leaves the module out.
+    These are modules that all tensor ranks would otherwise run alike. Layers that ``parallelize`` divides were
+    measured whole, so their divided cost is unknown. Layers that emit a loss are only found when they run; then the
+    user must exclude the module.
     """
     tied = {name for name, _ in layers_with_tied(model)}
     return tuple(
@@ -165,30 +164,21 @@ def dealable(model: Model) -> tuple[str, ...]:
     )
 
 
-def _arranged_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
-    """Choose partition and placement together, and leave the layers that this was chosen for."""
+def _search_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> LayoutChoice:
+    """Plan the first batches under many layouts, and return the fastest."""
     coming = preview(job, model, profile, first)
-    if len(model.spec.modules) == 1:
+    co_optimizes = job.config.layout.kind == "arranged"
+    if co_optimizes and len(model.spec.modules) == 1:
         write_layers(job.folder / "layers.json", training_layers(coming))
-    job.display.say("Arranging the layers ...")
+    title = "Choosing partition and placement" if co_optimizes else "Choosing a layout"
+    search = arrange_training_layout if co_optimizes else choose_training_layout
+    job.display.say(f"{title} ...")
     begin = time.monotonic()
-    with job.display.working("Arranging the layers") as tell:
-        trials = arrange_training_layout(coming, seed=job.config.seed, tell=tell)
+    with job.display.working(title) as tell:
+        trials = search(coming, seed=job.config.seed, tell=tell)
     _show(job, trials)
-    job.display.say(f"The first of {len(trials)} arrangements is taken, after {time.monotonic() - begin:.1f} s.")
-    return Laid(trials[0].layout, trials[0].rule)
-
-
-def _chosen_layout(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Laid:
-    """Plan the first batches under many layouts, and take the fastest."""
-    job.display.say("Choosing a layout ...")
-    begin = time.monotonic()
-    coming = preview(job, model, profile, first)
-    with job.display.working("Choosing a layout") as tell:
-        trials = choose_training_layout(coming, seed=job.config.seed, tell=tell)
-    _show(job, trials)
-    job.display.say(f"The first of {len(trials)} layouts is taken, after {time.monotonic() - begin:.1f} s.")
-    return Laid(trials[0].layout, trials[0].rule)
+    job.display.say(f"Chose the fastest of {len(trials)} layouts after {time.monotonic() - begin:.1f} s.")
+    return LayoutChoice(trials[0].layout, trials[0].rule)
 
 
 def _show(job: Job, trials: Sequence[LayoutEvaluation]) -> None:

@@ -1,8 +1,9 @@
-"""What the layers of a training run cost: measured on its first batches, or known from before it was interrupted."""
+"""Costs of the layers of a training run: measured on its first batches, or known from before an interruption."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,20 +14,22 @@ import msgspec
 from pipeloom.cost import Profile
 from pipeloom.errors import PipeloomError
 from pipeloom.planner import Setup
-from pipeloom.runtime import Model, ProfileOptions, find_shapes, profile_model, user_code
+from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.data.batches import bound
+from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
 from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
 from pipeloom.training.config import TrainConfig
 from pipeloom.training.job import AUTOCAST, Job
 
+_LOG = logging.getLogger(__name__)
 _PROFILED_BATCHES, _MOST_PROFILED_BATCHES = 4, 64
 
 
 @dataclass(frozen=True)
 class FirstBatches:
-    """The first few batches of a job: read once, and not at all where nobody asks."""
+    """The first few batches of a job, read once and only if needed."""
 
     job: Job
     model: Model
@@ -44,17 +47,17 @@ class FirstBatches:
 
     @property
     def metadata(self) -> list[Batch]:
-        """What the planner would be told of each."""
+        """The metadata of each batch, as the planner receives it."""
         return self._read[1]
 
     @cached_property
     def idle(self) -> list[str]:
-        """Modules that have nothing to do in any of them."""
+        """Modules without work in any of these batches."""
         return idle_modules(self.model, self.metadata)
 
     @cached_property
     def shaped(self) -> Model:
-        """The model with all shapes: those that it does not state are found on these batches."""
+        """The model with all shapes; undeclared shapes are found by running these batches."""
         if not self.model.unstated:
             return self.model
         samples = [sample for batch in self.samples for sample in batch]
@@ -67,14 +70,14 @@ class FirstBatches:
 
 
 def typical_batches(
-    model: Model, describe: Describe | None, given: Iterable[Any]
+    model: Model, describe: Describe | None, source_batches: Iterable[Any]
 ) -> tuple[list[list[Any]], list[Batch]]:
-    """The first few batches with their metadata, and later ones with something for modules that had nothing to do."""
+    """Return the first few batches with their metadata, and later ones with work for modules that had none."""
     batches: list[list[Any]] = []
     described: list[Batch] = []
     idle = [module.name for module in model.spec.modules]
     with user_code("batches"):
-        source = iter(bound(given, model))
+        source = iter(bound(source_batches, model))
         for number, samples in enumerate(itertools.islice(source, _MOST_PROFILED_BATCHES)):
             batch = batch_of(samples, describe or model.describe, number)
             still_idle = [name for name in idle if name in idle_modules(model, [batch])]
@@ -88,14 +91,39 @@ def typical_batches(
     return batches, described
 
 
+def show_first_sample(job: Job) -> None:
+    """Check a sample of the first batch against its source, and print and log it with its targets marked.
+
+    Raises
+    ------
+    InputError
+        If the sample differs from its source.
+    """
+    batches, _ = job.task.batches_from(0, job.config.iterations, **job.config.data)
+    if not isinstance(batches, Batches):
+        return
+    for _, index in batches.members(0):
+        try:
+            with user_code(f"dataset.preview({index})"):
+                text = batches.dataset.preview(index)
+        except CorruptSampleError:
+            # Reading the batch reports it.
+            continue
+        if text:
+            shown = f"First sample, with its targets between >>> and <<<: {text}"
+            job.display.say(shown)
+            _LOG.info(shown)
+        return
+
+
 def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profile:
     """Time every kind of layer on the first batches."""
     config, model = job.config, first.shaped
-    # The user's data first: what is wrong with them is said before anything else.
+    # Read the user's data first, so that their errors are reported before anything else.
     samples, metadata = first.samples, first.metadata
     job.display.say(f"Measuring the layers of {model.name} on this machine ...")
     if first.idle:
-        job.display.say(f"The first batches have nothing for {', '.join(first.idle)}: measured on made-up samples.")
+        job.display.say(f"The first batches have no data for {', '.join(first.idle)}: measured on synthetic samples.")
     profile = profile_model(
         model,
         samples,
@@ -110,15 +138,12 @@ def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profi
             autocast=AUTOCAST[config.runtime.autocast],
         ),
     )
-    job.display.say(f"{len(profile.layers)} kinds of layers; the fit is {profile.mean_error:.1%} off on average.")
+    job.display.say(f"{len(profile.layers)} kinds of layers; mean error of the fit {profile.mean_error:.1%}.")
     return profile
 
 
 def known_profile(job: Job, model: Model) -> Profile | None:
-    """The profile that was given, or that of the run that is resumed.
-
-    It is there only then, and may lack what is asked for now.
-    """
+    """Return the job's profile, or that of the run that is resumed; None if there is none, or it lacks strategies."""
     if job.profile is not None:
         return job.profile
     setup = _known_setup(job)
@@ -129,9 +154,9 @@ def known_profile(job: Job, model: Model) -> Profile | None:
 
 
 def known_links(job: Job) -> TrainConfig:
-    """The job's config with the links of the run that is resumed, where its ranks are on hosts as they were then.
+    """Return the config with the links of the resumed run if its ranks are on the same hosts.
 
-    So it has the same layout.
+    This gives the run the same layout.
     """
     setup, config = _known_setup(job), job.config
     if setup is None or not config.cluster.hosts or setup.cluster.hosts != config.cluster.hosts:
@@ -148,5 +173,5 @@ def _known_setup(job: Job) -> Setup | None:
 
 
 def _needs_strategies(job: Job) -> bool:
-    """Whether to measure what strategies take: they are to be chosen, or memory is limited."""
+    """Return whether to measure the memory strategies: they can be chosen, or memory is limited."""
     return job.config.planner.offers_a_choice or job.config.cluster.memory_capacity_bytes is not None

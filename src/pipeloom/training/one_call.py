@@ -1,4 +1,4 @@
-"""fit: train a model over ranks in one call, each part of which can be replaced."""
+"""fit: train a model over ranks in one call, with replaceable parts."""
 
 from __future__ import annotations
 
@@ -44,65 +44,67 @@ from pipeloom.training.task import Task
 Batches = Iterable[Sequence[Any]]
 _MICROBATCHES_PER_RANK = 2
 _EVALUATE_EVERY = 100
+_SAME_FIELDS = ("parallel", "seed", "cluster", "planner", "runtime", "checkpoint", "timeout_s", "ema", "log")
+"""Fields that `FitSettings` and `TrainConfig` share."""
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How `fit` trains, where the defaults do not fit."""
+    """Settings of `fit` beyond its arguments."""
 
     packing: PackingSpec | None = None
-    """How samples become microbatches; None: about two a rank, by the first batches."""
+    """How samples are divided into microbatches. None: about two microbatches for each rank, from the first batches."""
     profile: Profile | None = None
-    """What layers cost; None: they are measured before training."""
+    """Costs of the layers. None: they are measured before training."""
     planner: PlannerConfig = PlannerConfig()
-    """How long plans are searched and waited for, and which memory strategies they may choose."""
+    """Planner time, deadline, and the memory strategies that it may choose."""
     cluster: RankSpec = RankSpec()
-    """Memory of the ranks, and the links between them until messages have been measured."""
+    """Memory of the ranks, and links between them until messages have been measured."""
     parallel: ParallelConfig = ParallelConfig()
-    """Data and tensor parallelism beside the pipeline: more processes than ``ranks``."""
+    """Data and tensor parallelism beside the pipeline, which need more processes than ``ranks``."""
     runtime: RuntimeConfig = RuntimeConfig()
     """CPU or GPUs, and precision."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     scheduler: SchedulerConfig | MakeScheduler | None = None
-    """What becomes of the learning rates, which scale together: a config; or a function from a rank's optimiser to
-    torch's scheduler of it, e.g. ``functools.partial(CosineAnnealingLR, T_max=1000)``. None: they stay."""
+    """The learning-rate schedule for all rates: a config, or a function that makes the scheduler of a rank's optimizer,
+    such as ``functools.partial(CosineAnnealingLR, T_max=1000)``. None: rates are constant."""
     evaluate_on: Batches | Callable[[], Batches] | None = None
-    """Batches whose loss is measured while training runs, given like those that are trained on."""
+    """Batches whose loss is measured during training, given like the training batches."""
     evaluation: EvaluationConfig | None = None
-    """How often; None: every 100 iterations where there is something to evaluate on."""
+    """When to evaluate. None: every 100 iterations if there are batches to evaluate on."""
     ema: EmaConfig | None = None
-    """Keep an average of the weights; None: none."""
+    """Average of the weights. None: none."""
     callbacks: tuple[Callback, ...] = ()
-    """Told of steps, evaluations and checkpoints, on rank 0."""
+    """Receive steps, evaluations and checkpoints on rank 0."""
     log: LogConfig = LogConfig()
-    """TensorBoard, and the peak of the devices."""
+    """TensorBoard, and the peak performance of the devices."""
     clip_norm: float | None = None
-    """Largest norm of the gradient over all ranks; None: any."""
+    """Largest norm of the gradient over all ranks. None: no limit."""
     iterations: int | None = None
-    """How many batches are trained on at most; None: all."""
+    """Most batches to train on. None: all."""
     seed: int = 0
     timeout_s: float = 120.0
-    """After which a rank that waits for another gives up, and training stops."""
+    """Seconds after which a rank that waits for another gives up, and training stops."""
     folder: Path | None = None
-    """Where everything is left; None: a new folder under ``runs``, named after the model."""
+    """Folder of the run. None: a new folder under ``runs``, named after the model."""
     resume: bool | None = None
-    """Go on from the folder's newest checkpoint (true), or remove what is there (false). None: there must be none."""
+    """True: continue from the folder's newest checkpoint. False: remove earlier ones. None: there must be none."""
     display: Display = Lines()
-    """What shows the run while it lasts: lines on standard error; ``Quiet()``: nothing."""
+    """Shows the progress: lines on standard error by default, nothing with ``Quiet()``."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `fit` came to.
+    """The result of `fit`.
 
     Attributes
     ----------
     folder : Path
-        Timelines, plans, history and summary of the run.
+        Folder with timelines, plans, history and summary of the run.
     checkpoint : Path
         The trained weights; `load_weights` reads them into a model.
     summary : Summary
     iterations : tuple of Row
-        Every iteration in numbers.
+        The numbers of every iteration.
     """
 
     folder: Path
@@ -112,11 +114,11 @@ class FitResult:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Loss of every iteration."""
+        """The loss of every iteration."""
         return tuple(row.loss for row in self.iterations)
 
     def save_pretrained(self, folder: Path | str, source: Path | str | None = None) -> None:
-        """Write the trained weights into a folder that the model's own library reads; see `pipeloom.export`."""
+        """Write the trained weights to a folder that the model's own library reads; see `pipeloom.export`."""
         from pipeloom.integrations.export import export  # a library's reader, and seldom needed
 
         export(self.checkpoint, folder, source)
@@ -128,7 +130,7 @@ class FitResult:
 
     @property
     def measured_s(self) -> tuple[float, ...]:
-        """Seconds that every iteration took on this machine."""
+        """Measured seconds of every iteration."""
         return tuple(row.measured_s for row in self.iterations)
 
 
@@ -142,56 +144,56 @@ def fit(
     layout: Layout | Mapping[str, ModulePlacement] | None = None,
     settings: FitSettings = FitSettings(),  # noqa: B008 - frozen
 ) -> FitResult:
-    """Train a model over pipeline ranks, each iteration with a schedule made for its own batch.
+    """Train a model over pipeline ranks, with a schedule for each batch.
 
-    Measures the layers on this machine, chooses a layout by planning the first batches, and starts a process for every
-    rank and one for the planner. Every rank makes the model and reads the batches for itself, so they are given as
-    functions that can be imported (of a module or of the script, whose own call stands under
-    ``if __name__ == "__main__":``), or as objects that can be pickled.
+    Measures the layers on this machine, chooses a layout by planning the first batches, and starts a process for
+    every rank and one for the planner. Every rank builds the model and reads the batches itself. Pass them as
+    functions that can be imported from a module or script, with the script's own call under ``if __name__ ==
+    "__main__":``, or as objects that can be pickled.
 
     Parameters
     ----------
     model : Model or callable
-        The model, or a function that builds it, called with torch's generator seeded alike in every process.
+        The model, or a function that builds it. All processes seed torch's generator alike before the call.
     batches : iterable or callable
-        Batches (each a list of samples), or a function that gives them, the same in every process.
+        Batches, each a list of samples, or a function that returns them. They are the same in every process.
     ranks : int
-        Pipeline ranks.
+        Number of pipeline ranks.
     describe : callable or None
-        From a sample to its metadata: an ``id``, and its sizes. None: the model's own, or the batches are `Prefetched`.
+        Maps a sample to its metadata: an ``id`` and its sizes. None: the model's own, or the batches are
+        `Prefetched`.
     optimizer : callable or OptimizerConfig
-        From a rank's parameters to its optimiser, e.g. ``functools.partial(torch.optim.AdamW, lr=1e-4)``, whose groups
-        keep their rates; one whose own parameter is called ``named_parameters`` gets pairs of name and parameter. Or
-        an optimiser of torch's by name.
+        Makes the optimizer of a rank's parameters, such as ``functools.partial(torch.optim.AdamW, lr=1e-4)``; its
+        groups keep their rates. If its parameter is named ``named_parameters``, it receives pairs of name and
+        parameter. A config names an optimizer of torch.
     layout : Layout, mapping or None
-        Where the model lies; or by module its segments and sub-microbatch size; None: chosen by planning.
+        The layout; or segments and sub-microbatch size by module; None: chosen by planning.
     settings : FitSettings
-        Packing, profile, planner, cluster, precision, checkpoints, seed, folder.
+        Packing, profile, planner, cluster, precision, checkpoints, seed and folder.
 
     Returns
     -------
     FitResult
-        Losses, planned and measured times, and where the trained weights are.
+        Losses, planned and measured times, and the path of the trained weights.
 
     Raises
     ------
     InputError
-        When something given is wrong, or cannot be given to other processes.
+        If an argument is wrong, or cannot be sent to other processes.
     InfeasibleError
-        When a batch or a layout does not fit into memory.
+        If a batch or a layout does not fit into memory.
     ExecutionError
-        When a rank fails or dies.
+        If a rank fails or dies.
     """
     if this_worker() is not None:
-        raise InputError("fit", "starts its ranks itself, and torchrun started this process", "use a TrainingRun")
+        raise InputError("fit", "starts its own ranks, but torchrun started this process", "use a TrainingRun")
     if isinstance(layout, Layout) and layout.num_ranks != ranks:
-        raise InputError("ranks", f"is {ranks}, the layout has {layout.num_ranks}")
+        raise InputError("ranks", f"is {ranks}, but the layout has {layout.num_ranks}")
     task = _task(model, batches, describe, optimizer, settings)
     built = task.model(_dtype(), settings.seed)
     count = settings.iterations or (len(batches) if isinstance(batches, Sized) else UNTIL_THE_END)
     described = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
-    config = _config(built, task, settings, _layout_config(ranks, layout), count)
-    config = _with_loop(config, described, settings)
+    config = _config(built, task, settings, _layout_config(ranks, layout), count, described)
     folder = settings.folder or _new_folder(built.name)
     run = TrainingRun(
         config,
@@ -218,7 +220,7 @@ def _task(
     optimizer: MakeOptimizer | OptimizerConfig,
     settings: FitSettings,
 ) -> Task:
-    """What is given, in a form in which other processes can have it."""
+    """Return the task in a form that can be sent to other processes."""
     held_out = settings.evaluate_on
     return Task(
         partial(_build, _portable(model, "model")),
@@ -226,46 +228,33 @@ def _task(
         describe,
         optimizer=None if isinstance(optimizer, OptimizerConfig) else optimizer,
         scheduler=None if isinstance(settings.scheduler, SchedulerConfig) else settings.scheduler,
-        eval_batches=None if held_out is None else partial(_given, _portable(held_out, "settings.evaluate_on")),
+        eval_batches=None if held_out is None else partial(_held_out, _portable(held_out, "settings.evaluate_on")),
         callbacks=settings.callbacks,
     )
 
 
-def _config(model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int) -> TrainConfig:
-    """What a file would say of the run."""
+def _config(
+    model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int, optimizer: OptimizerConfig
+) -> TrainConfig:
+    """Return the settings as a file would hold them."""
+    scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
+    if scheduler.name in ("cosine", "linear") and iterations == UNTIL_THE_END:
+        problem = f"{scheduler.name!r} needs the length of the run, which is unknown"
+        raise InputError("settings.scheduler", problem, "give settings.iterations")
+    evaluation = settings.evaluation
+    if evaluation is None and settings.evaluate_on is not None:
+        evaluation = EvaluationConfig(_EVALUATE_EVERY)
+    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
     return TrainConfig(
         name=model.name if settings.folder is None else settings.folder.name,
         iterations=iterations,
         layout=layout,
         packing=settings.packing or _packing(model, task, layout.ranks),
-        parallel=settings.parallel,
-        seed=settings.seed,
         dtype=_dtype(),
-        cluster=settings.cluster,
-        planner=settings.planner,
-        runtime=settings.runtime,
-        checkpoint=settings.checkpoint,
-        timeout_s=settings.timeout_s,
-    )
-
-
-def _with_loop(config: TrainConfig, optimizer: OptimizerConfig, settings: FitSettings) -> TrainConfig:
-    """The config with what the loop does beside plans."""
-    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
-    scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
-    if scheduler.name in ("cosine", "linear") and config.iterations == UNTIL_THE_END:
-        problem = f"{scheduler.name!r} goes by the length of the run, which is not known"
-        raise InputError("settings.scheduler", problem, "give settings.iterations")
-    evaluation = settings.evaluation
-    if evaluation is None and settings.evaluate_on is not None:
-        evaluation = EvaluationConfig(_EVALUATE_EVERY)
-    return msgspec.structs.replace(
-        config,
         optimizer=msgspec.structs.replace(optimizer, clip_norm=clip_norm),
         scheduler=scheduler,
         evaluation=evaluation,
-        ema=settings.ema,
-        log=settings.log,
+        **{name: getattr(settings, name) for name in _SAME_FIELDS},
     )
 
 
@@ -276,28 +265,28 @@ def _layout_config(ranks: int, layout: Layout | Mapping[str, ModulePlacement] | 
 
 
 def _dtype() -> Literal["float32", "float64", "bfloat16"]:
-    """The dtype in which the caller makes tensors, and so do the ranks."""
+    """Return torch's default dtype, which the ranks use too."""
     known: dict[torch.dtype, Literal["float64", "bfloat16"]] = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
     return known.get(torch.get_default_dtype(), "float32")
 
 
-def _portable(given: Any, what: str) -> Any:
-    """What other processes can be given: a function as it is, an object as bytes, of which each makes its own.
+def _portable(value: Any, what: str) -> Any:
+    """Return a form that can be sent to other processes: a function itself, or the bytes of an object.
 
     Raises
     ------
     InputError
-        When it cannot be pickled, or was typed into an interpreter, where no other process finds it.
+        If it cannot be pickled, or is defined in an interactive session.
     """
     try:
-        data = pickle.dumps(given)
+        data = pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        remedy = "give a function of a module or of the script that makes it"
-        raise InputError(what, f"cannot be given to other processes ({error})", remedy) from error
+        remedy = "pass a function of a module or of the script that makes it"
+        raise InputError(what, f"cannot be sent to other processes ({error})", remedy) from error
     main = sys.modules["__main__"]
-    if getattr(given, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
-        raise InputError(what, "is defined in an interactive session", "put it into a file that can be imported")
-    return given if callable(given) else data
+    if getattr(value, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise InputError(what, "is defined in an interactive session", "move it to a file that can be imported")
+    return value if callable(value) else data
 
 
 def _build(model: Callable[[], Model] | bytes, *, seed: int) -> Any:
@@ -308,23 +297,23 @@ def _build(model: Callable[[], Model] | bytes, *, seed: int) -> Any:
 
 
 def _batches(batches: Callable[[], Batches] | bytes, most: int | None, *, num_iterations: int) -> Batches:  # noqa: ARG001
-    """Give the batches; `num_iterations` says no more than ``most`` where there is one."""
-    given = pickle.loads(batches) if isinstance(batches, bytes) else batches()
-    if isinstance(given, LoadedBatches):
-        return given if most is None else replace(given, limit=min(most, len(given)))
-    return given if most is None else itertools.islice(given, most)
+    """Return at most ``most`` batches; `num_iterations` never exceeds it."""
+    made = pickle.loads(batches) if isinstance(batches, bytes) else batches()
+    if isinstance(made, LoadedBatches):
+        return made if most is None else replace(made, limit=min(most, len(made)))
+    return made if most is None else itertools.islice(made, most)
 
 
-def _given(batches: Callable[[], Batches] | bytes) -> Batches:
-    """Give evaluation batches."""
+def _held_out(batches: Callable[[], Batches] | bytes) -> Batches:
+    """Return the evaluation batches."""
     found: Batches = pickle.loads(batches) if isinstance(batches, bytes) else batches()
     return found
 
 
 def _packing(model: Model, task: Task, ranks: int) -> PackingSpec:
-    """About two microbatches a rank on the first batches, with room for samples twice as long as theirs."""
-    given, _ = task.batches_from(0, 1)
-    _, metadata = typical_batches(model, task.describe, given)
+    """Return a packing with about two microbatches per rank on the first batches, which fits samples twice as long."""
+    batches, _ = task.batches_from(0, 1)
+    _, metadata = typical_batches(model, task.describe, batches)
     if not metadata:
         raise InputError("batches", "has none", "give at least one batch")
     tokens = [budget_tokens(batch, model.spec) for batch in metadata]
@@ -341,6 +330,6 @@ def _new_folder(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise refused(folder, error, "give settings a folder") from error
+            raise refused(folder, error, "set settings.folder") from error
         return folder
     raise AssertionError("numbers do not end")

@@ -1,4 +1,4 @@
-"""Optimisers and schedulers of torch, made as train.toml says."""
+"""Optimizers and schedulers of torch, made from the settings in train.toml."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pipeloom.runtime.train.rates import MakeScheduler
 from pipeloom.training.loop_config import BUILT_IN, OptimizerConfig, OptimizerGroup, RestConfig, SchedulerConfig
 
 Named = Sequence[tuple[str, nn.Parameter]]
-"""A rank's trained parameters, each once, by the name of one of its layers."""
+"""A rank's trained parameters, each once, with the name in one of its layers."""
 _CLOSURES = ("LBFGS",)
 _SPARSE = "SparseAdam"
 _UNFIT = (*_CLOSURES, _SPARSE, "Optimizer")
 _MATRICES = "Muon"
 _TRIED_STEPS = 1000
-"""Of a scheduler, before ranks are started."""
+"""Steps for which a scheduler is tried before ranks start."""
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimisers as one: groups one after the other, states in one dictionary."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, with concatenated groups and one dictionary of states."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -38,43 +38,44 @@ class Together(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Take a step with each."""
+        """Take a step with each optimizer."""
         for part in self.parts:
             part.step()
 
 
 class ConfiguredOptimizer:
-    """Makes an optimiser as a config says, of a rank's named parameters.
+    """Makes the optimizer of a config from a rank's named parameters.
 
     Parameters
     ----------
     config : OptimizerConfig
     divides : bool
-        Parameters may lie in shards, which do not go through one call together with whole ones.
+        Whether parameters may be shards, which must not be in one call with whole ones.
     """
 
     def __init__(self, config: OptimizerConfig, divides: bool = False) -> None:
         self.config, self.divides = config, divides
 
     def __call__(self, named_parameters: Named) -> torch.optim.Optimizer:
-        """Make it.
+        """Make the optimizer.
 
         Raises
         ------
         InputError
-            When torch has no such optimiser, or it does not take these options.
+            If torch has no such optimizer, or it does not accept the options.
         """
         config = self.config
         if config.name != _MATRICES:
             return self._one(config, named_parameters, "optimizer")
         rest = config.rest or RestConfig()
-        apart = [_matches(name, rest.match) or parameter.dim() != 2 for name, parameter in named_parameters]
-        parts: list[tuple[OptimizerConfig | RestConfig, Named, str]] = [
-            (config, [each for each, other in zip(named_parameters, apart, strict=True) if not other], "optimizer"),
-            (rest, [each for each, other in zip(named_parameters, apart, strict=True) if other], "optimizer.rest"),
-        ]
-        made = [self._one(one, named, where) for one, named, where in parts if named]
-        return made[0] if len(made) == 1 else Together(made)
+        matrices: list[tuple[str, nn.Parameter]] = []
+        others: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in named_parameters:
+            is_matrix = parameter.dim() == 2 and not _matches(name, rest.match)
+            (matrices if is_matrix else others).append((name, parameter))
+        made = [self._one(config, matrices, "optimizer")] if matrices else []
+        made += [self._one(rest, others, "optimizer.rest")] if others else []
+        return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
     def _one(self, config: OptimizerConfig | RestConfig, named: Named, where: str) -> torch.optim.Optimizer:
         kind = _class_of(torch.optim, torch.optim.Optimizer, config.name, f"{where}.name", _UNFIT)
@@ -84,14 +85,10 @@ class ConfiguredOptimizer:
             options["weight_decay"] = config.weight_decay
         if isinstance(config, OptimizerConfig) and config.betas is not None:
             options["betas"] = config.betas
-        for name in (
-            *options,
-            *(name for number in range(len(self.config.groups)) for name in self._own(number, False)),
-        ):
-            if name == "lr" and name not in options:
-                continue
+        of_groups = [name for number in range(len(self.config.groups)) for name in self._own_options(number, False)]
+        for name in (*options, *(name for name in of_groups if name != "lr")):
             if name not in known or name in ("params", "lr"):
-                raise InputError(f"{where}: {name}", f"is no option of {kind.__name__}", _listed(known))
+                raise InputError(f"{where}: {name}", f"is not an option of {kind.__name__}", _listed(known))
         if self.divides and "foreach" in known:
             options.setdefault("foreach", False)
         decays = "weight_decay" in known
@@ -105,40 +102,39 @@ class ConfiguredOptimizer:
         return made
 
     def _groups(self, named: Named, decays: bool) -> list[dict[str, Any]]:
-        """Parameters of one rate and one decay together, in the order in which they first come."""
+        """Group the parameters by rate and decay, in the order of their first parameter."""
         found: defaultdict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in named:
             number = next((i for i, group in enumerate(self.config.groups) if _matches(name, group.match)), -1)
-            spared = decays and not self.config.decay_vectors and parameter.dim() < 2
-            found[number, spared].append(parameter)
-        return [{"params": parameters, **self._own(*key)} for key, parameters in found.items()]
+            without_decay = decays and not self.config.decay_vectors and parameter.dim() < 2
+            found[number, without_decay].append(parameter)
+        return [{"params": parameters, **self._own_options(*key)} for key, parameters in found.items()]
 
-    def _own(self, number: int, spared: bool) -> dict[str, Any]:
-        """What a group has of its own."""
+    def _own_options(self, number: int, without_decay: bool) -> dict[str, Any]:
+        """Return the options of one group."""
         group = OptimizerGroup(()) if number < 0 else self.config.groups[number]
         own = dict(group.options)
         if group.learning_rate is not None:
             own["lr"] = group.learning_rate
         if group.weight_decay is not None:
             own["weight_decay"] = group.weight_decay
-        if spared:
+        if without_decay:
             own["weight_decay"] = 0.0
         return own
 
 
 def check_optimizer(config: OptimizerConfig, names: Iterable[str]) -> None:
-    """Refuse an optimiser that no rank could make, before any is started.
+    """Check before ranks start that they can make the optimizer.
 
     Parameters
     ----------
-    config : OptimizerConfig
     names : iterable of str
-        Of all parameters of the model.
+        Names of all parameters of the model.
 
     Raises
     ------
     InputError
-        Naming the field.
+        If they cannot; the message names the field.
     """
     every = list(names)
     for number, group in enumerate(config.groups):
@@ -163,7 +159,7 @@ def _sample() -> Named:
 def _check_match(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(where, f"{pattern!r} matches no parameter", f"names are as {names[0]!r}" if names else "")
+            raise InputError(where, f"{pattern!r} matches no parameter", f"an example is {names[0]!r}" if names else "")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -171,12 +167,12 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, iterations: int) -> MakeScheduler | None:
-    """Make the scheduler of a config, a function from an optimiser to torch's; None where rates stay as they are.
+    """Return a function that makes the config's scheduler of an optimizer; None if rates are constant.
 
     Raises
     ------
     InputError
-        When torch has no such scheduler.
+        If torch has no such scheduler.
     """
     if config.name == "constant" and not optimizer.warmup_iterations:
         return None
@@ -187,7 +183,7 @@ def configured_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig, it
     known = inspect.signature(kind).parameters
     for name in config.options:
         if name not in known or name == "optimizer":
-            raise InputError(f"scheduler.options: {name}", f"is no option of {config.name}", _listed(known))
+            raise InputError(f"scheduler.options: {name}", f"is not an option of {config.name}", _listed(known))
 
     def make(made: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         try:
@@ -205,19 +201,19 @@ def _unfit(name: str, error: Exception) -> InputError:
 
 
 def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, iterations: int) -> None:
-    """Refuse a scheduler that no rank could make, or that ends before the run, before any rank is started.
+    """Check before ranks start that they can make the scheduler, and that it does not end before the run.
 
     Parameters
     ----------
-    config : SchedulerConfig
     optimizer : OptimizerConfig or None
-        Whose rates it schedules; None: the task's own optimiser, which only ranks make.
+        The optimizer whose rates it schedules. None: the task's own optimizer, which only ranks make.
     iterations : int
-        Of the run.
+        Iterations of the run.
 
     Raises
     ------
     InputError
+        If they cannot, or it ends early.
     """
     if optimizer is None:
         sample: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
@@ -229,7 +225,7 @@ def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, 
     made = make(sample)
     total = getattr(made, "total_steps", None)
     if total is not None and total < iterations:
-        remedy = "let total_steps be at least as many"
+        remedy = "raise total_steps to the number of iterations"
         raise InputError("scheduler.options", f"{config.name} ends after {total} of {iterations} iterations", remedy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -242,7 +238,7 @@ def check_scheduler(config: SchedulerConfig, optimizer: OptimizerConfig | None, 
 
 
 def rate_factor(config: SchedulerConfig, warmup: int, iterations: int) -> Callable[[int], float]:
-    """Share of the learning rate by iteration: a linear warm-up, then towards the final share."""
+    """Return the share of the learning rate by iteration: a linear warm-up, then a decay to the final share."""
 
     def factor(iteration: int) -> float:
         if iteration < warmup:
@@ -255,7 +251,7 @@ def rate_factor(config: SchedulerConfig, warmup: int, iterations: int) -> Callab
 
 
 def _class_of(module: Any, base: type, name: str, where: str, but: Sequence[str]) -> Any:
-    """A class by name."""
+    """Return a class of a module by name."""
     known = sorted(
         each
         for each, found in vars(module).items()
@@ -264,12 +260,12 @@ def _class_of(module: Any, base: type, name: str, where: str, but: Sequence[str]
     if name not in known:
         problem = f"{name!r} is unknown"
         if name in _CLOSURES:
-            problem = f"{name!r} wants a closure, which no plan gives"
+            problem = f"{name!r} needs a closure, which plans do not support"
         elif name == _SPARSE:
-            problem = f"{name!r} takes sparse gradients, which no layer gives here"
-        raise InputError(where, problem, f"one of {', '.join(known)}")
+            problem = f"{name!r} needs sparse gradients, which layers do not produce here"
+        raise InputError(where, problem, f"use one of {', '.join(known)}")
     return getattr(module, name)
 
 
 def _listed(known: Mapping[str, Any]) -> str:
-    return "it has " + ", ".join(each for each in known if each not in ("params", "lr", "optimizer"))
+    return "options: " + ", ".join(each for each in known if each not in ("params", "lr", "optimizer"))

@@ -1,4 +1,4 @@
-"""One rank of a training run: builds its model and trains; rank 0 records, and reports at the end."""
+"""One rank of a training run: builds its model and trains. Rank 0 also records and reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeloom.runtime.launch.coordination import first_says
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
 from pipeloom.runtime.train.evaluate import Evaluated, random_kept
-from pipeloom.training.callbacks import Callbacks
+from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
 from pipeloom.training.finish import finish
@@ -29,7 +29,6 @@ from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.optimizers import ConfiguredOptimizer, configured_scheduler
 from pipeloom.training.record import EVALUATIONS, HISTORY, LAYOUTS, TENSORBOARD, Recorder, RunFacts, Summary
 from pipeloom.training.relayout import Relayout
-from pipeloom.training.tensorboard import TensorBoardLog
 
 
 def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = None) -> Summary | None:
@@ -38,87 +37,88 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     Parameters
     ----------
     job : Job
-        Prepared: its setup is in its folder.
+        A prepared job, with its setup in its folder.
     go_on : bool
-        Go on from the newest checkpoint.
+        Whether to continue from the newest checkpoint.
     displays : callable or None
-        Rank 0 calls it, with the name of the work, when it begins to display the run.
+        Called on rank 0 with the name of the work when it begins to display the run.
 
     Returns
     -------
     Summary or None
-        On rank 0 what the run came to.
+        The summary of the run on rank 0, None on other ranks.
     """
     relayout = Relayout(job, job.shared_setup())
-    # Rank 0 has them once it is known where the run begins.
-    listeners: list[Listener] = []
+    # Filled on rank 0 once the first iteration is known.
+    handlers: list[EventHandler] = []
     with ExitStack() as shown:
         learned = None
         while True:
             setup = relayout.begin()
             model = with_shapes(job.build_model(), setup.model)
-            trainer = _trainer(job, setup, relayout, model, listeners, go_on)
+            trainer = _trainer(job, setup, relayout, model, handlers, go_on)
             first = trainer.resume(learned) if go_on else 0
-            given, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
-            batches = trainer.skip_trained(given, count)
-            if not listeners and trainer.rank == 0:
+            all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
+            batches = trainer.skip_trained(all_batches, count)
+            if not handlers and trainer.rank == 0:
                 if first:
-                    job.display.say(f"Going on from the checkpoint after {first} iterations.")
+                    job.display.say(f"Continuing from the checkpoint after {first} iterations.")
                 show = shown.enter_context(job.display.iterations(job.config.iterations, first))
                 if displays is not None:
                     displays("training")
-                listeners.append(Listener(job, first, show))
-            done = _train(_Evaluations(job, setup, trainer, next(iter(listeners), None)), batches, first, relayout)
+                handlers.append(EventHandler(job, first, show))
+            done = _train(_Evaluator(job, setup, trainer, next(iter(handlers), None)), batches, first, relayout)
             if not relayout.changed:
                 break
             learned, go_on = trainer.learned, True
-            # They take no memory from those that come.
+            # Free their memory before the next ones are built.
             del model, trainer, batches
-    _gather(job, trainer)
-    if not listeners:
+    # Only if it is needed, since the whole model may exceed a rank's memory.
+    if job.task.evaluate is not None:
+        trainer.gather_model()
+    if not handlers:
         return None
-    [listener] = listeners
+    [handler] = handlers
     if done < job.config.iterations != UNTIL_THE_END:
         job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
-    # Everything is on disk before the user's evaluation, in which anything may happen.
-    facts = _facts(job, setup, model)
+    # Write everything before the user's evaluation, which may fail.
+    facts = _run_facts(job, setup, model)
     with display_heartbeat(job.display, "comparing with 1F1B, and writing timelines"):
-        summary = finish(listener.recorder, setup, facts, listener.elapsed_s, job.config.layout.kind)
+        summary = finish(handler.recorder, setup, facts, handler.elapsed_s, job.config.layout.kind)
         doing("evaluating")
         scores = job.task.scores(model)
     if scores:
-        summary = listener.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
-    listener.callbacks.tell("on_end", summary)
+        summary = handler.recorder.write(msgspec.structs.replace(summary, evaluation=scores))
+    handler.callbacks.call("on_end", summary)
     job.display.close(summary)
     return summary
 
 
-def _train(evaluate: _Evaluations, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
-    """Train under one layout, until the end or until another one is to come; return how many iterations are done."""
-    listener, done = evaluate.listener, first
+def _train(evaluate: _Evaluator, batches: Iterable[Sequence[Any]], first: int, relayout: Relayout) -> int:
+    """Train under one layout until the end or until the layout changes; return the number of finished iterations."""
+    handler, done = evaluate.handler, first
     for report in evaluate.trainer.run(batches, first):
         if done == first:
             relayout.started(report)
         done = report.iteration + 1
-        if listener is not None:
-            listener.step(report)
+        if handler is not None:
+            handler.step(report)
         relayout.note(report)
         evaluate.after(done)
     if not relayout.changed:
         evaluate.after(done, is_last=True)
-    elif listener is not None:
-        listener.recorder.relaid()
+    elif handler is not None:
+        handler.recorder.relaid()
     return done
 
 
-class Listener:
-    """What rank 0 does with the run's events: it records them, shows them, and tells callbacks.
+class EventHandler:
+    """Handles the run's events on rank 0: records them, shows them, and calls the callbacks.
 
     Parameters
     ----------
-    job : Job
     first : int
-        Iteration with which this start begins.
+        First iteration of this start.
     show : callable
         Shows the report of an iteration.
     """
@@ -133,50 +133,50 @@ class Listener:
 
     @property
     def elapsed_s(self) -> float:
-        """Since this start began to train."""
+        """Seconds since this start began to train."""
         return time.monotonic() - self._begin
 
     def step(self, report: StepReport) -> None:
-        """After an iteration; the utilisation of the devices is reported too, where that is known."""
+        """Handle an iteration; its report receives the MFU if the peak of the devices is known."""
         if self._peak_flops is not None and report.flops and report.step_s:
             report = replace(report, mfu=report.flops / (report.step_s * self._peak_flops))
-        self.callbacks.tell("on_step", self.recorder.add(report))
+        self.callbacks.call("on_step", self.recorder.add(report))
         self._show(report)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """After an evaluation."""
+        """Handle an evaluation."""
         self.recorder.add_evaluation(evaluated)
         weights = ", averaged weights" if evaluated.weights == "ema" else ""
         self._display.say(
             f"Evaluation after {evaluated.iteration} iterations: loss {evaluated.loss:.4f} on {evaluated.num_batches} "
             f"batches, {evaluated.elapsed_s:.1f} s{weights}"
         )
-        self.callbacks.tell("on_evaluation", evaluated)
+        self.callbacks.call("on_evaluation", evaluated)
 
     def saved(self, iteration: int, path: Path) -> None:
-        """After a checkpoint."""
-        self.callbacks.tell("on_checkpoint", iteration, path)
+        """Handle a checkpoint."""
+        self.callbacks.call("on_checkpoint", iteration, path)
 
 
 def peak_flops(job: Job) -> float | None:
-    """Of one process's device, in the precision of the run: as the config says, or by its data sheet."""
+    """Return the peak operations per second of one process's device in the run's precision."""
     config = job.config
     computed = AUTOCAST[config.runtime.autocast] or torch_dtype(config.dtype)
     return config.log.peak_flops or known_peak(group_device(), computed)
 
 
-class _Evaluations:
-    """The evaluations of a run; all ranks use it alike."""
+class _Evaluator:
+    """Evaluates during a run; all ranks use it alike."""
 
-    def __init__(self, job: Job, setup: Setup, trainer: Trainer, listener: Listener | None) -> None:
-        self.config, self.job, self.trainer, self.listener = job.config.evaluation, job, trainer, listener
+    def __init__(self, job: Job, setup: Setup, trainer: Trainer, handler: EventHandler | None) -> None:
+        self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
         self._last = 0
         if self.config is not None:
-            self._last = first_says(0 if listener is None else listener.recorder.last_evaluated)
+            self._last = first_says(0 if handler is None else handler.recorder.last_evaluated)
             self._plan = partial(plan_forwards, forward_problem(setup))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
-        """Evaluate after so many iterations, where it is time to."""
+        """Evaluate after this many iterations if an evaluation is due."""
         config = self.config
         if config is None or done == self._last or (done % config.every and not is_last):
             return
@@ -185,24 +185,18 @@ class _Evaluations:
             batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
         averaged = config.weights == "ema"
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)
-        if self.listener is not None:
-            self.listener.evaluated(found)
-
-
-def _gather(job: Job, trainer: Trainer) -> None:
-    """Bring the whole model together where somebody asks for it: it may be larger than a rank's memory."""
-    if job.task.evaluate is not None:
-        trainer.gather_model()
+        if self.handler is not None:
+            self.handler.evaluated(found)
 
 
 def _trainer(
-    job: Job, setup: Setup, relayout: Relayout, model: Model, listeners: list[Listener], go_on: bool
+    job: Job, setup: Setup, relayout: Relayout, model: Model, handlers: list[EventHandler], go_on: bool
 ) -> Trainer:
     config, costs, task = job.config, setup.costs, job.task
 
     def saved(iteration: int, path: Path) -> None:
-        for listener in listeners:
-            listener.saved(iteration, path)
+        for handler in handlers:
+            handler.saved(iteration, path)
 
     return Trainer(
         model,
@@ -233,6 +227,6 @@ def _trainer(
     )
 
 
-def _facts(job: Job, setup: Setup, model: Model) -> RunFacts:
+def _run_facts(job: Job, setup: Setup, model: Model) -> RunFacts:
     num_parameters = sum(p.numel() for module in model.modules for x in module.layers for p in x.parameters())
     return RunFacts(job.config.name, setup.layout.num_ranks, num_parameters, job.config.seed, setup.layout.digest)

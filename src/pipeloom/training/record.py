@@ -1,4 +1,4 @@
-"""What a training run leaves behind: summary.json, and plans as text."""
+"""Files of a training run: summary.json, history.jsonl, and plans as text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pipeloom.runtime.train.evaluate import Evaluated
 class Summary(msgspec.Struct, frozen=True):
     """``summary.json``: a training run in numbers. Means are over iterations.
 
-    ``mean_planned_s`` is simulated from costs; ``mean_measured_s`` is real computation on this machine, whose cores
-    the ranks may have to share.
+    ``mean_planned_s`` is simulated from costs. ``mean_measured_s`` is measured on this machine, whose cores the
+    ranks may share.
     """
 
     name: str
     iterations: NumBytes
     resumed_at: tuple[NumBytes, ...]
-    """Iterations with which the run went on from a checkpoint."""
+    """First iteration after each continuation from a checkpoint."""
     loss_first: Finite
     """Loss of the first iteration."""
     loss_last: Finite
@@ -45,7 +45,7 @@ class Summary(msgspec.Struct, frozen=True):
     plans_fallback: NumBytes
     """Iterations that ran the static fallback plan."""
     fallback_iterations: dict[NumBytes, str]
-    """Which ones, and why."""
+    """The iterations that ran the fallback plan, with the reason."""
     mean_gap: Finite
     """Planned time over the lower bound, minus one."""
     mean_planned_s: Finite
@@ -53,10 +53,10 @@ class Summary(msgspec.Struct, frozen=True):
     mean_planned_bubble_share: Finite
     mean_measured_bubble_share: Finite
     mean_lead_s: Finite
-    """How long before its use a fresh plan was ready."""
+    """Mean seconds from the completion of a fresh plan to its use."""
     mean_search_s: Finite
     elapsed_s: Finite
-    """Wall time of all iterations."""
+    """Wall time of all iterations in seconds."""
     num_ranks: NumBytes
     num_cores: NumBytes
     num_parameters: NumBytes
@@ -64,23 +64,23 @@ class Summary(msgspec.Struct, frozen=True):
     layout: str
     """Digest of the layout."""
     evaluation: dict[str, Finite] = {}
-    """All that the task's ``evaluate`` returned."""
+    """The numbers that the task's ``evaluate`` returned."""
     comparison: dict[str, Finite] = {}
     """Mean planned seconds of each system on the same batches, costs and simulator."""
     comparison_batches: NumBytes = 0
     advice: str = ""
-    """What to do, where a baseline is planned to be faster; empty where none is."""
+    """What to do if a baseline is planned to be faster; empty otherwise."""
     evaluations: tuple[tuple[NumBytes, Finite], ...] = ()
-    """Of every evaluation while training ran, after how many iterations, and the loss."""
+    """Finished iterations and loss of each evaluation during training."""
     difference: Difference | None = None
-    """Where measured and planned time differ, over the iterations that were looked at; null where none was."""
+    """Difference of measured and planned time over the analyzed iterations; null if none was analyzed."""
     samples_skipped: NumBytes = 0
-    """Damaged samples that were left out of batches."""
+    """Damaged samples that were skipped."""
     format: str = "pipeloom.summary/1"
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of ``history.jsonl``: an iteration in numbers."""
+    """One line of ``history.jsonl``: the numbers of an iteration."""
 
     iteration: Number
     loss: Finite
@@ -89,36 +89,36 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planned_s: Seconds
     """Simulated from costs."""
     measured_s: Seconds
-    """Real computation on this machine."""
+    """Measured on this machine."""
     gap: Finite
     planned_bubble_share: Finite
     measured_bubble_share: Finite
     search_s: Seconds
     lead_s: SignedSeconds
-    """How long before its use the plan was ready; negative: how long it was waited for, or made."""
+    """Seconds from the completion of the plan to its use. Negative: seconds that the plan was waited for or made."""
     fresh: bool
     reason: str
     start: Number
-    """How often the run had been started again when this iteration ran."""
+    """Number of restarts of the run before this iteration."""
     learning_rate: Finite | None = None
-    """Of the first group of parameters on rank 0."""
+    """Rate of the first parameter group on rank 0."""
     num_tokens: NumBytes = 0
-    """In the sequences of the whole batch."""
+    """Tokens in the sequences of the whole batch."""
     step_s: Seconds = 0.0
-    """Wall time: waiting for the plan and the optimiser's step included."""
+    """Wall time in seconds, including the wait for the plan and the optimizer step."""
     tokens_per_s: Finite | None = None
-    """Over the wall time."""
+    """Tokens per second of wall time."""
     mfu: Finite | None = None
-    """Operations of the model over what the devices could do in that time; absent where these are not known."""
+    """Operations of the model over the peak of the devices in that time; absent if the peak is unknown."""
     num_skipped: Number = 0
-    """Damaged samples that were left out of the batch."""
+    """Damaged samples that were skipped in the batch."""
     slowness: tuple[Magnitude, ...] = ()
-    """Per pipeline rank, how many times longer than most the plan took it to compute; empty: all alike."""
+    """For each pipeline rank, its compute time relative to most ranks in the plan. Empty: all alike."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a summary says of a run beside its iterations."""
+    """The part of a summary that does not come from iterations."""
 
     name: str
     num_ranks: int
@@ -148,30 +148,29 @@ WRITTEN = (
 )
 _MEANS = ("gap", "planned_s", "measured_s", "planned_bubble_share", "measured_bubble_share", "search_s")
 """Fields of a row whose means are in the summary."""
-_OFTEN_LOST = ("loss", "gradient_norm")
-"""Fields that are not finite where training diverges."""
+_MAY_DIVERGE = ("loss", "gradient_norm")
+"""Fields that are not finite if training diverges."""
 _LOG = logging.getLogger(__name__)
-# Whole reports are kept of so many iterations, evenly spread; the numbers are kept of all.
+# Most iterations whose whole reports are kept, evenly spread; rows are kept of all.
 _MOST_REPORTS = 64
 
 
 def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
-    """Make a run's folder, and take away what an earlier run of this name left, so that nothing is taken for new.
+    """Create a run's folder, and remove the files of an earlier run of this name.
 
     Parameters
     ----------
-    folder : Path
     go_on : bool
-        A run is being resumed: its plans, its history and what was measured for it stay.
+        Whether a run is resumed: its plans, history and measurements remain.
 
     Raises
     ------
     InputError
-        When the folder cannot be made or emptied.
+        If the folder cannot be created or emptied.
     """
     kept = {HISTORY, EVALUATIONS, LAYOUTS, "setup.json"} if go_on else set()
     for path in (folder / name for name in kept):
-        # What a link leads to may be a file of the user's, which would get lines of the run.
+        # A link may point to a user's file, to which lines would be appended.
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             raise InputError(str(path), "is not a regular file", "remove it")
     for path in (folder / "plans", folder / TENSORBOARD):
@@ -188,21 +187,21 @@ def fresh_folder(folder: Path, *, go_on: bool = False) -> None:
 
 @dataclass
 class Totals:
-    """What a summary has of all iterations. It takes the same memory however many there are."""
+    """Sums over all iterations for the summary, in constant memory."""
 
     count: int = 0
     loss_first: float = 0.0
     loss_last: float = 0.0
     num_skipped: int = 0
     fallbacks: dict[int, str] = field(default_factory=dict)
-    """Iterations that ran the fallback plan, and why."""
+    """The iterations that ran the fallback plan, with the reason."""
     resumed_at: list[int] = field(default_factory=list)
     _sums: Counter[str] = field(default_factory=Counter)
     _lead_s: float = 0.0
     _start: int = 0
 
     def add(self, row: Row) -> None:
-        """Count an iteration."""
+        """Add an iteration."""
         if not self.count:
             self.loss_first = row.loss
         elif row.start != self._start:
@@ -217,7 +216,7 @@ class Totals:
             self.fallbacks[row.iteration] = row.reason
 
     def mean(self, name: str) -> float:
-        """Mean of a field over all iterations."""
+        """Return the mean of a field over all iterations."""
         return self._sums[name] / self.count
 
     @property
@@ -229,13 +228,12 @@ class Totals:
 
 @dataclass
 class Recorder:
-    """Collects the reports of rank 0, and writes plans and history as they come.
+    """Collects the reports of rank 0, and writes plans and history.
 
     Parameters
     ----------
-    folder : Path
     first_iteration : int
-        With which this start begins: what the history has of it and later ones was lost, and is run again.
+        First iteration of this start. Later rows of the history belong to lost iterations and are removed.
     num_plans : int
         Number of the newest plans that are kept.
     """
@@ -250,7 +248,7 @@ class Recorder:
     _start: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """Make the folder for the plans, and take over the history of earlier starts."""
+        """Create the folder for the plans, and read the history of earlier starts."""
         self._drop_plans(self.first_iteration)
         path = self.folder / HISTORY
         rows: list[Row] = []
@@ -271,7 +269,7 @@ class Recorder:
             write_text(path, "".join(_line(each) for each in self.evaluations))
 
     def add(self, report: StepReport) -> Row:
-        """Keep a report, write its plan and its line of the history, and return that."""
+        """Keep a report, write its plan and its row of the history, and return the row."""
         answer = report.answer
         assert answer is not None
         row = Row(
@@ -301,7 +299,7 @@ class Recorder:
             path = self._plan(report.iteration)
             with writing(path, _ELSEWHERE):
                 self._plan(report.iteration - self.num_plans).unlink(missing_ok=True)
-                # Whatever is there of an earlier start may be no regular file.
+                # An earlier start may have left something that is not a regular file.
                 path.unlink(missing_ok=True)
                 path.write_text(to_text(answer.plan))
         append_line(self.folder / HISTORY, row)
@@ -318,7 +316,7 @@ class Recorder:
         return self.folder / "plans" / f"{iteration:05d}.plan"
 
     def _drop_plans(self, first: int) -> None:
-        """Make the folder for the plans, and remove what is older than those that are kept."""
+        """Create the folder for the plans, and remove the oldest plans."""
         folder = self.folder / "plans"
         with writing(folder, _ELSEWHERE):
             folder.mkdir(exist_ok=True)
@@ -328,7 +326,7 @@ class Recorder:
 
     @property
     def last_evaluated(self) -> int:
-        """After how many iterations the last evaluation was made; 0: there is none."""
+        """Number of finished iterations at the last evaluation; 0 if there is none."""
         return self.evaluations[-1].iteration if self.evaluations else 0
 
     def add_evaluation(self, evaluated: Evaluated) -> None:
@@ -337,7 +335,7 @@ class Recorder:
         append_line(self.folder / EVALUATIONS, evaluated)
 
     def relaid(self) -> None:
-        """Training goes on under another layout: reports of plans under the one before are kept no more."""
+        """Discard the reports under the previous layout."""
         self.reports.clear()
 
     def summarise(
@@ -352,19 +350,18 @@ class Recorder:
 
         Parameters
         ----------
-        run : RunFacts
         elapsed_s : float
-            Wall time of all iterations of this start.
+            Wall time of all iterations of this start in seconds.
         comparison : mapping or None
             Planned seconds of every compared batch under each system.
         difference : Difference or None
-            Where measured and planned time differ.
+            Difference of measured and planned time.
         advice : str
-            What to do, where a baseline is planned to be faster.
+            What to do if a baseline is planned to be faster.
         """
         totals, compared = self._totals, comparison or {}
         if not totals.count:
-            problem = "has no iteration, and all were trained before the checkpoint"
+            problem = "has no iterations, because all were trained before the checkpoint"
             raise InputError(str(self.folder / HISTORY), problem, "raise iterations, or train --from-scratch")
         return self.write(
             Summary(
@@ -399,40 +396,40 @@ class Recorder:
         )
 
     def write(self, summary: Summary) -> Summary:
-        """Write ``summary.json`` and return what was written."""
+        """Write ``summary.json`` and return the summary."""
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_text(self.folder / "summary.json", text + "\n")
         return summary
 
 
-_ELSEWHERE = "set another --runs"
+_ELSEWHERE = "use another --runs"
 _Line = TypeVar("_Line")
 
 
 def append_line(path: Path, line: object) -> None:
-    """Add a line of JSON to a file.
+    """Append a line of JSON to a file.
 
     Raises
     ------
     InputError
-        When it cannot be written.
+        If it cannot be written.
     """
     with writing(path, _ELSEWHERE), path.open("a") as lines:
         lines.write(_line(line))
 
 
 def read_history(path: Path) -> list[Row]:
-    """Read a ``history.jsonl``, see `read_lines`."""
+    """Read a ``history.jsonl``; see `read_lines`."""
     return read_lines(path, Row)
 
 
 def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
-    """Read a file of lines of JSON. A last line that was cut off when the process died is left out with a warning.
+    """Read a file of JSON lines. A last line that was cut off when the process died is ignored with a warning.
 
     Raises
     ------
     InputError
-        When the file cannot be read, or naming the line that is none.
+        If the file cannot be read, or a line is invalid; the message names the line.
     """
     try:
         with open_regular(path) as file:
@@ -440,7 +437,7 @@ def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
     except OSError as error:
         raise InputError(str(path), f"cannot be read ({error.strerror})", "remove the file") from error
     if lines.pop():
-        _LOG.warning("%s: line %d was cut off when the process died, and is left out", path, len(lines) + 1)
+        _LOG.warning("%s: line %d was cut off when the process died and is ignored", path, len(lines) + 1)
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -451,19 +448,19 @@ def read_lines(path: Path, kind: type[_Line]) -> list[_Line]:
 
 
 def _decoded(line: bytes, kind: type[_Line]) -> _Line:
-    """Decode a line. JSON has no number for a loss that is not finite: such a loss was written as null."""
+    """Decode a line. A loss that is not finite was written as null, since JSON has no such number."""
     fields = msgspec.json.decode(line)
-    lost = [name for name in _OFTEN_LOST if isinstance(fields, dict) and fields.get(name, 0.0) is None]
-    if not lost:
+    diverged = [name for name in _MAY_DIVERGE if isinstance(fields, dict) and fields.get(name, 0.0) is None]
+    if not diverged:
         return msgspec.json.decode(line, type=kind)
-    found = msgspec.convert(fields | dict.fromkeys(lost, 0.0), kind)
+    found = msgspec.convert(fields | dict.fromkeys(diverged, 0.0), kind)
     change: Any = replace if is_dataclass(found) else msgspec.structs.replace
-    changed: _Line = change(found, **dict.fromkeys(lost, math.nan))
+    changed: _Line = change(found, **dict.fromkeys(diverged, math.nan))
     return changed
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,10 +1,11 @@
-"""Whether a training run changes its layout at a checkpoint, since ranks have stayed slow or are quick again."""
+"""Changes of a training run's layout at a checkpoint, when ranks have stayed slow or are fast again."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -25,42 +26,42 @@ from pipeloom.training.job import Job
 from pipeloom.training.record import LAYOUTS, append_line, read_lines
 
 _LEAST_ITERATIONS = 10
-"""Of an interval between checkpoints, to say that a rank stays slow."""
+"""Least iterations between checkpoints to decide that a rank stays slow."""
 _QUARTERS = (0.25, 0.75)
-"""In three of four iterations of an interval a rank must have been as slow as it is taken to be."""
+"""A rank counts as slow only if it was that slow in three of four iterations of an interval."""
 _OTHER = 0.1
-"""By how much a rank's speed must differ from that for which the layout was judged, to judge it again."""
+"""Relative difference of a rank's speed from that of the last evaluation that triggers another evaluation."""
 _LEAST_GAIN = 0.05
 _PREVIEWED = 3
-"""The newest batches on which layouts are planned."""
+"""Number of the newest batches on which layouts are planned."""
 
 Slowness = tuple[Finite, ...]
 
 
 class LayoutChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of ``layouts.jsonl``: the run goes on under another layout."""
+    """One line of ``layouts.jsonl``: the run continues under another layout."""
 
     iteration: NumBytes
-    """The first under it."""
+    """The first iteration under it."""
     first: str
     """Digest of the layout with which the run began."""
     slowness: tuple[Slowness, ...]
-    """Of the ranks of each replica: how many times longer than most they took."""
+    """For the ranks of each replica, their time relative to most ranks."""
     before_s: Finite
-    """A planned iteration under the layout before."""
+    """Planned seconds of an iteration under the previous layout."""
     planned_s: Finite
-    """The same under this one."""
+    """Planned seconds of an iteration under this layout."""
     layout: Layout
     rules: tuple[OrderRule, ...] = ()
 
     def applied(self, setup: Setup) -> Setup:
-        """The setup under this layout."""
+        """Return the setup under this layout."""
         search = msgspec.structs.replace(setup.search, rules=self.rules)
         return msgspec.structs.replace(setup, layout=self.layout, search=search)
 
 
 def write_setup(job: Job, setup: Setup) -> None:
-    """Write what all ranks read when they are started: setup, layout and rule."""
+    """Write the setup, layout and rule that all ranks read when they start."""
     path = job.folder / "layout.json"
     write_layout(path, setup.layout)
     rule_path(path).unlink(missing_ok=True)
@@ -70,12 +71,12 @@ def write_setup(job: Job, setup: Setup) -> None:
 
 
 def newest_change(job: Job, first: str) -> LayoutChange | None:
-    """The newest change of a run that began with a layout of this digest; None where there is none.
+    """Return the newest change of a run that began with the layout of this digest; None if there is none.
 
     Raises
     ------
     InputError
-        Naming the line of the file that is none.
+        If a line of the file is invalid; the message names the line.
     """
     path = job.folder / LAYOUTS
     found = read_lines(path, LayoutChange) if path.is_file() else []
@@ -83,79 +84,102 @@ def newest_change(job: Job, first: str) -> LayoutChange | None:
 
 
 def may_change(job: Job) -> bool:
-    """Whether the run may change its layout at all."""
+    """Return whether the run may change its layout."""
     config = job.config
-    is_given = job.layout is not None or config.layout.kind == "file"
-    wanted = config.layout.adapt if config.layout.adapt is not None else not is_given
+    is_declared = job.layout is not None or config.layout.kind == "file"
+    wanted = config.layout.adapt if config.layout.adapt is not None else not is_declared
     return wanted and config.checkpoint is not None and config.layout.ranks > 1
 
 
 def lasting(seen: Sequence[Slowness]) -> Slowness:
-    """How slow ranks were in at least three of four iterations; 1 for a rank that was now slow, now quick."""
+    """Return the slowness of ranks in at least three of four iterations; 1 for a rank of changing speed."""
     low, high = np.quantile(np.array(seen), _QUARTERS, axis=0)
     return tuple(np.clip(1.0, low, high).tolist())
 
 
-class Relayout:
-    """Judges the layout of a training run at its checkpoints; all ranks use it alike, rank 0 alone thinks.
+@dataclass
+class _Observations:
+    """Measured speeds of the ranks since the last checkpoint, and the newest batches."""
 
-    Parameters
-    ----------
-    job : Job
-    setup : Setup
-        With which the run is started.
+    corrections: list[tuple[Correction, ...]] = field(default_factory=list)
+    """For each iteration, the correction of every replica."""
+    newest: tuple[Correction, ...] = ()
+    link: tuple[float, float] | None = None
+    batches: deque[Batch] = field(default_factory=lambda: deque(maxlen=_PREVIEWED))
+
+    def add(self, report: StepReport) -> None:
+        """Add an iteration."""
+        if report.replicas and report.batch is not None:
+            self.corrections.append(report.replicas)
+            self.newest, self.link = report.replicas, report.correction.link
+            self.batches.append(report.batch)
+
+    def lasting_slowness(self, num_ranks: int) -> tuple[Slowness, ...] | None:
+        """Return how slow the ranks of every replica were, and start anew; None if there are too few iterations."""
+        if len(self.corrections) < _LEAST_ITERATIONS:
+            return None
+        seen, self.corrections = self.corrections, []
+        return tuple(
+            lasting([correction.of_ranks(num_ranks) for correction in of_replica])
+            for of_replica in zip(*seen, strict=True)
+        )
+
+    def corrected(self, slowness: tuple[Slowness, ...]) -> list[Correction]:
+        """Return the newest correction of every replica with this slowness."""
+        return [
+            msgspec.structs.replace(newest, slowness=each, link=self.link)
+            for newest, each in zip(self.newest, slowness, strict=True)
+        ]
+
+
+class Relayout:
+    """Evaluates the layout of a training run at its checkpoints. All ranks use it alike; rank 0 decides.
 
     Attributes
     ----------
     setup : Setup
-        With which it goes on.
+        The setup with which the run continues.
     changed : bool
-        Whether that is another than training has begun with (`begin`).
+        Whether the layout has changed since `begin`.
     """
 
     def __init__(self, job: Job, setup: Setup) -> None:
         self.job, self.setup, self.changed = job, setup, False
-        self._may = may_change(job)
+        self._may_change = may_change(job)
         self._is_first = dist.get_rank() == 0
         found = None
         if self._is_first and (job.folder / LAYOUTS).is_file():
             rows = read_lines(job.folder / LAYOUTS, LayoutChange)
             found = next((row for row in reversed(rows) if row.layout == setup.layout), None)
-        self._first = setup.layout.digest if found is None else found.first
+        self._first_layout = setup.layout.digest if found is None else found.first
         alike = ((1.0,) * setup.layout.num_ranks,) * setup.layout.parallelism.data
-        self._judged = alike if found is None else found.slowness
-        self._others = [setup.layout]
-        self._link: tuple[float, float] | None = None
-        self._newest: tuple[Correction, ...] = ()
-        self._seen: list[tuple[Correction, ...]] = []
-        self._batches: deque[Batch] = deque(maxlen=_PREVIEWED)
+        self._slowness = alike if found is None else found.slowness
+        self._known_layouts = [setup.layout]
+        self._observations = _Observations()
         self._began, self._start_s = time.monotonic(), 0.0
 
     def begin(self) -> Setup:
-        """The setup to train with from here on."""
+        """Return the setup to train with from here on."""
         self.changed = False
         return self.setup
 
     def started(self, report: StepReport) -> None:
-        """After the first iteration under a layout: what came before it is what a change costs."""
+        """Record the time before the first iteration under a layout, which is the cost of a change."""
         self._start_s = max(self._start_s, time.monotonic() - self._began - report.step_s)
 
     def note(self, report: StepReport) -> None:
-        """After every iteration."""
-        if self._may and self._is_first and report.replicas and report.batch is not None:
-            self._seen.append(report.replicas)
-            self._newest, self._link = report.replicas, report.correction.link
-            self._batches.append(report.batch)
+        """Record an iteration."""
+        if self._may_change and self._is_first:
+            self._observations.add(report)
 
     def ends_after(self, iteration: int) -> bool:
-        """Whether the run is to go on under another layout; all ranks call it together after a checkpoint."""
-        if not self._may:
+        """Return whether the run continues under another layout; all ranks call it together after a checkpoint."""
+        if not self._may_change:
             return False
-        slowness = self._lasting() if self._is_first else None
-        thinks = first_says(int(slowness is not None))
-        if thinks:
+        slowness = self._new_slowness() if self._is_first else None
+        if first_says(int(slowness is not None)):
             patience = Patience()
-            change = None if slowness is None else self._judge(slowness, iteration)
+            change = None if slowness is None else self._evaluate(slowness, iteration)
             self.changed = bool(patience.hear("waiting for rank 0 to plan other layouts", int(change is not None)))
         if self.changed:
             self._began = time.monotonic()
@@ -164,51 +188,42 @@ class Relayout:
             )
         return self.changed
 
-    def _lasting(self) -> tuple[Slowness, ...] | None:
-        """How slow the ranks of every replica have stayed, where that is not what the layout was judged for."""
-        if len(self._seen) < _LEAST_ITERATIONS:
+    def _new_slowness(self) -> tuple[Slowness, ...] | None:
+        """Return the lasting slowness of every replica if it differs from that for which the layout was evaluated."""
+        found = self._observations.lasting_slowness(self.setup.layout.num_ranks)
+        if found is None:
             return None
-        num_ranks, seen = self.setup.layout.num_ranks, self._seen
-        self._seen = []
-        found = tuple(
-            lasting([correction.of_ranks(num_ranks) for correction in of_replica])
-            for of_replica in zip(*seen, strict=True)
-        )
-        ratio = np.array(found) / np.array(self._judged)
+        ratio = np.array(found) / np.array(self._slowness)
         return found if (np.abs(ratio - 1) > _OTHER).any() else None
 
-    def _judge(self, slowness: tuple[Slowness, ...], iteration: int) -> LayoutChange | None:
-        """Look for a layout that pays for the iterations that are left; say what was found."""
-        setup, self._judged = self.setup, slowness
-        corrections = [
-            msgspec.structs.replace(newest, slowness=each, link=self._link)
-            for newest, each in zip(self._newest, slowness, strict=True)
-        ]
+    def _evaluate(self, slowness: tuple[Slowness, ...], iteration: int) -> LayoutChange | None:
+        """Search for a layout that pays off in the remaining iterations, and report the result."""
+        setup, self._slowness = self.setup, slowness
         previews = [
             Preview(
                 setup.costs.corrected(correction),
                 setup.packing,
-                tuple(self._batches),
+                tuple(self._observations.batches),
                 setup.layout.num_ranks,
                 capacity_bytes=setup.cluster.memory_capacity_bytes,
                 num_tensor=setup.layout.parallelism.tensor,
             )
-            for correction in corrections
+            for correction in self._observations.corrected(slowness)
         ]
         rule = next(iter(setup.search.rules[-1:]), None)
         try:
-            found = relaid(previews, setup.layout, rule, self._others, seed=setup.seed)
+            found = relaid(previews, setup.layout, rule, self._known_layouts, seed=setup.seed)
         except InfeasibleError:
             return None
         left = self.job.config.iterations - iteration
         refusal = why_not(found, left, self._start_s)
-        verdict = f"stays, {refusal}" if refusal else "changed"
+        verdict = f"unchanged, {refusal}" if refusal else "changed"
         self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
         if refusal:
             return None
         rules = tuple(each.moved_to(found.best.layout) for each in setup.search.rules)
         change = LayoutChange(
-            iteration, self._first, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
+            iteration, self._first_layout, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
         )
         self.setup = change.applied(setup)
         append_line(self.job.folder / LAYOUTS, change)
@@ -217,12 +232,12 @@ class Relayout:
 
 
 def why_not(found: Relaid, left: int, start_s: float) -> str:
-    """Why a layout is not changed; empty where it is to be."""
+    """Return why a layout is not changed; empty if it is to be changed."""
     if found.gain < _LEAST_GAIN:
         return f"less than {_LEAST_GAIN:.0%} shorter"
-    spared_s = found.before.seconds - found.best.seconds
-    if spared_s * left <= start_s:
-        return f"{left} iterations are left, and starting again takes {start_s:.1f} s"
+    saved_s = found.before.seconds - found.best.seconds
+    if saved_s * left <= start_s:
+        return f"{left} iterations are left, but a restart takes {start_s:.1f} s"
     return ""
 
 

@@ -30,29 +30,27 @@ from pipeloom.runtime.launch.processes import Joined, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_dealt
+from pipeloom.training.callbacks import check_tensorboard
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
-from pipeloom.training.first_sample import show_first_sample
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
-from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile
+from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
 from pipeloom.training.relayout import newest_change, write_setup
 from pipeloom.training.task import Task
-from pipeloom.training.tensorboard import check_tensorboard
 from pipeloom.training.warm import begin_warm
 
 
 @dataclass(frozen=True)
 class TrainingRun(Job):
-    """A training run: measure the layers, lay them over ranks, train with a plan for every batch, report.
+    """A training run: measure the layers, place them on ranks, train with a plan for every batch, report.
 
-    ``TrainingRun.from_toml(path).train()`` is what ``pipeloom train path`` does. Everything that is left lies in
-    ``folder``: ``summary.json``, ``history.jsonl``, ``timeline.html``, plans, and checkpoints where the config
-    asks for them.
+    ``TrainingRun.from_toml(path).train()`` does the same as ``pipeloom train path``. All output is in ``folder``:
+    ``summary.json``, ``history.jsonl``, ``timeline.html``, plans, and checkpoints if the config enables them.
 
     Parameters
     ----------
@@ -60,15 +58,15 @@ class TrainingRun(Job):
     task : Task
         The user's functions; every process imports them.
     folder : Path
-        Everything that the run leaves, on rank 0's host.
+        Folder of all output, on rank 0's host.
     file : Path
-        The config's file, to which paths in it are relative; need not be there.
+        File of the config, to which its paths are relative. It need not exist.
     display : Display
-        Told what is being done; nothing is shown by default.
+        Shows the progress; nothing by default.
     layout : Layout or None
-        Where the model lies, whatever ``config.layout`` says beside the number of ranks.
+        Layout of the model. It overrides ``config.layout`` except for the number of ranks.
     profile : Profile or None
-        What layers cost; None: they are measured.
+        Costs of the layers. None: they are measured.
 
     Examples
     --------
@@ -79,20 +77,19 @@ class TrainingRun(Job):
 
     @classmethod
     def from_toml(cls, path: Path | str, *, runs: Path | str = "runs", display: Display | None = None) -> TrainingRun:
-        """Read a train.toml and import its task file, or the folder of a model and the data that it names.
+        """Read a train.toml, and import its task file or load the model folder and data that it names.
 
         Parameters
         ----------
-        path : path
         runs : path
-            Folder under which the run's own folder is made, named as the file says.
+            Parent of the run's folder, which has the name in the file.
         display : Display or None
             None: nothing is shown.
 
         Raises
         ------
         InputError
-            Naming file and field, or what the task file lacks.
+            If a field is wrong or the task file lacks a function; the message names it.
         """
         file = Path(path)
         config = read_config(file)
@@ -105,25 +102,25 @@ class TrainingRun(Job):
         return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
 
     def prepare(self) -> Setup:
-        """Measure the layers, choose the layout, and write what all ranks read: the planner's setup.
+        """Measure the layers, choose the layout, and write the planner's setup, which all ranks read.
 
-        What was measured before the run was interrupted is taken again, so that a resumed run has the same layout; one
-        that was changed meanwhile holds.
+        A resumed run reuses the measurements from before the interruption, so that it has the same layout. A changed
+        layout also remains.
 
         Raises
         ------
         InputError
-            When config, task and model do not belong together, or the task's functions fail.
+            If config, task and model do not match, or the task's functions fail.
         InfeasibleError
-            When no layout fits into memory.
+            If no layout fits into memory.
         """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
-        with _default_dtype_kept():
+        with _keep_default_dtype():
             model = self._checked_model()
             with self._in_file():
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
-                self._check_dealt(model)
+                self._check_encoder_dp(model)
                 self._check_loop(model)
             show_first_sample(self)
             setup = self._measured_setup(model)
@@ -131,14 +128,14 @@ class TrainingRun(Job):
         return setup
 
     def measure_layers(self) -> LayerTable:
-        """Measure the layers on this process's device: what each costs on a typical microbatch.
+        """Measure the cost of each layer on a typical microbatch, on this process's device.
 
         Raises
         ------
         InputError
-            When the model has several modules, or the task's functions fail.
+            If the model has several modules, or the task's functions fail.
         """
-        with _default_dtype_kept():
+        with _keep_default_dtype():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
             return training_layers(preview(self, first.shaped, profile, first))
@@ -149,23 +146,23 @@ class TrainingRun(Job):
         Parameters
         ----------
         resume : bool or None
-            Go on from the newest checkpoint (from the beginning where there is none), or remove what an earlier run
-            saved. None: there must be none.
+            True: continue from the newest checkpoint, or start from the beginning if there is none. False: remove
+            the checkpoints of an earlier run. None: there must be none.
         restarts : int
-            So often all ranks are started again from the newest good checkpoint, or the beginning where there is none,
-            when one of them dies or fails; but not where one refuses what it was given. torchrun counts its own.
+            Most restarts of all ranks after one dies or fails, from the newest good checkpoint or the beginning. An
+            invalid input causes no restart. torchrun counts its own restarts.
 
         Returns
         -------
         Summary or None
-            What ``summary.json`` has; None in a process that torchrun started for another rank than 0.
+            The content of ``summary.json``; None in a torchrun process of a rank other than 0.
 
         Raises
         ------
         InputError
-            When something given is wrong, or there is a checkpoint and ``resume`` does not say what to do about it.
+            If an input is wrong, or there is a checkpoint and ``resume`` is None.
         ExecutionError
-            When a rank fails or dies, and no restart is left or would help.
+            If a rank fails or dies, and no restart is left or would help.
         """
         worker = this_worker()
         if worker is not None:
@@ -175,16 +172,16 @@ class TrainingRun(Job):
             return self._train_here(resume, restarts)
 
     def resume(self, *, restarts: int = 0) -> Summary | None:
-        """Go on from the newest checkpoint, or begin where there is none; see `train`."""
+        """Continue from the newest checkpoint, or start from the beginning if there is none; see `train`."""
         return self.train(resume=True, restarts=restarts)
 
     def summary(self) -> Summary:
-        """Read what a finished run came to.
+        """Read the summary of a finished run.
 
         Raises
         ------
         InputError
-            When it has not ended, or its ``summary.json`` cannot be read.
+            If the run has not ended, or its ``summary.json`` cannot be read.
         """
         path = self.folder / "summary.json"
         try:
@@ -207,7 +204,7 @@ class TrainingRun(Job):
 
     @contextmanager
     def _in_file(self, field: str = "") -> Iterator[None]:
-        """What is wrong with a field of the run's file is said to be in it; a run of `fit` has none."""
+        """Prefix errors with the run's file and field; a run of `fit` has no file."""
         try:
             yield
         except InputError as error:
@@ -215,8 +212,8 @@ class TrainingRun(Job):
                 raise
             raise InputError(f"{self.file}: {field}{error.entity}", error.problem, error.remedy) from error
 
-    def _check_dealt(self, model: Model) -> None:
-        """Refuse what a layout would refuse to deal, before anything is measured."""
+    def _check_encoder_dp(self, model: Model) -> None:
+        """Check before measuring that modules can use encoder data parallelism over tensor ranks."""
         for name, place in self.config.layout.modules.items():
             if place.on_tensor_ranks != "dealt" or name not in {module.name for module in model.modules}:
                 continue
@@ -228,11 +225,11 @@ class TrainingRun(Job):
             )
 
     def _check_loop(self, model: Model) -> None:
-        """Refuse, before any rank is started, what the ranks could not do beside plans."""
+        """Check before ranks start that they can run the training loop."""
         config, task = self.config, self.task
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
-            raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "train one of them")
+            raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
         if task.optimizer is None:
             names = (
                 f"{module.name}.{i}.{name}"
@@ -252,16 +249,16 @@ class TrainingRun(Job):
         config = self.config
         first = FirstBatches(self, model)
         model = first.shaped
-        given = given_layout(self, model)
+        declared = given_layout(self, model)
         profile = known_profile(self, model) or measured_profile(self, first, self.device)
-        laid = given or lay_out(self, model, profile, first)
+        choice = declared or lay_out(self, model, profile, first)
         params = config.planner.params
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
-        if laid.rule is not None:
-            search = msgspec.structs.replace(search, rules=(*search.rules, laid.rule))
+        if choice.rule is not None:
+            search = msgspec.structs.replace(search, rules=(*search.rules, choice.rule))
         setup = Setup(
             model=model.spec,
-            layout=msgspec.structs.replace(laid.layout, parallelism=config.parallel.degrees),
+            layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
             profile=profile,
             packing=config.packing,
             cluster=self.cluster,
@@ -276,20 +273,20 @@ class TrainingRun(Job):
             threads=config.planner.threads,
             search=search,
         )
-        # What an earlier start of this run has changed holds, where it began with this layout.
+        # A layout change by an earlier start remains if the run began with this layout.
         change = newest_change(self, setup.layout.digest)
         return setup if change is None else change.applied(setup)
 
-    def _begin(self, go_on: bool) -> None:
-        """Make the folder, and prepare all that the ranks read."""
+    def _prepare_folder(self, go_on: bool) -> None:
+        """Create the folder, and prepare everything that the ranks read."""
         fresh_folder(self.folder, go_on=go_on)
         setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
-        # Here, once, so that neither the planner nor rank 0 compiles while the others wait.
+        # Compile once here, so that neither the planner nor rank 0 compiles while others wait.
         self.display.say("Loading the planner's kernels ...")
         setup.problem().warm_up()
 
-    def _goes_on(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
-        """Whether to go on from a checkpoint; where there is one, somebody must have said what becomes of it."""
+    def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
+        """Return whether to continue from a checkpoint; if there is one, ``resume`` must be set."""
         if self.checkpoints is None:
             if resume:
                 raise InputError(f"{self.file}: checkpoint", "is missing", "add [checkpoint] to save and resume")
@@ -300,23 +297,23 @@ class TrainingRun(Job):
             raise InputError(
                 str(self.checkpoints.folder),
                 f"has a checkpoint after {steps[-1]} iterations",
-                "--resume goes on from it, --from-scratch removes it",
+                "use --resume to continue from it, or --from-scratch to remove it",
             )
         return bool(resume and steps)
 
     def _train_here(self, resume: bool | None, restarts: int) -> Summary:
-        """Start the ranks as processes of this machine; again from a checkpoint while restarts are left."""
+        """Start the ranks as processes of this machine, and restart them from a checkpoint while restarts are left."""
         config = self.config
-        go_on = self._goes_on(resume)
-        self._begin(go_on)
-        # Not before: a mistake in the new config would cost the old run's checkpoints.
+        go_on = self._resolve_resume(resume)
+        self._prepare_folder(go_on)
+        # Only now: an error in the new config must not cost the old run's checkpoints.
         if self.checkpoints is not None and not go_on:
             self.checkpoints.clear()
         for restart in itertools.count(1):
             planners = "the planner" if config.parallel.dp == 1 else f"{config.parallel.dp} planners"
             self.display.say(f"Starting {config.num_processes} ranks and {planners} ...")
             try:
-                # This process says what is done until rank 0 does.
+                # This process shows the progress until rank 0 does.
                 with ExitStack() as silent:
                     found = launch(
                         train_rank,
@@ -336,7 +333,7 @@ class TrainingRun(Job):
                     saved.make()
                 go_on = saved is not None and bool(saved.steps())
                 where = "the newest checkpoint" if go_on else "the beginning"
-                again = f"{error}; starting again from {where}, {restart} of {restarts}"
+                again = f"{error}; restarting from {where}, {restart} of {restarts}"
                 self.display.say(again, warning=True)
             else:
                 summary = found[0]
@@ -346,19 +343,19 @@ class TrainingRun(Job):
 
     def _train_as_worker(self, worker: Worker, resume: bool | None) -> Summary | None:
         """Train as one of the processes that torchrun started."""
-        run = self._fitted(worker.num_ranks)
+        run = self._with_num_processes(worker.num_ranks)
         joined: Joined | None = None
         try:
-            # One process locks the folder for all of them.
+            # One process locks the folder for all processes.
             with run.alone() if worker.rank == 0 else nullcontext():
                 joined = join_workers(worker, run.config.timeout_s, run.place)
-                run = run._linked()
-                # Started again, it goes on; what is there was saved by this very run.
+                run = run._with_measured_links()
+                # After a restart it continues, because this run itself saved the checkpoint.
                 again = bool(first_says(int(joined.again))) and run.config.checkpoint is not None
                 go_on = run._prepare_as_worker(True if again else resume)
                 summary = train_rank(run, go_on)
                 joined.watch.end()
-                # Its threads would outlive the interpreter.
+                # The group's threads would outlive the interpreter.
                 dist.destroy_process_group()
                 return summary
         except PipeloomError as error:
@@ -366,11 +363,11 @@ class TrainingRun(Job):
             if message:
                 message = message if message.startswith("rank ") else f"rank {worker.rank}: {message}"
                 print_error(message)
-            # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+            # The group's threads may wait for a dead peer, so exit without cleanup.
             os._exit(2)
 
-    def _linked(self) -> TrainingRun:
-        """Return the run with what messages take between its hosts; all ranks call it together."""
+    def _with_measured_links(self) -> TrainingRun:
+        """Return the run with the measured links between its hosts; all ranks call it together."""
         config, hosts = self.config, find_hosts()
         if not max(hosts):
             return self
@@ -383,16 +380,17 @@ class TrainingRun(Job):
                 where = f"inside host {first}" if first == second else f"between hosts {first} and {second}"
                 took = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.latency_s * 1e6:.0f} us"
                 self.display.say(f"  {where}: {took}")
-        # Of the first replica; the others have hosts of their own.
+        # Hosts of the first replica; the others have their own.
         stages = hosts[:: config.parallel.num_beside]
         cluster = msgspec.structs.replace(config.cluster, hosts=stages, links=links)
         return replace(self, config=msgspec.structs.replace(config, cluster=cluster))
 
-    def _fitted(self, num_processes: int) -> TrainingRun:
-        """Return the run over as many processes as there are, where its config lets that be.
+    def _with_num_processes(self, num_processes: int) -> TrainingRun:
+        """Return the run for this number of processes, if its config allows that.
 
-        Of the degrees the tensor-parallel one stays, for layers are divided by it; then the number of pipeline ranks
-        where more or fewer replicas of them fill all processes; else that of replicas, or as many as leave none idle.
+        The tensor-parallel degree stays, because layers are divided by it. The number of pipeline ranks stays if
+        some number of replicas fills all processes. Otherwise the number of replicas stays, or becomes the largest
+        that leaves none idle.
         """
         config = self.config
         layout, parallel = config.layout, config.parallel
@@ -428,21 +426,21 @@ class TrainingRun(Job):
         )
 
     def _prepare_as_worker(self, resume: bool | None) -> bool:
-        """Have rank 0 prepare while the others wait; return whether to go on from a checkpoint."""
+        """Prepare on rank 0 while the others wait; return whether to continue from a checkpoint."""
         prepared, checkpoints = Patience(), self.checkpoints
         steps = None if checkpoints is None else checkpoints.all_steps()
-        go_on = self._goes_on(resume, steps)
+        go_on = self._resolve_resume(resume, steps)
         failure: PipeloomError | None = None
         if dist.get_rank() == 0:
             try:
-                self._begin(go_on)
+                self._prepare_folder(go_on)
             except PipeloomError as error:
                 failure = error
         failed = prepared.hear("waiting for rank 0 to prepare the run", int(failure is not None))
         if failure is not None:
             raise failure
         if failed:
-            # Rank 0 says why.
+            # Rank 0 reports the reason.
             os._exit(2)
         if checkpoints is not None and not go_on and checkpoints.copies.is_first:
             checkpoints.clear()
@@ -450,8 +448,8 @@ class TrainingRun(Job):
 
 
 @contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    """Building a model sets torch's default dtype, which is the caller's."""
+def _keep_default_dtype() -> Iterator[None]:
+    """Restore torch's default dtype, which building a model sets."""
     before = torch.get_default_dtype()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Task: the user's own functions, which give the model, its batches, their metadata and how it is judged."""
+"""Task: the user's functions for the model, its batches, their metadata and its evaluation."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ from pipeloom.training.callbacks import Callback
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. Every process of a run has it, so its functions must be importable there (or picklable).
+    """The functions that define what is trained. Every process imports or unpickles them.
 
     Attributes
     ----------
     build_model : callable
-        Called as ``build_model(seed=..., **config.model)``; builds the same `Model` in every process.
+        Called as ``build_model(seed=..., **config.model)``. Builds the same `Model` in every process.
     batches : callable
-        Called as ``batches(num_iterations=..., **config.data)``; gives lists of samples, the same in every process.
-        With a parameter ``start``, a resumed run asks for the batches from there on.
+        Called as ``batches(num_iterations=..., **config.data)``. Returns lists of samples, the same in every
+        process. With a parameter ``start``, a resumed run requests the batches from that iteration on.
     describe : callable or None
-        From a sample to its metadata; None: the model's own, or ``batches`` gives `Prefetched`.
+        Maps a sample to its metadata. None: the model's own, or ``batches`` returns `Prefetched`.
     evaluate : callable or None
-        From the trained model to numbers by name; called once, on rank 0, with the weights of all layers.
+        Maps the trained model to numbers by name. Called once, on rank 0, with the weights of all layers.
     optimizer : callable or None
-        From a rank's parameters, or from pairs of name and parameter where its own parameter is called
-        ``named_parameters``, to its optimiser, instead of the one that the run's config describes. In a task file:
-        ``make_optimizer``.
+        Makes a rank's optimizer instead of the config's, from its parameters, or from pairs of name and parameter if
+        its own parameter is named ``named_parameters``. In a task file: ``make_optimizer``.
     file : Path or None
-        Where the functions come from: other processes read it again.
+        File of the functions, which other processes import too.
     scheduler : callable or None
-        From a rank's optimiser to torch's scheduler of it, instead of that of the config. In a task file:
-        ``make_scheduler``.
+        Makes torch's scheduler of a rank's optimizer, instead of the config's. In a task file: ``make_scheduler``.
     eval_batches : callable or None
-        Called before every evaluation, with what ``config.evaluation.data`` has, and with those of ``config.data`` that
-        it has parameters for; gives the batches.
+        Called before every evaluation with ``config.evaluation.data``, and with those entries of ``config.data`` for
+        which it has parameters. Returns the batches.
     callbacks : tuple of Callback, or callable
-        Told of the run on rank 0; or a function that returns them, called there alone. In a task file: ``callbacks()``.
+        Receive the events of the run on rank 0; or a function that returns them, called only there. In a task file:
+        ``callbacks()``.
     """
 
     build_model: Callable[..., Model]
@@ -64,23 +63,23 @@ class Task:
 
     @classmethod
     def from_file(cls, file: Path, optimizer: MakeOptimizer | None = None) -> Task:
-        """Import a task file; one inside a package is imported as part of it. An optimiser given goes before its own.
+        """Import a task file, as part of its package if it is in one. ``optimizer`` overrides the file's own.
 
         Raises
         ------
         InputError
-            When the file or one of the functions that training calls is missing.
+            If the file or a required function is missing.
         """
         package = (file.parent / "__init__.py").exists()
         root = file.parent.parent if package else file.parent
         if str(root) not in sys.path:
-            # Last, so that files beside the task never hide a library.
+            # Appended, so that files beside the task never hide a library.
             sys.path.append(str(root))
         with user_code(f"{file}: import"):
             module = import_file(file, package)
         for name in ("build_model", "batches"):
             if not callable(getattr(module, name, None)):
-                raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for what a task file offers")
+                raise InputError(f"{file}", f"has no function {name}", "see docs/train.md for task files")
         return cls(
             module.build_model,
             module.batches,
@@ -94,7 +93,7 @@ class Task:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the file's name where there is one: what was imported from it has no name elsewhere."""
+        """Pickle as the file's name if there is one, because imported functions have no importable name elsewhere."""
         if self.file is not None:
             own = getattr(self.optimizer, "__module__", "") == self.build_model.__module__
             return Task.from_file, (self.file, None if own else self.optimizer)
@@ -102,7 +101,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """In messages: the file, or ``task``."""
+        """Name in messages: the file, or ``task``."""
         return "task" if self.file is None else str(self.file)
 
     def model(self, dtype: str, seed: int, **arguments: Any) -> Model:
@@ -111,7 +110,7 @@ class Task:
         Raises
         ------
         InputError
-            When that fails, or what comes is no `Model`.
+            If that fails, or the result is not a `Model`.
         """
         torch.set_default_dtype(getattr(torch, dtype))
         with user_code(f"{self.name}: build_model({_names(arguments, 'seed')})"):
@@ -123,72 +122,68 @@ class Task:
         return model
 
     def batches_from(self, start: int, num_iterations: int, **arguments: Any) -> tuple[Iterable[Sequence[Any]], int]:
-        """Give batches from an iteration on.
+        """Return batches from an iteration on.
 
         Returns
         -------
         batches : iterable
-            The first of them is the one before ``start``, which is looked at again to see that it is the one that was
-            trained; or all from the beginning, where ``batches`` has no parameter ``start``.
+            Begins with the batch before ``start``, which is compared with the one that was trained; or with the
+            first batch if ``batches`` has no parameter ``start``.
         count : int
-            How many of them were trained already.
+            Number of these batches that were already trained.
         """
         count = start
         if start and "start" in inspect.signature(self.batches).parameters:
             arguments["start"], count = start - 1, 1
         with user_code(f"{self.name}: batches({_names(arguments, 'num_iterations')})"):
-            given = self.batches(num_iterations=num_iterations, **arguments)
-        if start and isinstance(given, Batches):
-            return replace(given, first=start - 1), 1
-        return given, count
+            batches = self.batches(num_iterations=num_iterations, **arguments)
+        if start and isinstance(batches, Batches):
+            return replace(batches, first=start - 1), 1
+        return batches, count
 
-    def evaluation_batches(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
-        """Give the batches of one evaluation.
+    def evaluation_batches(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
+        """Return the batches of one evaluation.
 
-        Parameters
-        ----------
-        given : mapping
-            Arguments of ``batches``, of which those are taken that there are parameters for.
-        own : mapping
-            Arguments of ``eval_batches``.
+        ``shared`` are arguments of ``batches``, of which those are passed that ``eval_batches`` has parameters for.
+        ``own`` are further arguments of ``eval_batches``.
         """
-        arguments = self.check_evaluation(given, own)
+        arguments = self.check_evaluation(shared, own)
         assert self.eval_batches is not None
         with user_code(f"{self.name}: eval_batches({', '.join(arguments)})"):
             return self.eval_batches(**arguments)
 
-    def check_evaluation(self, given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the arguments of ``eval_batches``, see `evaluation_batches`.
+    def check_evaluation(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``eval_batches``; see `evaluation_batches`.
 
         Raises
         ------
         InputError
-            When there is no such function, or it does not take these.
+            If there is no such function, or it does not accept them.
         """
         if self.eval_batches is None:
-            raise InputError(f"{self.name}: eval_batches", "is missing", "add it, or leave [evaluation] out")
+            raise InputError(f"{self.name}: eval_batches", "is missing", "add it, or omit [evaluation]")
         signature = inspect.signature(self.eval_batches)
         takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        taken = {name: value for name, value in given.items() if takes_all or name in signature.parameters}
+        taken = {name: value for name, value in shared.items() if takes_all or name in signature.parameters}
         arguments = taken | dict(own)
         with user_code(f"{self.name}: eval_batches({', '.join(arguments)})"):
             signature.bind(**arguments)
         return arguments
 
     def made_callbacks(self) -> Sequence[Callback]:
-        """The callbacks, made now where a function makes them."""
+        """Return the callbacks, made now if a function makes them."""
         if not callable(self.callbacks):
             return self.callbacks
         with user_code(f"{self.name}: callbacks()"):
             return list(self.callbacks())
 
     def scores(self, model: Model) -> dict[str, float]:
-        """Evaluate a trained model: numbers by name, none where the task does not say how.
+        """Evaluate a trained model: return numbers by name, or none if the task has no ``evaluate``.
 
         Raises
         ------
         InputError
-            When ``evaluate`` raises, or returns anything but numbers by name.
+            If ``evaluate`` raises, or returns anything but numbers by name.
         """
         if self.evaluate is None:
             return {}
@@ -208,13 +203,13 @@ def _names(arguments: Mapping[str, Any], first: str) -> str:
 
 
 def import_file(file: Path, package: bool = False) -> ModuleType:
-    """Import by path: a file called json.py must not give the library of that name."""
+    """Import by path, so that a file named json.py does not import the library of that name."""
     if package:
         return importlib.import_module(f"{file.parent.name}.{file.stem}")
     name = f"pipeloom_task_{file.stem}"
     found = importlib.util.spec_from_file_location(name, file)
     if found is None or found.loader is None:
-        raise ImportError("is no Python file")
+        raise ImportError("is not a Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Ranks and planner of a training run begin warm."""
+"""Preloading for ranks and planner of a training run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ _NAMES = (
     "pipeloom.training.run",
     "pipeloom.cli.planner",
     "pipeloom.cli.progress",
-    "torch._dynamo",  # optimisers import it when they are made
+    "torch._dynamo",  # optimizers import it when they are made
 )
-"""What ranks and planner import."""
+"""Modules that ranks and planner import."""
 _KERNELS = ("pipeloom.packing:warm_up", "pipeloom.search:warm_up")
-"""What loads their kernels; those that are not compiled yet are."""
+"""Functions that load their kernels; missing ones are compiled."""
 
 
 def begin_warm(kernels: Sequence[str] = _KERNELS) -> bool:
-    """Begin to import what ranks and planner will want, in a process from which they are then forked.
+    """Begin to import the modules of ranks and planner in a process from which they are forked.
 
-    Not where torchrun has started this process: then it is a rank itself.
-
-    Parameters
-    ----------
-    kernels : sequence of str
-        Functions, as ``module:function``, that load the planner's kernels there.
-
-    Returns
-    -------
-    bool
-        Whether this call has begun it.
+    Returns whether this call began it: not if torchrun started this process, which is then a rank itself.
+    ``kernels`` are functions, as ``module:function``, that load the planner's kernels there.
     """
     return "TORCHELASTIC_RUN_ID" not in os.environ and begin_forks((*_NAMES, *kernels))

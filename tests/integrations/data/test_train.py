@@ -16,7 +16,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import Workload
 from pipeloom.training import read_history
-from pipeloom.training.first_sample import show_first_sample
+from pipeloom.training.measure import show_first_sample
 
 from . import made
 
@@ -184,14 +184,14 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
         (
             'skip_corrupt = true\nexclude = ["0.tar/9"]',
-            "data.exclude: '0.tar/9' is no sample of the data; .*'0.tar/000'",
+            "data.exclude: '0.tar/9' is not a sample of the data; .*'0.tar/000'",
         ),
         ('messages = "json"\ntext = "json"', "data: text = 'json': is named beside messages = 'json'; name one"),
         ('train_on = "both"', "data: train_on: 'both' is not one of 'all', 'assistant'"),
-        ('exclude = ["0.tar/003"]', "data: exclude: names samples, and skip_corrupt is false"),
+        ('exclude = ["0.tar/003"]', "data: exclude: names samples, but skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
         ("REPLICAS", "data.batch: 1 is below parallel.dp, 2 replicas; give every replica a sample"),
-        ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most as many"),
+        ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most this many"),
         ("SHARDS = []", "webdataset: names no file"),
         ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
     ],
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, proble
 def test_other_paths_that_are_not_there_are_one_line(folder: Path) -> None:
     for old, new, problem in (
         ("shards/*.tar", "nowhere/*.tar", r"webdataset.* = .*: no such file: .*nowhere/\*.tar"),
-        ('"model"', '"nowhere"', "model.transformers: .*nowhere' is no folder"),
+        ('"model"', '"nowhere"', "model.transformers: .*nowhere' is not a folder"),
         ("freeze", "thaw", "model: thaw: is not a known field"),
     ):
         with pytest.raises(InputError, match=problem):
