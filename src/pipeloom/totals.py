@@ -20,7 +20,6 @@ def to_ns(seconds: float, entity: str = "a time") -> int:
 
     Parameters
     ----------
-    seconds : float
     entity : str
         Whose time it is, for the error.
 

@@ -60,7 +60,6 @@ def answers(
 
     Parameters
     ----------
-    question : Question
     processes : int
         1 or 2: Pipeloom's layout is chosen beside what others do.
     on_system : callable

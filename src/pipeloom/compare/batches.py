@@ -62,13 +62,10 @@ def compare_systems(
 
     Parameters
     ----------
-    problem : Problem
     layouts : dict
         Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` want one stage a rank.
-    batch : Batch
     budget : StoppingRule
         For the per-batch plan.
-    seed : int
 
     Returns
     -------

@@ -46,7 +46,6 @@ def compare_case(
 
     Parameters
     ----------
-    case : ModelOnCluster
     typical : sequence of Microbatches
         Iterations on which systems choose their layouts, before training.
     groups : Microbatches
@@ -55,7 +54,6 @@ def compare_case(
         Keys of `BASELINES`.
     budget : StoppingRule
         For the systems that search.
-    seed : int
     on_system : callable
         Told the title of each system before its turn.
 

@@ -53,12 +53,9 @@ def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Groupin
 
     Parameters
     ----------
-    case : ModelOnCluster
     data : str or None
         A data set of the zoo, or samples (``.jsonl``, ``.parquet``, ``.tar``): a file, a pattern, a folder; None: the
         model's own set.
-    grouping : Grouping
-    seed : int
 
     Raises
     ------

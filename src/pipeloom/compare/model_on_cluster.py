@@ -76,7 +76,6 @@ def put_on_cluster(
     Parameters
     ----------
     model, cluster : zoo name, file, or the spec itself
-    degrees : Degrees
     update : bool
         Whether iterations end with reducing gradients and updating weights.
     """

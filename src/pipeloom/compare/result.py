@@ -47,7 +47,6 @@ def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int =
 
     Parameters
     ----------
-    result : BaselineResult
     update_s : float
         What every system needs after the pipeline: reducing gradients, updating weights.
     num_tokens : int

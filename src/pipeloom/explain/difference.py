@@ -87,13 +87,10 @@ def difference(
 
     Parameters
     ----------
-    problem : Problem
-    batch : Batch
     answer : Answer
         The plan that was run.
     correction : Correction
         With which it was made.
-    measured : Measured
     """
     graph = answered_graph(problem, batch, answer, correction)
     number = task_numbers(graph, problem)

@@ -91,8 +91,6 @@ def timeline_of(graph: TaskGraph, problem: Problem, answer: Answer, times_ns: Se
     ----------
     graph : TaskGraph
         From `answered_graph`.
-    problem : Problem
-    answer : Answer
     times_ns : sequence of (start, end)
         Planned (``answer.planned_start_ns``) or measured, rank after rank in each rank's order.
 

@@ -97,7 +97,6 @@ def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
         Of a plan each of whose ranks posts and awaits every end of a message once.
     posts : array, shape (len(table.messages),)
         Row in which the end is posted that a row of ``table.messages`` is about.
-    serial : bool
     """
     waits = IS_WAIT[table.verb[table.messages]]
     rows = table.messages[~waits]

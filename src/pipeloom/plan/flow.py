@@ -38,7 +38,6 @@ def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[t
 
     Parameters
     ----------
-    table : PlanTable
     layout : Layout or None
         Says which modules follow each other; without it, only messages say so.
     """

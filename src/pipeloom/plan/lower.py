@@ -55,11 +55,8 @@ def lower(
     ----------
     graph : TaskGraph
         With ``labels``, i.e. built from ``layout`` and ``packing``.
-    schedule : Schedule
     timeline : Timeline
         Planned times; they give the global order of messages. Any times give a legal plan.
-    layout : Layout
-    packing : Packing
     shapes : callable
         Shape and dtype of a chunk's output or stream for a workload; see `boundary_shapes`.
     serial : bool

@@ -59,9 +59,6 @@ def peak_bytes(
         Lowered from a schedule of ``graph``.
     graph : TaskGraph
         With ``labels``, and the chosen strategies' bytes (`resolve_candidates`).
-    layout : Layout
-    packing : Packing
-    costs : PassCosts
     """
     assert graph.labels is not None
     units = [Unit(*label[:3]) for label in graph.labels]

@@ -51,11 +51,6 @@ def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
     Both are messages with one peer, and neighbours in the same order in the peer's list too. So the two ends of an
     operation always consist of the same messages, as NCCL asks, and joining adds nothing that a plan could wait for:
     whatever comes between the two on neither rank comes between them nowhere.
-
-    Parameters
-    ----------
-    plan : ExecutionPlan
-    rank : int
     """
     steps = _neighbours(plan, rank)
     peers = {plan.ranks[rank][step].peer for step in steps}

@@ -33,10 +33,8 @@ def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) ->
 
     Parameters
     ----------
-    plan : ExecutionPlan
     layout : Layout
         The plan's.
-    rank : int
     joins : bool
         Whether messages that are neighbours on both ends are posted as one operation (`BACKENDS`).
     """

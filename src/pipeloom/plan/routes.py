@@ -266,7 +266,6 @@ def target_word(transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]
 
     Parameters
     ----------
-    transfer : BoundaryTransfer
     siblings : sequence of BoundaryTransfer
         All of the same producer; those of the same stream matter.
     names : sequence of str
@@ -288,8 +287,6 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
 
     Parameters
     ----------
-    layout : Layout
-    packing : Packing
     units : iterable of Unit
         Every unit that has an F. (For a replicated module they say on which rank each part is worked on.)
 

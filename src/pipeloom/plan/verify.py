@@ -49,11 +49,8 @@ def verify(
 
     Parameters
     ----------
-    plan : ExecutionPlan
-    layout : Layout or None
     packing : Packing or None
         Of the plan's iteration.
-    serial : bool
 
     Returns
     -------

@@ -26,7 +26,6 @@ def bokeh_page(root: Any, title: str, template: str = "", **variables: str) -> s
     ----------
     root : bokeh.model.Model
         What is shown. Its models, and those inside them, get new numbers: Bokeh counts all that a process makes.
-    title : str
     template : str
         Blocks that take the place of those in Bokeh's own template.
     variables

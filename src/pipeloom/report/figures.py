@@ -153,7 +153,6 @@ def bar_figure(
 
     Parameters
     ----------
-    categories : sequence of str
     series : mapping
         Heights by name, one per category; None leaves a gap.
     marks : sequence of Mark

@@ -13,10 +13,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, wor
 
     Parameters
     ----------
-    columns : sequence of str
     rows : sequence of sequence of str
         Each as long as ``columns``.
-    words : bool
     """
     lines = [_row(columns), "|" + "---|" + ("---|" if words else "---:|") * (len(columns) - 1)]
     return "\n".join([*lines, *(_row(row) for row in rows)])

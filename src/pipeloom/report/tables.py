@@ -14,8 +14,6 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
 
     Parameters
     ----------
-    tracks : sequence of Track
-    title : str
     baseline : int
         Number of the track whose time is 1.00 x.
     """

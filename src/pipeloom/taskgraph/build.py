@@ -41,10 +41,6 @@ def build_graph(
 
     Parameters
     ----------
-    layout : Layout
-    packing : Packing
-    costs : CostModel
-    name : str
     capacity_bytes : int or None
         Memory of each rank; None: no limit.
     backward : str

@@ -242,11 +242,6 @@ def make_graph(
 
     Parameters
     ----------
-    name : str
-    num_ranks : int
-    tasks : Tasks
-    pairs : Pairs
-    edges : Edges
     static_bytes : array, shape (num_ranks,), or None
         Weights, gradients and optimiser state; None: nothing.
     capacity_bytes : array, shape (num_ranks,), or None

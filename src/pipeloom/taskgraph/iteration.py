@@ -66,10 +66,6 @@ def iteration_graph(
 
     Parameters
     ----------
-    layout : Layout
-    packed : Packing
-    costs : CostModel
-    name : str
     memory : MemoryLimit or None
         None: no limit.
     or_whole : bool

@@ -38,10 +38,6 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
       candidates, weighed against work, since a pair cannot be both lean and fast; the less of offloading, with what it
       stages taken off the room, and of not offloading.
-
-    Parameters
-    ----------
-    graph : TaskGraph
     """
     options = without_too_large(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)

@@ -79,8 +79,6 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
 
     Parameters
     ----------
-    graph : TaskGraph
-    schedule : Schedule
     timeline : Timeline, optional
         Times that came with the schedule. They must be the earliest that the order allows, up to one
         nanosecond for every task on the longest path to a task (times are rounded when read).

@@ -54,7 +54,6 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
 
     Parameters
     ----------
-    graph : TaskGraph
     choice : array, shape (num_pairs,), or None
         Index of every pair's candidate; None where the graph has none.
     """

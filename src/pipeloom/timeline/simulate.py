@@ -23,7 +23,6 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
 
     Parameters
     ----------
-    graph : TaskGraph
     schedule : Schedule
         Where ``candidate`` is None, the graph's own durations and bytes hold.
 
@@ -182,7 +181,6 @@ def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntAr
         With the chosen candidates written in (`TaskGraph.with_candidates`).
     timeline : Timeline
         Planned or measured.
-    rank : int
 
     Returns
     -------

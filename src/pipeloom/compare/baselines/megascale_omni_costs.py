@@ -21,10 +21,6 @@ class LongShortCosts(EmulatedCosts):
     of long ones is divided inside its sequences: its time and memory are taken to be those of the rank's tensor
     parallelism, which moves as many bytes. Whichever is faster for a part is taken. The encoders' optimiser state is
     sharded over all devices. What is left out, in its favour: handing encodings from device to device inside a rank.
-
-    Parameters
-    ----------
-    case : ModelOnCluster
     """
 
     def __init__(self, case: ModelOnCluster) -> None:

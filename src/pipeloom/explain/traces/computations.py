@@ -53,7 +53,6 @@ def rank_run(trace: RankTrace, stage: int) -> RankRun:
 
     Parameters
     ----------
-    trace : RankTrace
     stage : int
         The rank's stage, where ranges do not name one.
 

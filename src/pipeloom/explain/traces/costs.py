@@ -69,8 +69,6 @@ def layer_table(
 
     Parameters
     ----------
-    run : TracedRun
-    name : str
     boundary_ns : float
         Of a message between ranks.
     shares : mapping
@@ -124,7 +122,6 @@ def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
 
     Parameters
     ----------
-    run : TracedRun
     shape : tuple of int
         Of the microbatches that activations are asked of.
     """

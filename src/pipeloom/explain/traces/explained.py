@@ -114,11 +114,8 @@ def explain_run(
 
     Parameters
     ----------
-    run : TracedRun
-    name : str
     budget : StoppingRule
         Of the search for better orders: half of it within the memory of the trace, half without a limit.
-    seed : int
     shares : dict
         Layers of stages, from `layer_shares`; empty: every stage is one layer.
     """

@@ -40,7 +40,6 @@ def idle_by_cause(made: Replayable, kept: Timeline) -> IntArray:
 
     Parameters
     ----------
-    made : Replayable
     kept : Timeline
         When tasks had their ranks: measured (``made.kept``), or simulated.
 

@@ -22,7 +22,6 @@ def layer_shares(traces: Sequence[RankTrace], run: TracedRun) -> dict[int, tuple
     ----------
     traces : sequence of RankTrace
         In the order of pipeline ranks.
-    run : TracedRun
 
     Returns
     -------

@@ -30,7 +30,6 @@ def explain_traces(paths: Sequence[PathLike], *, budget: StoppingRule, seed: int
         Files of torch.profiler, one a rank, or a folder of them.
     budget : StoppingRule
         Of the search for better orders.
-    seed : int
     name : str
         Of the layers; default: that of the first file's folder.
 

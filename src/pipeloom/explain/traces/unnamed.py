@@ -19,7 +19,6 @@ def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> 
 
     Parameters
     ----------
-    trace : RankTrace
     is_message : callable
         Whether an event posts a message: between two backwards without a forward there is one.
 
