@@ -1,4 +1,4 @@
-"""Edges as compressed rows: what comes before every task, and what after it."""
+"""Edges as compressed rows: predecessors and successors of every task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_TASK = -1
 def close_edges(
     source: IntArray, target: IntArray, delay: IntArray, forward: IntArray, backward: IntArray, weight: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Add the implied edges: F before its backward, I before its W."""
+    """Add the implied edges: F before its backward, I before W."""
     has_backward, has_weight = backward != _NO_TASK, weight != _NO_TASK
     extra_source = np.concatenate([forward[has_backward], backward[has_weight]])
     extra_target = np.concatenate([backward[has_backward], weight[has_weight]])
@@ -24,7 +24,7 @@ def close_edges(
 
 
 def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Where each row starts, and the values and delays of all rows end to end."""
+    """Return the start of each row, and the concatenated values and delays of all rows."""
     order = np.argsort(row, kind="stable")
     start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])

@@ -1,4 +1,4 @@
-"""Bounds of candidates: whichever are chosen, their times and sizes can be summed."""
+"""Limits of candidates: times and sizes can be summed under every choice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipeloom.totals import NS_PER_S, SMALLER_SIZES, SMALLER_TIMES
 
 
 def check_candidates(candidates: Sequence[tuple[Candidate, ...]]) -> None:
-    """Refuse candidates of all pairs of which some choice sums to `MAX_TOTAL` nanoseconds or bytes, or more."""
-    # Equal chunks share one tuple, which is read once.
+    """Raise `InputError` if some choice of candidates sums to `MAX_TOTAL` nanoseconds or bytes, or more."""
+    # Pairs of equal chunks share one tuple, which is read once.
     known: dict[int, tuple[int, int]] = {}
     time = size = 0
     for row in candidates:
