@@ -1,4 +1,4 @@
-"""Lower bounds where parts of replicated modules may be assigned to any rank."""
+"""Lower bounds for graphs whose replicated modules may be assigned to any rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeloom.timeline.schedule import LowerBound
 
 
 def assignable_bound(assignable: Assignable) -> LowerBound:
-    """No schedule is faster, under any assignment and any choice of candidates.
+    """Return a lower bound under every assignment and every choice of candidates.
 
-    - ``critical path``: the longest path, as if nothing were sent to or from the pairs that can be anywhere.
-    - ``head + work + tail``: on some rank, of the pairs that are there in any case.
-    - ``all work``: of all ranks together, spread evenly, or by their speeds.
+    - ``critical path``: the longest path without delays to or from free pairs.
+    - ``warm-up + work + cool-down``: on some rank, of the pairs that are fixed to it.
+    - ``all work``: the work of all ranks, spread evenly or by their speeds.
 
-    Where nothing can be assigned: `lower_bound`.
+    Without free pairs, this is `lower_bound`.
     """
     if not assignable.free.any():
         return lower_bound(assignable.graph)
@@ -36,21 +36,21 @@ def assignable_bound(assignable: Assignable) -> LowerBound:
         tasks = np.flatnonzero(pairs[graph.pair])
         if tasks.size:
             ends = int(head[tasks].min()) + int(tail[tasks].min())
-            found.append(LowerBound(ends + int(work[pairs].sum()), "head + work + tail"))
+            found.append(LowerBound(ends + int(work[pairs].sum()), "warm-up + work + cool-down"))
     return max(found, key=lambda bound: bound.ns)
 
 
 def _all_work(assignable: Assignable, work: IntArray) -> int:
-    """Nanoseconds of all work, shape (num_pairs,), if every rank did as much of it as its speed says."""
+    """Return the time for all work if it is divided by the speeds of the ranks; ``work`` has shape (num_pairs,)."""
     graph, slowness = assignable.graph, assignable.slowness
     if not assignable.options:
         return -(-int(work.sum()) // graph.num_ranks)
-    # What a rank has done by the end, weighed by its speed, is no less than that where each pair weighs least. What a
-    # slow rank takes as long for as others (copies to the host) weighs least on the slowest.
+    # Weigh work by the speed of its rank. Each pair weighs least on the slowest rank, since some work (copies to the
+    # host) takes equally long on all ranks.
     slowest = int(slowness.argmax())
     options = pair_options(assignable.as_if_on(slowest))
     weighed = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
     rank = np.where(assignable.free, slowest, assignable.assignment)
-    # Times of tasks are rounded.
+    # Durations are rounded, by less than 1 ns per task.
     total = float((weighed / slowness[rank]).sum()) - graph.num_tasks / float(slowness.min())
     return max(0, int(total / float((1 / slowness).sum())))
