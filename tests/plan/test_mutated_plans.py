@@ -98,7 +98,7 @@ def test_plans_with_streams_and_replicated_modules_pass_with_and_without_a_layou
 
 def test_a_forward_before_its_input_has_arrived_is_refused() -> None:
     plan = from_text((FIXTURES / "forward_before_input.plan").read_text())
-    with pytest.raises(PlanError, match=r"'F lm\.1 3\.0 keep' starts before what it takes has arrived"):
+    with pytest.raises(PlanError, match=r"'F lm\.1 3\.0 keep' starts before its input has arrived"):
         verify(plan)
 
 
