@@ -114,7 +114,7 @@ def test_what_only_a_packing_tells_is_said_to_be_unchecked(seed: int) -> None:
         plan = mutated(rng, case.plan)
         if passes(plan, case.layout) and not passes(plan, case.layout, case.packing):
             said = verify(plan, case.layout)
-            assert said[0].startswith("that all samples of the batch are there")
+            assert said[0].startswith("that all samples of the batch are present")
             assert units(plan) != units(case.plan) or any("which parts" in each for each in said)
 
 

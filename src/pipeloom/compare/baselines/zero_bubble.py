@@ -1,4 +1,4 @@
-"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards, later ranks delaying more weight gradients."""
+"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards, where later ranks delay more weight gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pipeloom.spec import Layout
 
 
 def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "time") -> System:
-    """Zero-bubble H1: 1F1B's chain of stages with split backwards, weight gradients filling the idle time.
+    """Make zero-bubble H1: 1F1B's chain of stages with split backwards, whose weight gradients fill idle time.
 
-    Recomputed activations wait for the weight gradients, so these come as late as memory allows, whichever number
-    of microbatches behind is best for the iteration. Every rank recomputes as little as fits. An iteration that does
-    not fit so runs by 1F1B with whole backwards.
+    Recomputed activations are held until the weight gradients, so their delay is limited by memory. Every iteration
+    uses its best number of delayed microbatches. Every rank recomputes as little as fits. An iteration that does not
+    fit runs by 1F1B with whole backwards.
     """
     costs = EmulatedCosts(case.architecture, case.cluster, case.degrees, LEVELS)
 
     def system(layout: Layout) -> System:
-        def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, groups, "zero-bubble H1", costs)
+        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+            graph = graph_of(case, layout, microbatches, "zero-bubble H1", costs)
             fastest = np.full(case.num_ranks, uniform_settings(graph)[0])
             best: BaselineResult | None = None
             for behind in range(case.num_ranks):
