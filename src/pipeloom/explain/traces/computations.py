@@ -9,8 +9,8 @@ from math import prod
 from typing import NamedTuple
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.names import Found, Named, computation_of, message_of, step_of
-from pipeloom.explain.traces.traced import Computation, Posted, Unit
+from pipeloom.explain.traces.names import ComputationName, NamedRange, computation_of, message_of, step_of
+from pipeloom.explain.traces.traced import Computation, PostedReceive, Unit
 from pipeloom.explain.traces.unnamed import find_unnamed
 from pipeloom.io.kineto import Kernel, RankTrace, TraceEvent
 from pipeloom.taskgraph import FORWARD, KIND_NAMES, WEIGHT_GRADIENT
@@ -44,7 +44,7 @@ class RankRun(NamedTuple):
     """A rank's computations by iteration, and the posting of its receives."""
 
     iterations: dict[int, tuple[Computation, ...]]
-    posted: dict[int, dict[Unit, Posted]]
+    posted: dict[int, dict[Unit, PostedReceive]]
     allocated: dict[int, dict[Unit, int]]
 
 
@@ -78,7 +78,7 @@ def rank_run(trace: RankTrace, stage: int) -> RankRun:
     return RankRun(iterations, posted, allocated)
 
 
-def _allocated(trace: RankTrace, found: Sequence[Found], made: Sequence[Computation]) -> dict[Unit, int]:
+def _allocated(trace: RankTrace, found: Sequence[NamedRange], made: Sequence[Computation]) -> dict[Unit, int]:
     """Bytes that each computation leaves allocated, from when the host enters its range to when it leaves it."""
     if not trace.allocations:
         return {}
@@ -92,10 +92,10 @@ def _allocated(trace: RankTrace, found: Sequence[Found], made: Sequence[Computat
     return taken
 
 
-def _found(trace: RankTrace) -> list[Found]:
+def _found(trace: RankTrace) -> list[NamedRange]:
     """All computations in order of their starts."""
     named = [
-        Found(what, event.start_ns, event.end_ns, event.start_ns, event.end_ns)
+        NamedRange(what, event.start_ns, event.end_ns, event.start_ns, event.end_ns)
         for event in trace.events
         if event.is_range and (what := computation_of(event.name))
     ]
@@ -119,7 +119,7 @@ def _found(trace: RankTrace) -> list[Found]:
     return _in_turn(_with_losses(found, trace, work, starts), on_host=True)
 
 
-def _cut(trace: RankTrace, found: Sequence[Found]) -> list[Found]:
+def _cut(trace: RankTrace, found: Sequence[NamedRange]) -> list[NamedRange]:
     """Sort ranges, and cut each where the next one begins.
 
     Raises
@@ -141,13 +141,13 @@ def _cut(trace: RankTrace, found: Sequence[Found]) -> list[Found]:
     return ordered
 
 
-def _text(named: Named) -> str:
+def _text(named: ComputationName) -> str:
     """Name a computation as traces do."""
     stage = "" if named.stage is None else named.stage
     return f"PP:{stage}{KIND_NAMES[named.kind]}{named.microbatch}"
 
 
-def _in_turn(found: list[Found], *, on_host: bool = False) -> list[Found]:
+def _in_turn(found: list[NamedRange], *, on_host: bool = False) -> list[NamedRange]:
     """End each computation before the next one: a rank computes one at a time, and its host is in one range."""
     for i, (one, after) in enumerate(pairwise(found)):
         end = max(one.start_ns, min(one.end_ns, after.entered_ns if on_host else after.start_ns))
@@ -160,7 +160,7 @@ def _is_message(event: TraceEvent) -> bool:
     return event.name in (_SEND, _RECEIVE)
 
 
-def _on_host(one: Found, work: Sequence[TraceEvent], starts: Sequence[int]) -> Found:
+def _on_host(one: NamedRange, work: Sequence[TraceEvent], starts: Sequence[int]) -> NamedRange:
     """From the first operator in a range to the end of the last one."""
     inside = work[bisect_left(starts, one.start_ns) : bisect_left(starts, one.end_ns)]
     if not inside:
@@ -168,7 +168,7 @@ def _on_host(one: Found, work: Sequence[TraceEvent], starts: Sequence[int]) -> F
     return one._replace(start_ns=inside[0].start_ns, end_ns=max(event.end_ns for event in inside))
 
 
-def _on_device(one: Found, kernels: Sequence[Kernel]) -> Found:
+def _on_device(one: NamedRange, kernels: Sequence[Kernel]) -> NamedRange:
     """From the first kernel launched in a range to the end of the last one, but for messages."""
     inside = [kernel for kernel in kernels if one.start_ns <= kernel.launched_ns < one.end_ns and not _is_nccl(kernel)]
     if not inside:
@@ -181,8 +181,8 @@ def _is_nccl(kernel: Kernel) -> bool:
 
 
 def _with_losses(
-    found: list[Found], trace: RankTrace, work: Sequence[TraceEvent], starts: Sequence[int]
-) -> list[Found]:
+    found: list[NamedRange], trace: RankTrace, work: Sequence[TraceEvent], starts: Sequence[int]
+) -> list[NamedRange]:
     """Take losses into the forwards that they follow: some schedules compute them after the range."""
     if not trace.links:
         return found
@@ -201,15 +201,15 @@ def _with_losses(
     return longer
 
 
-def _inside_any(moment: int, found: Sequence[Found]) -> bool:
+def _inside_any(moment: int, found: Sequence[NamedRange]) -> bool:
     before = bisect_right(found, moment, key=lambda one: one.entered_ns) - 1
     return before >= 0 and moment <= found[before].end_ns
 
 
-def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]:
+def _by_step(trace: RankTrace, found: Sequence[NamedRange]) -> dict[int, list[NamedRange]]:
     """Cut computations into iterations: at the profiler's steps, or else where one comes again."""
     steps = [(event.start_ns, number) for event in trace.events if (number := step_of(event.name)) is not None]
-    cut: dict[int, list[Found]] = {}
+    cut: dict[int, list[NamedRange]] = {}
     if steps:
         begins = [start for start, _ in steps]
         for one in found:
@@ -217,7 +217,7 @@ def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]
             if at >= 0:
                 cut.setdefault(steps[at][1], []).append(one)
     else:
-        seen: set[Named] = set()
+        seen: set[ComputationName] = set()
         number = 0
         for one in found:
             if one.named in seen:
@@ -227,7 +227,7 @@ def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]
     return {number: _numbered(part) for number, part in cut.items()}
 
 
-def _numbered(found: list[Found]) -> list[Found]:
+def _numbered(found: list[NamedRange]) -> list[NamedRange]:
     """Count microbatches from zero where the trace does not name them: they have numbers over the whole trace."""
     if not found or found[0].named.stage is not None or min(one.named.microbatch for one in found) >= 0:
         return found
@@ -236,7 +236,7 @@ def _numbered(found: list[Found]) -> list[Found]:
     return [one._replace(named=one.named._replace(microbatch=number[one.named.microbatch])) for one in found]
 
 
-def _is_whole(found: Sequence[Found]) -> bool:
+def _is_whole(found: Sequence[NamedRange]) -> bool:
     """Whether every backward's forward is there, and backwards are there for all forwards or for none of a stage."""
     kinds: dict[tuple[int | None, int], set[int]] = {}
     for one in found:
@@ -278,20 +278,20 @@ def _transfers(trace: RankTrace) -> list[_Transfer]:
 
 
 def _waits(
-    found: Sequence[Found], stage: int, transfers: Sequence[_Transfer], ranges: Sequence[int], on_device: bool
-) -> tuple[tuple[Computation, ...], dict[Unit, Posted]]:
+    found: Sequence[NamedRange], stage: int, transfers: Sequence[_Transfer], ranges: Sequence[int], on_device: bool
+) -> tuple[tuple[Computation, ...], dict[Unit, PostedReceive]]:
     """Put the waits for messages before the computations that they held up."""
     units = [
         Unit(one.named.kind, stage if one.named.stage is None else one.named.stage, one.named.microbatch)
         for one in found
     ]
-    posted: dict[Unit, Posted] = {}
+    posted: dict[Unit, PostedReceive] = {}
     # When waits ended, and what was waited for: the input of a unit, or the taking of a unit's output.
     ended: list[tuple[int, bool, Unit | None]] = []
     for message in transfers:
         of = _of_transfer(message, found, units)
         if not message.is_send and of is not None:
-            posted.setdefault(of, Posted(message.posted_ns, message.shape, message.num_bytes))
+            posted.setdefault(of, PostedReceive(message.posted_ns, message.shape, message.num_bytes))
         if message.done_ns is not None:
             ended.append((message.done_ns, message.is_send, of))
     ended.sort(key=lambda row: row[0])
@@ -305,7 +305,11 @@ def _waits(
 
 
 def _after_waits(
-    one: Found, unit: Unit, free_ns: int, ended: Sequence[tuple[int, bool, Unit | None]], busy: Sequence[Sequence[int]]
+    one: NamedRange,
+    unit: Unit,
+    free_ns: int,
+    ended: Sequence[tuple[int, bool, Unit | None]],
+    busy: Sequence[Sequence[int]],
 ) -> Computation:
     """A computation with the wait before it, if there was one since its rank was free."""
     start, end = one.start_ns, max(one.start_ns, one.end_ns)
@@ -322,7 +326,7 @@ def _after_waits(
     return Computation(unit, start, end, entered, received, arrived if arrived - entered > _WAIT_NS else None, held_by)
 
 
-def _of_transfer(one: _Transfer, found: Sequence[Found], units: Sequence[Unit]) -> Unit | None:
+def _of_transfer(one: _Transfer, found: Sequence[NamedRange], units: Sequence[Unit]) -> Unit | None:
     """The unit whose output a send carries, or whose input a receive brings."""
     if one.label is not None:
         forward, stage, microbatch = one.label

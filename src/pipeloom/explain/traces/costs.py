@@ -11,7 +11,7 @@ from pipeloom.cost import LayerMeasurement, Profile, fit_profile
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.messages import link_medians, link_of
-from pipeloom.explain.traces.replay import Replayable
+from pipeloom.explain.traces.replay import ReplayGraph
 from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, NS_PER_S, WEIGHT_GRADIENT
 
@@ -40,7 +40,7 @@ def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
     return {key: fmean(samples) for key, samples in found.items()}
 
 
-def task_means(run: TracedRun, made: Sequence[Replayable]) -> dict[Unit, int]:
+def task_means(run: TracedRun, made: Sequence[ReplayGraph]) -> dict[Unit, int]:
     """Mean nanoseconds that tasks of a kind, a stage and a shape keep their rank, for every unit of an iteration."""
     shapes = [shapes_of(iteration) for iteration in run.iterations]
     found: dict[tuple[int, int, Shape], list[int]] = defaultdict(list)
@@ -52,7 +52,7 @@ def task_means(run: TracedRun, made: Sequence[Replayable]) -> dict[Unit, int]:
     }
 
 
-def delay_medians(run: TracedRun, made: Sequence[Replayable]) -> dict[Unit, int]:
+def delay_medians(run: TracedRun, made: Sequence[ReplayGraph]) -> dict[Unit, int]:
     """Median nanoseconds of the messages on its link, for every unit with an input from another rank."""
     usual = link_medians(run, [each.messages for each in made])
     return {unit: usual[link_of(run, unit)] for unit in made[0].messages}

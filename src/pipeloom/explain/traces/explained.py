@@ -10,7 +10,7 @@ import numpy as np
 from pipeloom.cost.layers import LayerTable
 from pipeloom.explain.traces.costs import delay_medians, layer_table, task_means
 from pipeloom.explain.traces.idle import idle_by_cause
-from pipeloom.explain.traces.replay import Replayable, chain_graph, replayable
+from pipeloom.explain.traces.replay import ReplayGraph, chain_graph, replayable
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.report import Track, make_track
 from pipeloom.search import Share, Solution, StoppingRule, solve
@@ -35,7 +35,7 @@ class Replay:
     """
 
     number: int
-    made: Replayable
+    made: ReplayGraph
     replayed: Timeline
     compute_ns: IntArray
     measured_ns: int
@@ -157,7 +157,7 @@ def _or_known(found: Solution, known: Schedule, timeline: Timeline) -> Solution:
     return replace(found, schedule=known, timeline=timeline, method=known.method)
 
 
-def _replay(number: int, made: Replayable) -> Replay:
+def _replay(number: int, made: ReplayGraph) -> Replay:
     again = simulate(made.graph, made.schedule)
     compute = made.computed.end_ns - made.computed.start_ns
     measured_idle, replayed_idle = idle_by_cause(made, made.kept), idle_by_cause(made, again)

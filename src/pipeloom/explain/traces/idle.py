@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.explain.traces.replay import Replayable
+from pipeloom.explain.traces.replay import ReplayGraph
 from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
 from pipeloom.timeline import Timeline
 
@@ -15,7 +15,7 @@ CAUSES = (
     "communication",
     "own message not taken",
     "host",
-    "drain",
+    "cool-down",
 )
 """Of idle time, in the order of `idle_by_cause`'s columns.
 
@@ -29,13 +29,13 @@ own message not taken
     The rank waits until a message of its own is received by a rank that does something else.
 host
     The rank could compute and does not: Python, posting of messages, launches.
-drain
+cool-down
     After the last computation of the rank.
 """
-_WARM_UP, _FORWARD, _BACKWARD, _COMMUNICATION, _TAKEN, _HOST, _DRAIN = range(len(CAUSES))
+_WARM_UP, _FORWARD, _BACKWARD, _COMMUNICATION, _TAKEN, _HOST, _COOL_DOWN = range(len(CAUSES))
 
 
-def idle_by_cause(made: Replayable, kept: Timeline) -> IntArray:
+def idle_by_cause(made: ReplayGraph, kept: Timeline) -> IntArray:
     """Attribute idle time of a timeline of a replayable iteration.
 
     Parameters
@@ -56,7 +56,7 @@ def idle_by_cause(made: Replayable, kept: Timeline) -> IntArray:
     for rank, order in enumerate(made.schedule.order):
         row = found[rank]
         row[_WARM_UP] = compute_start[order[0]]
-        row[_DRAIN] = makespan - compute_end[order[-1]]
+        row[_COOL_DOWN] = makespan - compute_end[order[-1]]
         for before, task in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):
             gap = int(compute_start[task] - compute_end[before])
             idle = int(kept.start_ns[task] - kept.end_ns[before])

@@ -15,7 +15,7 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _OVERLAPPED = "OVERLAP_F_B"
 
 
-class Named(NamedTuple):
+class ComputationName(NamedTuple):
     """What a range computes."""
 
     kind: int
@@ -24,17 +24,17 @@ class Named(NamedTuple):
     microbatch: int
 
 
-class Found(NamedTuple):
+class NamedRange(NamedTuple):
     """A computation of a trace, and when the host entered and left its range."""
 
-    named: Named
+    named: ComputationName
     start_ns: int
     end_ns: int
     entered_ns: int
     left_ns: int
 
 
-def computation_of(name: str) -> Named | None:
+def computation_of(name: str) -> ComputationName | None:
     """What a range with this name computes; None: nothing of a pipeline.
 
     ``PP:1F0`` is what `ScheduleInterleaved1F1B` and everything else with several stages a rank writes, ``Forward 0``
@@ -46,9 +46,9 @@ def computation_of(name: str) -> Named | None:
         A range with a forward and a backward in one, which have no times of their own.
     """
     if found := _ACTION.fullmatch(name):
-        return Named(KIND_NAMES.index(found[2]), int(found[1]), int(found[3]))
+        return ComputationName(KIND_NAMES.index(found[2]), int(found[1]), int(found[3]))
     if found := _SINGLE.fullmatch(name):
-        return Named(FORWARD if found[1] == "Forward" else BACKWARD, None, int(found[2]))
+        return ComputationName(FORWARD if found[1] == "Forward" else BACKWARD, None, int(found[2]))
     if name.startswith("PP:") and name.endswith(_OVERLAPPED):
         raise InputError(
             f"range {name}", "is a forward and a backward in one", "record a schedule that does not overlap them"

@@ -19,7 +19,7 @@ Edge = tuple[Unit, Unit, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replayable:
+class ReplayGraph:
     """A graph of an iteration, the order in which it ran, and the times that were measured, from its first start.
 
     Attributes
@@ -42,7 +42,7 @@ class Replayable:
     computed: Timeline
 
 
-def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
+def replayable(run: TracedRun, iteration: Iteration) -> ReplayGraph:
     """Make the graph that, run in the order of the trace, is the iteration again.
 
     A task keeps its rank until the rank waits again for something that the graph knows: a message, or the taking of an
@@ -71,7 +71,7 @@ def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
     order = tuple(np.array([number[one.unit] for one in rank], np.int64) for rank in iteration.ranks)
     kept = Timeline(*(np.array([times[unit] for unit in units], np.int64) for times in (begin, free)))
     computed = Timeline(*(np.array([compute[unit][i] for unit in units], np.int64) for i in (0, 1)))
-    return Replayable(graph, Schedule(order, method="as traced"), messages, kept, computed)
+    return ReplayGraph(graph, Schedule(order, method="as traced"), messages, kept, computed)
 
 
 def chain_graph(

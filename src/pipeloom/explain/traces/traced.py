@@ -37,7 +37,7 @@ class Computation(NamedTuple):
         return self.received_ns - self.entered_ns
 
 
-class Posted(NamedTuple):
+class PostedReceive(NamedTuple):
     """A receive."""
 
     at_ns: int
@@ -53,7 +53,7 @@ class Iteration:
 
     number: int
     ranks: tuple[tuple[Computation, ...], ...]
-    posted: tuple[dict[Unit, Posted], ...]
+    posted: tuple[dict[Unit, PostedReceive], ...]
     """Per rank, the receives of units' inputs, where the trace has them."""
     allocated: tuple[dict[Unit, int], ...] = ()
     """Per rank, bytes that a unit takes and does not give back (negative: gives back); empty: not recorded."""

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.names import Found, Named, step_of
+from pipeloom.explain.traces.names import ComputationName, NamedRange, step_of
 from pipeloom.io.kineto import RankTrace, TraceEvent
 from pipeloom.taskgraph import BACKWARD, FORWARD
 
 _ENGINE = "autograd::engine::evaluate_function"
 
 
-def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> list[Found]:
+def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> list[NamedRange]:
     """Find forwards and backwards by the links that the profiler draws between them.
 
     Parameters
@@ -60,8 +60,8 @@ def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> 
     pairs.sort()
     found = []
     for number, (forward, backward) in enumerate(pairs, start=1):
-        found.append(Found(Named(FORWARD, None, -number), *forward, *forward))
-        found.append(Found(Named(BACKWARD, None, -number), *backward, *backward))
+        found.append(NamedRange(ComputationName(FORWARD, None, -number), *forward, *forward))
+        found.append(NamedRange(ComputationName(BACKWARD, None, -number), *backward, *backward))
     found.sort(key=lambda one: one.start_ns)
     for one, after in pairwise(found):
         if one.end_ns > after.start_ns:
