@@ -1,4 +1,4 @@
-"""What a computation of a chain of stages waits for."""
+"""Dependencies between computations of a chain of stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIEN
 
 
 def input_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
-    """The computation of the neighbouring stage whose output it takes; None: there is none."""
+    """Return the computation of the neighboring stage whose output ``unit`` takes; None if there is none."""
     if unit.kind == WEIGHT_GRADIENT:
         return None
     if unit.kind == FORWARD:
@@ -25,7 +25,7 @@ def input_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None
 
 
 def output_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
-    """The computation of the neighbouring stage that takes its output; None: there is none."""
+    """Return the computation of the neighboring stage that takes the output of ``unit``; None if there is none."""
     if unit.kind == WEIGHT_GRADIENT:
         return None
     if unit.kind == FORWARD:

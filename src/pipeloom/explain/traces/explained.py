@@ -1,4 +1,4 @@
-"""A traced run explained: replayed, its bubbles by cause, its costs, and what the best order would take with them."""
+"""Explanation of a traced run: a replay, bubbles by cause, costs, and the time of the best order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeloom.timeline import LowerBound, Schedule, Timeline, simulate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """One iteration as it was measured and as the simulator runs it again.
+    """One iteration, measured and replayed by the simulator.
 
     Attributes
     ----------
@@ -28,10 +28,10 @@ class Replay:
     made : Replayable
     replayed : Timeline
     compute_ns : array, shape (num_ranks,)
-        What each rank computed.
+        Compute time of each rank.
     measured_ns, replayed_ns : int
     measured_idle_ns, replayed_idle_ns : array, shape (num_ranks, len(CAUSES))
-        By cause; a row adds up to the iteration less what the rank computed.
+        Idle time by cause. A row adds up to the iteration less the rank's compute time.
     """
 
     number: int
@@ -45,30 +45,30 @@ class Replay:
 
     @property
     def error(self) -> float:
-        """Replayed over measured, less one."""
+        """Replayed time divided by measured time, minus one."""
         return self.replayed_ns / self.measured_ns - 1
 
     @property
     def bubble_errors(self) -> tuple[float, ...]:
-        """The same of every rank's idle time."""
+        """The same for the idle time of every rank."""
         pairs = zip(self.replayed_idle_ns.sum(axis=1), self.measured_idle_ns.sum(axis=1), strict=True)
         return tuple(float(again / measured) - 1 if measured else 0.0 for again, measured in pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WhatIf:
-    """The traced order and better ones on mean costs.
+    """The traced order and better orders, with mean costs.
 
     Attributes
     ----------
     graph : TaskGraph
-        Every task takes the mean of its kind, stage and size, host included; every message the median of its link.
+        Graph with mean durations by kind, stage and shape, host time included, and median message times by link.
     as_traced : Schedule
     as_traced_timeline : Timeline
     in_flight : array, shape (num_ranks,)
-        Most microbatches times stages whose activations a rank held at once.
+        Largest number of activations (microbatches times stages) on a rank at once.
     best : Solution
-        The best order found that holds no more than that.
+        The best order found with at most ``in_flight`` activations.
     unlimited : Solution
         The best order found without a limit.
     """
@@ -83,7 +83,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """All of it."""
+    """Explanation of a traced run."""
 
     run: TracedRun
     replays: tuple[Replay, ...]
@@ -92,12 +92,12 @@ class Explanation:
 
     @property
     def mean_measured_ns(self) -> int:
-        """Mean of the iterations as measured."""
+        """Mean measured time of the iterations."""
         return round(float(np.mean([one.measured_ns for one in self.replays])))
 
     @property
     def typical(self) -> Replay:
-        """The iteration of median time."""
+        """The iteration with the median time."""
         ordered = sorted(self.replays, key=lambda one: one.measured_ns)
         return ordered[(len(ordered) - 1) // 2]
 
@@ -115,9 +115,9 @@ def explain_run(
     Parameters
     ----------
     budget : StoppingRule
-        Of the search for better orders: half of it within the memory of the trace, half without a limit.
+        Budget of the search for better orders, half within the memory of the trace, half without a limit.
     shares : dict
-        Layers of stages, from `layer_shares`; empty: every stage is one layer.
+        Layers by stage, from `layer_shares`; other stages are one layer.
     """
     made = [replayable(run, iteration) for iteration in run.iterations]
     replays = tuple(_replay(iteration.number, each) for iteration, each in zip(run.iterations, made, strict=True))
@@ -139,7 +139,7 @@ def what_if(
     budget: StoppingRule,
     seed: int,
 ) -> WhatIf:
-    """Search better orders of a chain of stages than one that is known, within its memory and without a limit."""
+    """Search for better orders of a chain of stages than ``order``, within its memory and without a limit."""
     graph = chain_graph(run, name, duration_ns, delay_ns)
     plain = simulate(graph, order)
     counted = chain_graph(run, name, duration_ns, delay_ns, capacity=[graph.num_pairs] * run.num_ranks)
@@ -151,7 +151,7 @@ def what_if(
 
 
 def _or_known(found: Solution, known: Schedule, timeline: Timeline) -> Solution:
-    """What was found, or what was known before where that is faster."""
+    """Return the solution found, or the known schedule if it is faster."""
     if found.timeline.makespan_ns <= timeline.makespan_ns:
         return found
     return replace(found, schedule=known, timeline=timeline, method=known.method)
@@ -175,7 +175,7 @@ def _replay(number: int, made: ReplayGraph) -> Replay:
 
 
 def tracks(found: Explanation) -> list[Track]:
-    """The typical iteration as measured and as replayed, then `what_if_tracks`, ready to be drawn."""
+    """Return the tracks of the typical iteration, measured and replayed, and `what_if_tracks`."""
     chunks, one = _chunk_names(found.run.num_stages), found.typical
     measured = replace(one.made.computed, peak_bytes=np.zeros(found.run.num_ranks, np.int64))
     return [
@@ -185,7 +185,7 @@ def tracks(found: Explanation) -> list[Track]:
 
 
 def what_if_tracks(what: WhatIf, num_stages: int) -> list[Track]:
-    """The traced order and the best ones on mean costs."""
+    """Return the tracks of the traced order and the best orders, with mean costs."""
     rows: list[tuple[str, Schedule, Timeline, LowerBound | None]] = [
         ("this order, mean costs", what.as_traced, what.as_traced_timeline, None)
     ]
