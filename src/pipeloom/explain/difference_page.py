@@ -53,7 +53,7 @@ def difference_page(name: str, found: Difference) -> str:
             TableSection(
                 "Computation by kind of layer",
                 "Milliseconds of all layers of a kind in an iteration, over all ranks. The measured time of a chunk is "
-                "divided by the predicted shares of its layers. Measured is wall-clock time, including other use of cores.",
+                "divided by the predicted shares of its layers. It is wall-clock time, with other use of the cores.",
                 ("kind", "forward planned", "measured", "ratio", "backward planned", "measured", "ratio"),
                 kinds,
             ),
@@ -65,8 +65,8 @@ def difference_page(name: str, found: Difference) -> str:
             ),
             TableSection(
                 "Idle ranks, by cause",
-                "Milliseconds in which a rank computes nothing, mean over ranks, between the first start and the last end "
-                "of a computation, by the reason why the next task waited.",
+                "Milliseconds in which a rank computes nothing, mean over ranks, between the first start and the last "
+                "end of a computation, by the reason why the next task waited.",
                 ("", "planned", "measured"),
                 idle,
                 frozenset({len(idle) - 1}),

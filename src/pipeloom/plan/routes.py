@@ -160,59 +160,30 @@ class RoutesOf:
     def into(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
         """Return the inputs of a unit, in the order of concatenation."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        found: list[BoundaryTransfer] = []
         if place.before >= 0:
-            main = BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient)
-            return (main, *self._streams_into(unit)) if place.takes else (main,)
-        found: list[BoundaryTransfer] = []
-        for source in place.sources:
-            for piece in self._boundary(microbatch, source, place.module):
-                if piece.below == sub:
-                    chunk = self._chunk(source, microbatch, piece.above, -1)
-                    producer = Unit(chunk, microbatch, piece.above)
-                    flows = self.router.places[chunk].gradient
-                    found.append(BoundaryTransfer(producer, unit, flows, _cut(piece)))
-        if place.takes:
-            found += self._streams_into(unit)
-        return tuple(found)
-
-    def _streams_into(self, unit: Unit) -> list[BoundaryTransfer]:
-        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
-        found: list[BoundaryTransfer] = []
-        for stream, source, above in place.takes:
+            found.append(BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient))
+        for stream, source, above in (*(("", source, -1) for source in place.sources), *place.takes):
             for piece in self._boundary(microbatch, source, place.module):
                 if piece.below == sub:
                     chunk = self._chunk(source, microbatch, piece.above, above)
                     producer = Unit(chunk, microbatch, piece.above)
                     flows = self.router.places[chunk].gradient
                     found.append(BoundaryTransfer(producer, unit, flows, _cut(piece), stream))
-        return found
+        return tuple(found)
 
     def out_of(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
         """Return the transfers of a unit's output and streams."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        found: list[BoundaryTransfer] = []
         if place.after >= 0:
-            main = BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient)
-            return (main, *self._streams_out_of(unit)) if place.gives else (main,)
-        found: list[BoundaryTransfer] = []
-        for module in place.consumers:
-            for piece in self._boundary(microbatch, place.module, module):
-                if piece.above == sub:
-                    chunk = self._chunk(module, microbatch, piece.below, 0)
-                    consumer = Unit(chunk, microbatch, piece.below)
-                    found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece)))
-        if place.gives:
-            found += self._streams_out_of(unit)
-        return tuple(found)
-
-    def _streams_out_of(self, unit: Unit) -> list[BoundaryTransfer]:
-        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
-        found: list[BoundaryTransfer] = []
-        for stream, module, below in place.gives:
+            found.append(BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient))
+        for stream, module, below in (*(("", module, 0) for module in place.consumers), *place.gives):
             for piece in self._boundary(microbatch, place.module, module):
                 if piece.above == sub:
                     consumer = Unit(self._chunk(module, microbatch, piece.below, below), microbatch, piece.below)
                     found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece), stream))
-        return found
+        return tuple(found)
 
     def _boundary(self, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
         key = (microbatch, above, below)

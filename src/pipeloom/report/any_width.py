@@ -29,11 +29,11 @@ class Table(table.Table):
         super().__init__(*headers, title=_cell(title), **options)
 
     def add_column(self, header: Any = "", *arguments: Any, **options: Any) -> None:
-        """Add a column, as in `rich.table.Table`."""
+        """Add a column, as in rich's own table."""
         super().add_column(header, *arguments, **({"overflow": "fold"} | options))
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Add a row, as in `rich.table.Table`; strings become one line without markup."""
+        """Add a row, as in rich's own table; strings become one line without markup."""
         super().add_row(*(_cell(cell) for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

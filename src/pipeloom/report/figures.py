@@ -1,4 +1,4 @@
-"""Line, bar, scatter and heat figures as SVG text, drawn by Matplotlib (an optional dependency).
+"""Line, bar and scatter figures as SVG text, drawn by Matplotlib (an optional dependency).
 
 The same data gives the same bytes with the same version of Matplotlib. Colors are those of Okabe and Ito, which people
 with any form of color blindness can distinguish. Series also differ in marker and dash, for figures in grayscale.
@@ -242,56 +242,6 @@ def scatter_figure(
             _legend(figure, handles, list(series))
 
     return _render((5.2, 4.2), draw)
-
-
-def heat_figure(
-    values: Sequence[Sequence[float | None]],
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    labels: tuple[str, str] = ("", ""),
-    color_label: str = "",
-    title: str = "",
-    numbers: str | None = None,
-) -> str:
-    """Draw a table of numbers as colors, dark for large numbers.
-
-    Parameters
-    ----------
-    values : sequence of sequences
-        One row of numbers per name in ``rows``; None leaves a cell empty.
-    labels : tuple of str
-        Labels of the horizontal and the vertical axis.
-    numbers : str, optional
-        Format of the number in each cell; None: no numbers.
-    """
-    _same_length("values", rows, values)
-    for name, row in zip(rows, values, strict=True):
-        _same_length(name, columns, row)
-    table = [[float("nan") if v is None else float(v) for v in row] for row in values]
-    known = [v for row in values for v in row if v is not None]
-    if not known:
-        raise InputError("values", "has no number", "give at least one")
-    middle = (min(known) + max(known)) / 2
-
-    def draw(figure: Any) -> None:
-        axes = figure.add_subplot(1, 1, 1)
-        axes.set_title(title)
-        image = axes.imshow(table, cmap="cividis_r", aspect="auto")
-        axes.grid(visible=False)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set_xlabel(labels[0])
-        axes.set_ylabel(labels[1])
-        if numbers is not None:
-            for i, row in enumerate(values):
-                for j, value in enumerate(row):
-                    if value is not None:
-                        ink = "white" if value > middle else "black"
-                        axes.text(j, i, format(value, numbers), ha="center", va="center", color=ink, fontsize=8)
-        figure.colorbar(image, ax=axes, label=color_label)
-
-    return _render((max(4.4, 2.2 + 0.55 * len(columns)), max(2.6, 1.2 + 0.38 * len(rows))), draw)
 
 
 def _color(number: int) -> str:

@@ -40,21 +40,7 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     """
     flat, rows = flatten_order(graph, schedule)
     chosen = graph.with_candidates(schedule.candidate)
-    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    waiting = np.diff(graph.predecessor_start)
-    done = kernels.retime(
-        flat,
-        rows,
-        chosen.duration_ns,
-        graph.successor_start,
-        graph.successor,
-        graph.successor_delay_ns,
-        waiting,
-        start,
-        end,
-        after,
-        queue,
-    )
+    start, end, _, waiting, done = _retime(graph, flat, rows, chosen.duration_ns)
     if done < graph.num_tasks:
         raise PlanError("order deadlocks: " + _cycle(graph, flat, rows, waiting))
     at_start, at_end = memory_changes(chosen)
@@ -103,21 +89,19 @@ def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntAr
 def running_order(graph: TaskGraph, schedule: Schedule) -> IntArray:
     """Return all tasks in one order that respects the edges and the order of every rank."""
     flat, rows = flatten_order(graph, schedule)
+    return _retime(graph, flat, rows, graph.duration_ns)[2]
+
+
+def _retime(
+    graph: TaskGraph, flat: IntArray, rows: IntArray, duration: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray, int]:
+    """Return starts, ends, running order, unfinished predecessors, and the number of tasks that could run."""
     start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    kernels.retime(
-        flat,
-        rows,
-        graph.duration_ns,
-        graph.successor_start,
-        graph.successor,
-        graph.successor_delay_ns,
-        np.diff(graph.predecessor_start),
-        start,
-        end,
-        after,
-        queue,
+    waiting, successors = np.diff(graph.predecessor_start), (graph.successor_start, graph.successor)
+    done = kernels.retime(
+        flat, rows, duration, *successors, graph.successor_delay_ns, waiting, start, end, after, queue
     )
-    return queue
+    return start, end, queue, waiting, done
 
 
 def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:

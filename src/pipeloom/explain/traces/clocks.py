@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.dependencies import input_of
-from pipeloom.explain.traces.traced import Iteration
+from pipeloom.explain.traces.traced import Iteration, input_of
 from pipeloom.io.kineto import RankTrace
 
 SLACK_NS = 20_000

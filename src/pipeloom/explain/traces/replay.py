@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.explain.traces.dependencies import input_of, output_of
 from pipeloom.explain.traces.messages import Message, link_medians, link_of
-from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit
+from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit, input_of, output_of
 from pipeloom.taskgraph import Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import Schedule, Timeline
 

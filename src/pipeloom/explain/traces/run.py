@@ -10,8 +10,7 @@ from statistics import median
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.clocks import clock_shifts
 from pipeloom.explain.traces.computations import RankRun, rank_run
-from pipeloom.explain.traces.dependencies import input_of
-from pipeloom.explain.traces.traced import Computation, Iteration, TracedRun
+from pipeloom.explain.traces.traced import Computation, Iteration, TracedRun, input_of
 from pipeloom.io.kineto import RankTrace
 
 

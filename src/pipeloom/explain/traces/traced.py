@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
 
 class Unit(NamedTuple):
@@ -30,11 +33,6 @@ class Computation(NamedTuple):
     """Arrival of its input, if the rank waited for it; None if it arrived earlier or there is no input."""
     held_by: Unit | None = None
     """Unit whose sent output the rank waited for to be received, if that wait ended last."""
-
-    @property
-    def waited_ns(self) -> int:
-        """Time spent waiting."""
-        return self.received_ns - self.entered_ns
 
 
 class PostedReceive(NamedTuple):
@@ -104,3 +102,33 @@ class TracedRun:
     def num_stages(self) -> int:
         """Number of stages on all ranks."""
         return len(self.stage_rank)
+
+
+def input_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
+    """Return the computation of the neighboring stage whose output ``unit`` takes; None if there is none."""
+    if unit.kind == WEIGHT_GRADIENT:
+        return None
+    if unit.kind == FORWARD:
+        before = Unit(FORWARD, unit.stage - 1, unit.microbatch)
+        return before if unit.stage > 0 else None
+    if unit.stage == num_stages - 1:
+        return None
+    for kind in (BACKWARD, INPUT_GRADIENT):
+        after = Unit(kind, unit.stage + 1, unit.microbatch)
+        if after in units:
+            return after
+    return None
+
+
+def output_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
+    """Return the computation of the neighboring stage that takes the output of ``unit``; None if there is none."""
+    if unit.kind == WEIGHT_GRADIENT:
+        return None
+    if unit.kind == FORWARD:
+        after = Unit(FORWARD, unit.stage + 1, unit.microbatch)
+        return after if unit.stage < num_stages - 1 else None
+    for kind in (BACKWARD, INPUT_GRADIENT):
+        before = Unit(kind, unit.stage - 1, unit.microbatch)
+        if unit.stage and before in units:
+            return before
+    return None
