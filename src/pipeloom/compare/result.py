@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +59,19 @@ def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int =
     )
     after_ns = round((result.after_s + update_s) * NS_PER_S)
     return replace(track, after_ns=after_ns, num_tokens=num_tokens, layers=layers_by_rank(layout))
+
+
+def fastest(name: str, found: Sequence[BaselineResult]) -> BaselineResult:
+    """Return the fastest result.
+
+    Raises
+    ------
+    InfeasibleError
+        There is no result, since no setting fits.
+    """
+    if not found:
+        raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+    return min(found, key=lambda one: one.iteration_s)
 
 
 def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:

@@ -27,7 +27,7 @@ from pipeloom.compare.baselines.optimus import encoders_apart, encoders_first
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.repacking import reordered
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import modality_placements, replicated
@@ -84,10 +84,7 @@ def _option(case: ModelOnCluster, layout: Layout, costs: EmulatedCosts, after_s:
                 with suppress(InfeasibleError):
                     order = joint_pipeline(assigned.graph, size)
                     found.append(per_module_recomputation(NAME, layout, assigned.graph, order))
-        if not found:
-            raise InfeasibleError(f"{NAME}: does not fit even with full recomputation")
-        best = min(found, key=lambda one: one.timeline.makespan_ns)
-        return replace(best, after_s=after_s(layout))
+        return replace(fastest(NAME, found), after_s=after_s(layout))
 
     return System(NAME, layout, run)
 

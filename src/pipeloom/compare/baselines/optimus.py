@@ -14,7 +14,7 @@ from pipeloom.compare.baseline import System, by_parameters, by_time, distinct, 
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse, optimus_fine
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import chunk_counts
@@ -60,10 +60,7 @@ def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sy
             for order in orders:
                 with suppress(InfeasibleError):
                     found.append(per_module_recomputation(name, layout, graph, order))
-            if not found:
-                raise InfeasibleError(f"{name}: does not fit even with full recomputation")
-            best = min(found, key=lambda each: each.timeline.makespan_ns)
-            return replace(best, after_s=replica_seconds(case, layout))
+            return replace(fastest(name, found), after_s=replica_seconds(case, layout))
 
         return System(name, layout, run)
 

@@ -11,7 +11,7 @@ from pipeloom.compare.baseline import System, distinct, fixed_systems, in_turn, 
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_rank_recomputation
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
@@ -32,17 +32,13 @@ def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: 
     def system(layout: Layout) -> System:
         def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
             graph = graph_of(case, layout, microbatches, "zero-bubble H1", costs)
-            fastest = np.full(case.num_ranks, uniform_settings(graph)[0])
-            best: BaselineResult | None = None
+            settings = np.full(case.num_ranks, uniform_settings(graph)[0])
+            found = []
             for behind in range(case.num_ranks):
                 with suppress(InfeasibleError):
                     order = zero_bubble_h1(graph, behind)
-                    found = per_rank_recomputation("zero-bubble H1", layout, graph, order, fastest)
-                    if best is None or found.timeline.makespan_ns < best.timeline.makespan_ns:
-                        best = found
-            if best is None:
-                raise InfeasibleError("zero-bubble H1: does not fit even with full recomputation")
-            return best
+                    found.append(per_rank_recomputation("zero-bubble H1", layout, graph, order, settings))
+            return fastest("zero-bubble H1", found)
 
         return System("zero-bubble H1", layout, run)
 
