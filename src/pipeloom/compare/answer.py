@@ -99,17 +99,17 @@ def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
 
 def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Comparison]:
     """Yield the results of the current run, its tuned form, and all systems except Pipeloom."""
-    case, given, run = question.case, question.iterations, question.run
+    case, sampled, run = question.case, question.iterations, question.run
     if run is not None:
         on_system(NOW_TITLE)
-        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), given.groups, question.budget, question.seed)
+        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), sampled.groups, question.budget, question.seed)
         on_system(TUNED_TITLE)
         yield compared(
-            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, given.typical), given.groups, question.budget, 0
+            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, sampled.typical), sampled.groups, question.budget, 0
         )
     names = [name for name in question.names if name != OURS]
     yield from compare_case(
-        case, given.typical, given.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
+        case, sampled.typical, sampled.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
     )
 
 
@@ -120,10 +120,10 @@ def _our_answer_for(architecture: Architecture, cluster: ClusterSpec, degrees: D
 
 def our_answer(question: Question) -> Ours:
     """Evaluate Pipeloom: on the given microbatches, with its own packing, and the steps of its gain."""
-    case, given = question.case, question.iterations
+    case, sampled = question.case, question.iterations
     # Compile first, since compilation would count as search.
     warm_up()
-    (one,) = compare_case(case, given.typical, given.groups, [OURS], budget=question.budget, seed=question.seed)
+    (one,) = compare_case(case, sampled.typical, sampled.groups, [OURS], budget=question.budget, seed=question.seed)
     if one.result is None or one.layout is None:
         return Ours((one,))
     systems, layout, best = [one], one.layout, one.result
@@ -134,7 +134,7 @@ def our_answer(question: Question) -> Ours:
             PACKED,
             PACKED_TITLE,
             lambda: packing_system(PACKED_TITLE, case, layout, tokens),
-            given.real,
+            sampled.real,
             budget,
             question.seed,
         )
@@ -143,5 +143,5 @@ def our_answer(question: Question) -> Ours:
             best = min(best, packed.result, key=lambda result: result.iteration_s)
     if question.run is None:
         return Ours(tuple(systems))
-    steps = split_gain(case, question.run, given.groups, best, question.budget, question.seed)
+    steps = split_gain(case, question.run, sampled.groups, best, question.budget, question.seed)
     return Ours(tuple(systems), steps)

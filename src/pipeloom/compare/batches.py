@@ -88,12 +88,12 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     loads, params = cost_loads(batch, model, layout, costs), problem.search.packings
     found: list[BaselineResult] = []
 
-    def judge(number: int) -> float:
+    def evaluate(number: int) -> float:
         packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
         found.append(_timed(problem, name, layout, packing))
         return found[-1].iteration_s if found[-1].fits else float("inf")
 
-    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, judge)
+    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, evaluate)
     return min(found, key=lambda one: (not one.fits, one.iteration_s))
 
 

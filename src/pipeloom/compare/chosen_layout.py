@@ -45,11 +45,11 @@ def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampl
         typical_lengths(case.model, microbatches),
         lambda layout: [assignable_of(case, layout, microbatches, case.model.name) for microbatches in batches],
         lambda layout: replica_seconds(case, layout),
-        _dealing(case, batches),
+        _encoder_dp(case, batches),
     )
 
 
-def _dealing(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
+def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
     """Return the encoders that may use encoder data parallelism, if a rank's devices are on one node.
 
     These are encoders without streams. Transfers inside a rank are priced by the link inside a node. This would also

@@ -36,7 +36,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
     Degrees or None
         Their product is the number of devices. None: no degrees were found.
     """
-    cluster, given = question.case.cluster, question.iterations
+    cluster, iterations = question.case.cluster, question.iterations
     least = _least_bytes(question.case) / question.case.capacity_bytes
     nodes = cluster.num_nodes
     while nodes * cluster.devices_per_node < least:
@@ -46,7 +46,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
         for degrees in itertools.islice(_candidates(question.case, larger), _MOST_TRIALS):
             try:
                 case = put_on_cluster(question.case.architecture, larger, degrees)
-                (one,) = compare_case(case, given.typical, given.groups, [TRIED], budget=Evaluations(1))
+                (one,) = compare_case(case, iterations.typical, iterations.groups, [TRIED], budget=Evaluations(1))
             except InputError:
                 continue
             if one.result is not None:

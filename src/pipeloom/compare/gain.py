@@ -138,8 +138,9 @@ def split_gain(
     with suppress(InfeasibleError, InputError):
         for name, packing in packings.items():
             found = under_static_order(name, run, layout, static_graph(case, layout, packing, costs))
-            leaner = run.strategy is not None and found.schedule.candidate is not None and found.schedule.candidate[0]
-            note = "recomputes more, to fit" if leaner else ""
+            candidate = found.schedule.candidate
+            recomputes_more = run.strategy is not None and candidate is not None and candidate[0]
+            note = "recomputes more, to fit" if recomputes_more else ""
             steps.append(GainStep(name, found.iteration_s + after_s, note))
         steps.append(GainStep("order", _ordered(found, budget, seed).iteration_s + after_s))
     return (*steps, GainStep("memory", ours.iteration_s))

@@ -96,7 +96,7 @@ def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, 
     def time(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         graph = static_graph(case, layout, pack_microbatches(case, layout, microbatches), costs)
         try:
-            return under_static_order(name, run, layout, graph, or_leaner=not anyway)
+            return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
             if not anyway:
                 raise
@@ -120,13 +120,13 @@ def static_graph(case: ModelOnCluster, layout: Layout, packing: Packing, costs: 
 
 
 def under_static_order(
-    name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_leaner: bool = True
+    name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_recomputing: bool = True
 ) -> BaselineResult:
     """Time a run's schedule on a graph with `run_costs` and the run's memory strategy; take its fastest form.
 
     Parameters
     ----------
-    or_leaner : bool
+    or_recomputing : bool
         If the run's own strategy does not fit, use the fastest one that fits.
 
     Raises
@@ -136,7 +136,7 @@ def under_static_order(
     """
     settings = uniform_settings(graph)
     if run.strategy is not None:
-        settings = [0, *settings] if or_leaner else [0]
+        settings = [0, *settings] if or_recomputing else [0]
     orders = [make(graph) for make in static_orders(run, layout)]
     for setting in settings:
         best: BaselineResult | None = None

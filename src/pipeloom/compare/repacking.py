@@ -74,7 +74,7 @@ def reordered(system: System, case: ModelOnCluster) -> System:
         found: list[BaselineResult] = []
         problems: list[InfeasibleError] = []
 
-        def judge(tried: Microbatches) -> float:
+        def evaluate(tried: Microbatches) -> float:
             try:
                 found.append(system.run(tried, budget, seed))
             except InfeasibleError as error:
@@ -83,11 +83,11 @@ def reordered(system: System, case: ModelOnCluster) -> System:
             return found[-1].iteration_s
 
         for size in SIZES:
-            judge(resized(microbatches, size))
+            evaluate(resized(microbatches, size))
         if packs_anew(case):
             packings, params = Reordering(case, microbatches), DEFAULTS.packings
             counts = numbers(packings.loads, packings.spec)
-            walk(counts, len(microbatches), params.slower, params.misses, lambda number: judge(packings.even(number)))
+            walk(counts, len(microbatches), params.slower, params.misses, lambda n: evaluate(packings.even(n)))
         if not found:
             raise problems[0]
         return min(found, key=lambda one: one.iteration_s)

@@ -1,4 +1,4 @@
-"""Costs of chunks in the form that a task graph holds: candidates, nanoseconds and bytes, each asked for once."""
+"""Costs of chunks as a task graph holds them: candidates, nanoseconds and bytes, each computed once."""
 
 from __future__ import annotations
 

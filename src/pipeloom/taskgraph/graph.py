@@ -148,10 +148,10 @@ class TaskGraph:
     @property
     def room_bytes(self) -> IntArray | None:
         """Capacity less static bytes under every choice of candidates, shape (num_ranks,); None: no limit."""
-        room = self.most_room_bytes
-        if room is None or self.staging_bytes is None or self.candidates is None:
-            return room
-        return room - self.staging_bytes
+        free_bytes = self.most_room_bytes
+        if free_bytes is None or self.staging_bytes is None or self.candidates is None:
+            return free_bytes
+        return free_bytes - self.staging_bytes
 
     @property
     def limits_offload(self) -> bool:

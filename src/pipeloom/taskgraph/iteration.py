@@ -46,8 +46,8 @@ class MemoryLimit:
 
     def sparing(self, more: Sequence[int]) -> MemoryLimit:
         """Return the same with a larger reserve: ``more`` bytes per rank."""
-        spare = self.spare_bytes or (0,) * len(more)
-        return replace(self, spare_bytes=tuple(a + b for a, b in zip(spare, more, strict=True)))
+        reserve = self.spare_bytes or (0,) * len(more)
+        return replace(self, spare_bytes=tuple(a + b for a, b in zip(reserve, more, strict=True)))
 
 
 def iteration_graph(
@@ -111,16 +111,16 @@ def room_bytes(
 
 def _capacity_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
     assert memory.capacity_bytes is not None
-    room: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
-    if (graph.static_bytes > room).any():
-        rank = int((graph.static_bytes - room).argmax())
+    left: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
+    if (graph.static_bytes > left).any():
+        rank = int((graph.static_bytes - left).argmax())
         capacity = memory.capacity_bytes
-        static, aside, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - room[rank]), capacity))
+        static, reserved, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - left[rank]), capacity))
         raise InfeasibleError(
             f"rank {rank}: weights, gradients and optimizer state take {static}, the largest computation with its "
-            f"messages {aside}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"
+            f"messages {reserved}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"
         )
-    return room
+    return left
 
 
 def _reserve_bytes(layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit) -> tuple[IntArray, IntArray]:

@@ -90,12 +90,12 @@ def _memory_cases(graph: TaskGraph, options: Options, duration: IntArray) -> lis
     In any schedule, the pairs of a rank either hold nothing on the host, or the rank's memory is reduced by staging. So
     the smaller bound of the two cases holds.
     """
-    room = graph.most_room_bytes
-    if room is None:
+    free_bytes = graph.most_room_bytes
+    if free_bytes is None:
         return []
-    each = [(options, room)]
+    each = [(options, free_bytes)]
     if graph.staging_bytes is not None:
-        each = [(options, room - graph.staging_bytes), (keeping_off_host(options), room)]
+        each = [(options, free_bytes - graph.staging_bytes), (keeping_off_host(options), free_bytes)]
     held = held_byte_ns(graph, [some for some, _ in each], duration)
     return [
         _MemoryCase(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
@@ -180,7 +180,7 @@ class _Links(NamedTuple):
     """Compressed rows by task: its predecessors (successors in reversed time) and the delays from them."""
 
     rows: IntArray
-    neighbour: IntArray
+    neighbor: IntArray
     delay: IntArray
 
 
@@ -192,7 +192,7 @@ def _chain(
     ``floor`` is a lower bound of the idle time of every rank, known from elsewhere.
     """
     none = [0] * graph.num_ranks
-    turning = _turning(graph, inside, links.rows, links.neighbour)
+    turning = _turning(graph, inside, links.rows, links.neighbor)
     if not turning:
         return none
     # slot[s, r]: the inside task of segment s on rank r.
@@ -217,18 +217,18 @@ def _chain(
     return answer
 
 
-def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbour: IntArray) -> list[int]:
+def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbor: IntArray) -> list[int]:
     """Return inside tasks on the last rank such that every outside task descends from one of them; empty if none.
 
     Only outside tasks without an outside predecessor are checked: each needs such a task as direct predecessor.
     """
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
     outside_before = np.zeros(graph.num_tasks, bool)
-    outside_before[target[~inside[neighbour]]] = True
+    outside_before[target[~inside[neighbor]]] = True
     roots = set(np.flatnonzero(~inside & ~outside_before).tolist())
-    crossing = ~inside[target] & inside[neighbour] & (graph.rank[neighbour] == graph.num_ranks - 1)
+    crossing = ~inside[target] & inside[neighbor] & (graph.rank[neighbor] == graph.num_ranks - 1)
     found: dict[int, int] = {}
-    for root, task in zip(target[crossing].tolist(), neighbour[crossing].tolist(), strict=True):
+    for root, task in zip(target[crossing].tolist(), neighbor[crossing].tolist(), strict=True):
         # Prefer the root's own pair, which serves only this root, so that the set stays small.
         if root in roots and (root not in found or graph.pair[root] == graph.pair[task]):
             found[root] = task
@@ -236,11 +236,11 @@ def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbour: Int
 
 
 def _delays_along_segments(
-    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbour: IntArray, delay: IntArray
+    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbor: IntArray, delay: IntArray
 ) -> IntArray:
     """Return each task's delay from its own segment's task on the previous rank; -1 without such an edge."""
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
-    same = (graph.segment[target] == graph.segment[neighbour]) & (graph.rank[target] == graph.rank[neighbour] + 1)
+    same = (graph.segment[target] == graph.segment[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
     linked = np.full(graph.num_tasks, -1, np.int64)
     np.maximum.at(linked, target[same], delay[same])
     kept = np.full(graph.num_tasks, -1, np.int64)

@@ -75,10 +75,10 @@ def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
     home = graph.rank[graph.forward_of]
     fits: BoolArray = np.ones(options.host_bytes.shape, np.bool_)
     if graph.most_room_bytes is not None:
-        room = graph.most_room_bytes[home][:, None]
+        free_bytes = graph.most_room_bytes[home][:, None]
         if graph.staging_bytes is not None:
-            room = room - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
-        fits &= least_held(graph, options) <= room
+            free_bytes = free_bytes - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
+        fits &= least_held(graph, options) <= free_bytes
     if graph.host_capacity_bytes is not None:
         held = np.where(_lasts(graph, options), options.host_bytes, 0)
         fits &= held <= graph.host_capacity_bytes[home][:, None]

@@ -102,8 +102,8 @@ def stage_loads(
         fixed[chunk.rank] += factor * max(0.0, base - marginal.of(typical.lengths))
         seconds[chunk.rank] += factor * np.array([marginal.of(each) for each in lengths])
         held[chunk.rank] += costs[level].activation_bytes / typical.num_tokens * np.array([sum(n) for n in lengths])
-    room = (case.capacity_bytes - static - _work_bytes(case, layout, samples)) / together
-    return StageLoads(seconds, fixed, held, room)
+    free_bytes = (case.capacity_bytes - static - _work_bytes(case, layout, samples)) / together
+    return StageLoads(seconds, fixed, held, free_bytes)
 
 
 def _work_bytes(case: ModelOnCluster, layout: Layout, samples: Sequence[Sample]) -> int:
@@ -155,7 +155,7 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
 def _injections(graph: TaskGraph) -> list[tuple[int, ...]]:
     """Return orders of the microbatches: the given one, and all permutations of clusters of similar time."""
     seconds = np.bincount(graph.microbatch, weights=graph.duration_ns)
-    given = tuple(range(len(seconds)))
+    original = tuple(range(len(seconds)))
     ranked = np.argsort(seconds, kind="stable")
-    clusters = [part.tolist() for part in np.array_split(ranked, CLUSTERS[len(given) > MANY]) if part.size]
-    return list(dict.fromkeys([given, *(tuple(i for c in some for i in c) for some in permutations(clusters))]))
+    clusters = [part.tolist() for part in np.array_split(ranked, CLUSTERS[len(original) > MANY]) if part.size]
+    return list(dict.fromkeys([original, *(tuple(i for c in some for i in c) for some in permutations(clusters))]))

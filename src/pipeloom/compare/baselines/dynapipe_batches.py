@@ -36,14 +36,14 @@ class StageLoads:
         Fixed time of every microbatch.
     size_bytes : array, shape (num_stages, num_samples)
         Bytes of activations.
-    room_bytes : array, shape (num_stages,)
+    free_bytes : array, shape (num_stages,)
         Bytes that one microbatch may hold.
     """
 
     seconds: FloatArray
     fixed_s: FloatArray
     size_bytes: FloatArray
-    room_bytes: FloatArray
+    free_bytes: FloatArray
 
 
 def dynamic_microbatches(loads: StageLoads) -> tuple[tuple[int, int], ...]:
@@ -70,7 +70,7 @@ def dynamic_microbatches(loads: StageLoads) -> tuple[tuple[int, int], ...]:
         total = np.pad(np.cumsum(loads.seconds[stage]), (1, 0))
         held = np.pad(np.cumsum(loads.size_bytes[stage]), (1, 0))
         np.maximum(time, loads.fixed_s[stage] + total[None, :] - total[:-1, None], out=time)
-        fits &= held[None, :] - held[:-1, None] <= loads.room_bytes[stage]
+        fits &= held[None, :] - held[:-1, None] <= loads.free_bytes[stage]
     time[~fits | np.tri(count, count + 1, dtype=bool)] = np.inf
     alone = time.diagonal(1)
     if not np.isfinite(alone).all():
@@ -110,7 +110,7 @@ def _least_sum(time: FloatArray, limit: float) -> tuple[float, list[int]]:
 
 
 def memory_aware_1f1b(
-    graph: TaskGraph, injection: Sequence[int], room_bytes: IntArray | None = None, most_ahead: int | None = None
+    graph: TaskGraph, injection: Sequence[int], free_bytes: IntArray | None = None, most_ahead: int | None = None
 ) -> Schedule:
     """Run microbatches in cycles. In each cycle, every rank runs one backward and then one forward, if possible.
 
@@ -123,7 +123,7 @@ def memory_aware_1f1b(
         Graph under its chosen strategies, with one stage per rank.
     injection : sequence of int
         Microbatches in order of injection.
-    room_bytes : array, shape (num_ranks,), optional
+    free_bytes : array, shape (num_ranks,), optional
         Memory for activations; None: no limit.
     most_ahead : int, optional
         Most microbatches in flight on a rank.
@@ -139,7 +139,7 @@ def memory_aware_1f1b(
     if len(set(chain.rank_of_stage)) < len(chain.rank_of_stage):
         raise InputError("layout", "has several stages on a rank", "DynaPipe's schedule needs one stage per rank")
     held = _held(graph, chain)
-    room = [float("inf")] * len(held) if room_bytes is None else [int(room_bytes[r]) for r in chain.rank_of_stage]
+    free = [float("inf")] * len(held) if free_bytes is None else [int(free_bytes[r]) for r in chain.rank_of_stage]
     last, ahead = len(held) - 1, most_ahead or len(injection)
     # Number of finished forwards and backwards by stage. Other stages see passes of a cycle in the next cycle.
     done, back, used = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
@@ -156,7 +156,7 @@ def memory_aware_1f1b(
             waits = len(injection) if stage == 0 else forward[stage - 1]
             if done[stage] < waits and done[stage] - back[stage] < ahead:
                 microbatch = injection[done[stage]]
-                if used[stage] + held[stage][microbatch] <= room[stage]:
+                if used[stage] + held[stage][microbatch] <= free[stage]:
                     order[rank] += chain.forward.get((stage, microbatch), [])
                     used[stage] += held[stage][microbatch]
                     done[stage] += 1

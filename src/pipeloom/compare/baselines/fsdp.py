@@ -41,7 +41,7 @@ class _Whole:
     layout: Layout
     rows: list[list[list[tuple[StrategyCost, ...]]]]
     static_bytes: int
-    room_bytes: int
+    free_bytes: int
     """Memory for activations."""
 
 
@@ -91,8 +91,8 @@ def _whole(case: ModelOnCluster, microbatches: Microbatches, num_replicas: int) 
         [[costs.chunk_costs(c, part.workload) for part in parts] for c, parts in zip(wholes, m.parts, strict=True)]
         for m in packing.microbatches
     ]
-    room = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
-    return _Whole(layout, rows, static, room)
+    free_bytes = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
+    return _Whole(layout, rows, static, free_bytes)
 
 
 def _fastest(whole: _Whole, num_replicas: int) -> tuple[float, int]:
@@ -100,7 +100,7 @@ def _fastest(whole: _Whole, num_replicas: int) -> tuple[float, int]:
     steps = -(-len(whole.rows) // num_replicas)
     best: tuple[float, int] | None = None
     for level in range(len(LEVELS)):
-        if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.room_bytes:
+        if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.free_bytes:
             continue
         passes = [[_pass(column, level) for column in row] for row in whole.rows]
         empty = [(0.0, 0.0)] * len(whole.layout.chunks)
@@ -174,7 +174,7 @@ def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int
         pairs=Pairs(activation_bytes=held, weight_gradient_bytes=None, labels=tuple(labels)),
         edges=Edges(source=source, target=target, delay_ns=np.zeros(len(source), np.int64)),
         static_bytes=[whole.static_bytes] * num_replicas,
-        capacity_bytes=[whole.room_bytes + whole.static_bytes] * num_replicas,
+        capacity_bytes=[whole.free_bytes + whole.static_bytes] * num_replicas,
     )
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None, NAME)
     timeline = simulate(graph, schedule)

@@ -38,8 +38,8 @@ class LongShortCosts(EmulatedCosts):
         divided = super().chunk_costs(chunk, workload)
         if chunk.module not in self._encoders or workload.given:
             return divided
-        dealt = self._whole.chunk_costs(chunk, self._largest_share(workload))
-        return min(divided, dealt, key=lambda costs: costs[0].forward_s + costs[0].backward_s)
+        shared = self._whole.chunk_costs(chunk, self._largest_share(workload))
+        return min(divided, shared, key=lambda costs: costs[0].forward_s + costs[0].backward_s)
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the workspace of a pass; for an encoder, the larger of both ways."""

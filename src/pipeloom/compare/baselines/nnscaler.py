@@ -143,14 +143,14 @@ def static_stages(
     kept = np.array([case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
     plain = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
     need = most_workspace_bytes(case.levels, plain, pack_microbatches(case, plain, batches[0]))
-    room = int(memory_share * case.capacity_bytes) - need
+    capacity = int(memory_share * case.capacity_bytes) - need
     found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
     for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
         with suppress(InfeasibleError):
-            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, room)
+            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, capacity)
             found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
     if not found:
-        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(int(room))} on the mean microbatch")
+        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(capacity)} on the mean microbatch")
     _, cuts, levels = min(found)
     chunks: list[Chunk] = []
     for rank in range(case.num_ranks):
