@@ -75,7 +75,8 @@ def put_on_cluster(
 
     Parameters
     ----------
-    model, cluster : zoo name, file, or the spec itself
+    model, cluster : str or spec
+        Name in the zoo, path of a file, or the spec itself.
     update : bool
         Whether iterations end with gradient reduction and weight update.
     """

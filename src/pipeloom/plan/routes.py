@@ -103,30 +103,24 @@ class Router:
         """Return the streams that each chunk takes from other chunks, and those that it gives to other chunks."""
         layout, chunks_of = self.layout, self.chunks_of
 
-        def places(module: int, layer: int) -> list[int]:
+        def place_of(module: int, layer: int) -> int:
             # Every chunk of a replicated module has all layers; the rank of each part is known later.
-            row = [place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer)]
-            return row[:1]
+            return next(place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer))
 
         ends = {
-            end.stream: (m, end.layer, places(m, end.layer)[0])
-            for m, module in enumerate(layout.modules)
-            for end in module.emits
+            end.stream: (m, place_of(m, end.layer)) for m, module in enumerate(layout.modules) for end in module.emits
         }
         takes: list[list[StreamPlace]] = [[] for _ in layout.chunks]
         gives: list[list[StreamPlace]] = [[] for _ in layout.chunks]
         for m, module in enumerate(layout.modules):
             for stream in dict.fromkeys(end.stream for end in module.takes):
-                source, _, above = ends[stream]
-                layers = [end.layer for end in module.takes if end.stream == stream]
-                for below in sorted({place for layer in layers for place in places(m, layer)}):
+                source, above = ends[stream]
+                for below in sorted({place_of(m, end.layer) for end in module.takes if end.stream == stream}):
                     if (source, above) == (m, below):
                         continue
-                    everywhere = self.replicated[m]
-                    for chunk in chunks_of[m] if everywhere else (chunks_of[m][below],):
+                    for chunk in chunks_of[m] if self.replicated[m] else (chunks_of[m][below],):
                         takes[chunk].append(StreamPlace(stream, source, above))
-                    everywhere = self.replicated[source]
-                    for chunk in chunks_of[source] if everywhere else (chunks_of[source][above],):
+                    for chunk in chunks_of[source] if self.replicated[source] else (chunks_of[source][above],):
                         gives[chunk].append(StreamPlace(stream, m, below))
         return takes, gives
 

@@ -122,12 +122,8 @@ def _pass(column: list[tuple[StrategyCost, ...]], level: int) -> tuple[float, fl
 
 def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
     """Make the timeline with one rank per device; a pass begins when all passes of the previous module have ended."""
-    kind: list[int] = []
-    rank: list[int] = []
-    duration: list[int] = []
-    pair: list[int] = []
-    microbatch: list[int] = []
-    module: list[int] = []
+    tasks: list[tuple[int, int, int, int, int, int]] = []
+    """Kind, rank, nanoseconds, pair, microbatch and module of every task."""
     held: list[int] = []
     labels: list[PairLabel] = []
     source: list[int] = []
@@ -147,28 +143,20 @@ def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int
                     pairs[device, m] = len(held)
                     held.append(_held(row[m], level))
                     labels.append(PairLabel(m, first + device, 0))
-                now.append(len(kind))
-                order[device].append(len(kind))
-                kind.append(BACKWARD if backward else FORWARD)
-                rank.append(device)
-                duration.append(to_ns(_pass(row[m], level)[backward]))
-                pair.append(pairs[device, m])
-                microbatch.append(first + device)
-                module.append(m)
+                now.append(len(tasks))
+                order[device].append(len(tasks))
+                kind, duration = BACKWARD if backward else FORWARD, to_ns(_pass(row[m], level)[backward])
+                tasks.append((kind, device, duration, pairs[device, m], first + device, m))
             source += [a for a in before for _ in now]
             target += [b for _ in before for b in now]
             before = now or before
+    columns = np.array(tasks, np.int64).reshape(-1, 6).T
     graph = make_graph(
         name=NAME,
         num_ranks=num_replicas,
         tasks=Tasks(
-            kind=kind,
-            rank=rank,
-            duration_ns=duration,
-            pair=pair,
-            segment=np.arange(len(kind)),
-            microbatch=microbatch,
-            module=module,
+            **dict(zip(("kind", "rank", "duration_ns", "pair", "microbatch", "module"), columns, strict=True)),
+            segment=np.arange(len(tasks)),
             module_names=tuple(m.name for m in case.model.modules),
         ),
         pairs=Pairs(activation_bytes=held, weight_gradient_bytes=None, labels=tuple(labels)),

@@ -24,12 +24,8 @@ class Replay:
 
     Attributes
     ----------
-    number : int
-    made : Replayable
-    replayed : Timeline
     compute_ns : array, shape (num_ranks,)
         Compute time of each rank.
-    measured_ns, replayed_ns : int
     measured_idle_ns, replayed_idle_ns : array, shape (num_ranks, len(CAUSES))
         Idle time by cause. A row adds up to the iteration less the rank's compute time.
     """
@@ -63,8 +59,6 @@ class WhatIf:
     ----------
     graph : TaskGraph
         Graph with mean durations by kind, stage and shape, host time included, and median message times by link.
-    as_traced : Schedule
-    as_traced_timeline : Timeline
     in_flight : array, shape (num_ranks,)
         Largest number of activations (microbatches times stages) on a rank at once.
     best : Solution
