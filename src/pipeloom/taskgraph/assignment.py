@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import IntArray
 from pipeloom.taskgraph.graph import NO_TASK, TaskGraph
-from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.taskgraph.rows import adjacency
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,18 +156,6 @@ class Assignable:
 
 def with_delays(graph: TaskGraph, edge_delay_ns: IntArray) -> TaskGraph:
     """Return the graph with other edge delays, shape (num_edges,)."""
-    source, target, delay = close_edges(
-        graph.edge_source, graph.edge_target, edge_delay_ns, graph.forward_of, graph.backward_of, graph.weight_of
-    )
-    before = compressed(target, source, delay, graph.num_tasks)
-    after = compressed(source, target, delay, graph.num_tasks)
-    return replace(
-        graph,
-        edge_delay_ns=edge_delay_ns,
-        predecessor_start=before[0],
-        predecessor=before[1],
-        predecessor_delay_ns=before[2],
-        successor_start=after[0],
-        successor=after[1],
-        successor_delay_ns=after[2],
-    )
+    edges = (graph.edge_source, graph.edge_target, edge_delay_ns)
+    pairs = (graph.forward_of, graph.backward_of, graph.weight_of)
+    return replace(graph, edge_delay_ns=edge_delay_ns, **adjacency(edges, pairs, graph.num_tasks))

@@ -37,7 +37,7 @@ from pipeloom.taskgraph.columns import (
     sizes,
 )
 from pipeloom.taskgraph.labels import ChosenLabels
-from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.taskgraph.rows import adjacency
 
 KindArray = npt.NDArray[np.int8]
 
@@ -269,13 +269,8 @@ def make_graph(
     check_range("edges.source", source, num_tasks)
     check_range("edges.target", target, num_tasks)
     _check_held(edges, rank)
-    capacity = None
-    if capacity_bytes is not None:
-        capacity = _capacities(capacity_bytes, num_ranks)
+    capacity = None if capacity_bytes is None else _capacities(capacity_bytes, num_ranks)
     static = np.zeros(num_ranks) if static_bytes is None else static_bytes
-    full_source, full_target, full_delay = close_edges(source, target, delay, forward_of, backward_of, weight_of)
-    before = compressed(full_target, full_source, full_delay, num_tasks)
-    after = compressed(full_source, full_target, full_delay, num_tasks)
     graph = TaskGraph(
         name=name,
         num_ranks=num_ranks,
@@ -300,8 +295,7 @@ def make_graph(
         forward_of=forward_of,
         backward_of=backward_of,
         weight_of=weight_of,
-        **dict(zip(("predecessor_start", "predecessor", "predecessor_delay_ns"), before, strict=True)),
-        **dict(zip(("successor_start", "successor", "successor_delay_ns"), after, strict=True)),
+        **adjacency((source, target, delay), (forward_of, backward_of, weight_of), num_tasks),
     )
     topological_order(graph)
     return graph

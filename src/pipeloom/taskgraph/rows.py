@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,26 @@ def close_edges(
         np.concatenate([target, extra_target]),
         np.concatenate([delay, np.zeros(len(extra_source), np.int64)]),
     )
+
+
+def adjacency(
+    edges: tuple[IntArray, IntArray, IntArray], pairs: tuple[IntArray, IntArray, IntArray], num_tasks: int
+) -> dict[str, Any]:
+    """Return the predecessors and successors of all tasks, implied edges included, as fields of `TaskGraph`.
+
+    Parameters
+    ----------
+    edges : tuple of array
+        Source, target and delay of every edge.
+    pairs : tuple of array
+        F, B or I, and W of every pair.
+    """
+    source, target, delay = close_edges(*edges, *pairs)
+    fields: dict[str, Any] = {}
+    for name, row, value in (("predecessor", target, source), ("successor", source, target)):
+        columns = compressed(row, value, delay, num_tasks)
+        fields |= dict(zip((f"{name}_start", name, f"{name}_delay_ns"), columns, strict=True))
+    return fields
 
 
 def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
