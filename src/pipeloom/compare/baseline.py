@@ -34,12 +34,12 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
-SHARES = (0.25, 0.5, 0.75, 1.0)
+_PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
 """Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
 
 _ONCE = Evaluations(1)
 """Budget of systems that do not search."""
-NEAR = 1.1
+_PRUNING_FACTOR = 1.1
 """Options slower than this multiple of the fastest on the first sampled iteration are not timed on the others."""
 SIZES = (1, 0, 2, 4)
 """Numbers of microbatches that are merged into one; 0: each is halved."""
@@ -172,7 +172,7 @@ def loads_by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list
             (1 - share) * time(module, layer) / all_time + share * size(module, layer) / all_size
         )
 
-    return [time, *(mixed(share) for share in SHARES)]
+    return [time, *(mixed(share) for share in _PARAMETER_WEIGHTS)]
 
 
 def distinct(layouts: Sequence[Layout]) -> list[Layout]:
@@ -210,7 +210,7 @@ def in_turn(
 def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: StoppingRule) -> list[System]:
     """Sort options; time those close to the fastest on the first iteration, or that do not fit it, on all."""
     found = {option: _seconds(option, batches[:1], budget) for option in options}
-    limit = NEAR * min(min(each, default=inf) for each in found.values())
+    limit = _PRUNING_FACTOR * min(min(each, default=inf) for each in found.values())
     close = {option for option, each in found.items() if min(each, default=inf) <= limit or inf in each}
     for option in close:
         found[option] += _seconds(option, batches, budget, first=1)

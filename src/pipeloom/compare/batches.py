@@ -73,7 +73,7 @@ def compare_systems(
         for all pairs: the fastest that fits, or the first one without a limit if none fits.
     """
     results = [baseline(problem, name, layout, batch) for name, layout in layouts.items()]
-    return (*results, system_of(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
+    return (*results, planned_result(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
 
 
 def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
@@ -115,7 +115,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
 
 
-def system_of(problem: Problem, planned: PlannedBatch) -> BaselineResult:
+def planned_result(problem: Problem, planned: PlannedBatch) -> BaselineResult:
     """Return a planned batch as a result to compare with baselines."""
     graph = replace(planned.graph, name="per-batch plan")
     return BaselineResult(

@@ -19,7 +19,7 @@ from pipeloom.spec import Chunk
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 
-TRIED = "1f1b"
+_SIMPLEST = "1f1b"
 """The system that must fit: the simplest one with recomputation."""
 _MOST_DEVICES = 1 << 17
 _MOST_TRIALS = 4
@@ -46,7 +46,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
         for degrees in itertools.islice(_candidates(question.case, larger), _MOST_TRIALS):
             try:
                 case = put_on_cluster(question.case.architecture, larger, degrees)
-                (one,) = compare_case(case, iterations.typical, iterations.groups, [TRIED], budget=Evaluations(1))
+                (one,) = compare_case(case, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1))
             except InputError:
                 continue
             if one.result is not None:

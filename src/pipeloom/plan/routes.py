@@ -124,7 +124,7 @@ class Router:
                         gives[chunk].append(StreamPlace(stream, m, below))
         return takes, gives
 
-    def of(self, packing: Packing, units: Iterable[Unit]) -> RoutesOf:
+    def of(self, packing: Packing, units: Iterable[Unit]) -> IterationRoutes:
         """Bind to one iteration; ``units`` define the rank of each part of a replicated module."""
         where: dict[tuple[int, int, int], int] = {}
         if any(self.replicated):
@@ -133,10 +133,10 @@ class Router:
                 if self.replicated[m]:
                     where[m, unit.microbatch, unit.sub_microbatch] = unit.chunk
         counts = [tuple(map(len, microbatch.parts)) for microbatch in packing.microbatches]
-        return RoutesOf(self, packing, counts, where)
+        return IterationRoutes(self, packing, counts, where)
 
 
-class RoutesOf:
+class IterationRoutes:
     """Boundary transfers of one iteration, by unit.
 
     Attributes

@@ -99,7 +99,7 @@ class Assignable:
         changed = replace(with_delays(graph, delay), rank=rank, labels=tuple(labels))
         return replace(self, graph=self._timed(changed, assignment))
 
-    def as_if_on(self, rank: int) -> TaskGraph:
+    def with_speed_of(self, rank: int) -> TaskGraph:
         """Return the graph with the durations of one rank for all free pairs, wherever they are."""
         return self._timed(self.graph, np.full(self.graph.num_pairs, rank))
 
@@ -126,7 +126,7 @@ class Assignable:
         if not self.options:
             own = self.graph.with_candidates(choice).duration_ns
             return np.repeat(own[:, None], self.graph.num_ranks, axis=1)
-        columns = [self.as_if_on(r).with_candidates(choice).duration_ns for r in range(self.graph.num_ranks)]
+        columns = [self.with_speed_of(r).with_candidates(choice).duration_ns for r in range(self.graph.num_ranks)]
         return np.stack(columns, axis=1)
 
     def within(
@@ -150,7 +150,7 @@ class Assignable:
 
         Its longest paths are lower bounds under every assignment.
         """
-        fastest = self.as_if_on(int(self.slowness.argmin()))
+        fastest = self.with_speed_of(int(self.slowness.argmin()))
         return with_delays(fastest, np.where(self.loose, 0, self.graph.edge_delay_ns))
 
 

@@ -16,7 +16,7 @@ from pipeloom.lazy import lazy_module
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, Assignable, IntArray, TaskGraph
 from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
 from pipeloom.timeline.check import check
-from pipeloom.timeline.options import Options, keeping_off_host, pair_options, without_too_large
+from pipeloom.timeline.options import Options, pair_options, without_host_bytes, without_oversized
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
 from pipeloom.timeline.simulate import within_limits
 
@@ -39,7 +39,7 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
       it is weighed against work, since no candidate is both the smallest and the fastest. If offloading stages bytes,
       it is the smaller of two bounds: with offloading and less free memory, and without offloading.
     """
-    options = without_too_large(graph, pair_options(graph))
+    options = without_oversized(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)
     head, tail = heads_and_tails(graph, duration)
     found = [LowerBound(int((head + duration + tail).max()), "critical path")]
@@ -95,7 +95,7 @@ def _memory_cases(graph: TaskGraph, options: Options, duration: IntArray) -> lis
         return []
     each = [(options, free_bytes)]
     if graph.staging_bytes is not None:
-        each = [(options, free_bytes - graph.staging_bytes), (keeping_off_host(options), free_bytes)]
+        each = [(options, free_bytes - graph.staging_bytes), (without_host_bytes(options), free_bytes)]
     held = held_byte_ns(graph, [some for some, _ in each], duration)
     return [
         _MemoryCase(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
@@ -286,7 +286,7 @@ def _all_work(assignable: Assignable, work: IntArray) -> int:
     # Weigh work by the speed of its rank. Each pair weighs least on the slowest rank, since some work (copies to the
     # host) takes equally long on all ranks.
     slowest = int(slowness.argmax())
-    options = pair_options(assignable.as_if_on(slowest))
+    options = pair_options(assignable.with_speed_of(slowest))
     weighed = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
     rank = np.where(assignable.free, slowest, assignable.assignment)
     # Durations are rounded, by less than 1 ns per task.

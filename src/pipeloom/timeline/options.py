@@ -103,12 +103,12 @@ def off_host(graph: TaskGraph, options: Options) -> BoolArray:
     return np.where(free.any(axis=1, keepdims=True), free, fits)
 
 
-def keeping_off_host(options: Options) -> Options:
+def without_host_bytes(options: Options) -> Options:
     """Return the same with candidates that hold host bytes replaced by one that does not, if the pair has one."""
     return options.only(first_of(options.host_bytes == 0))
 
 
-def without_too_large(graph: TaskGraph, options: Options) -> Options:
+def without_oversized(graph: TaskGraph, options: Options) -> Options:
     """Return the same with candidates that do not fit alone replaced by one that does, if the pair has one."""
     if graph.most_room_bytes is None and graph.host_capacity_bytes is None:
         return options

@@ -38,7 +38,7 @@ from pipeloom.spec import Layout, Sample
 from pipeloom.taskgraph import Assignable
 
 NAME = "MegaScale-Omni"
-NEAR = 2
+_BEST_CHUNK_COUNTS = 2
 """Number of best chunk counts on sampled iterations for which other sizes of parts are tried."""
 SIZES = (1, 2, 4, 8, 16)
 """Numbers of images or recordings that a rank encodes together."""
@@ -60,12 +60,13 @@ def megascale_omni(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sys
     first.sort(key=lambda option: standing(option, batches))
     sizes: list[Mapping[str, int | None]] = [start]
     sizes += [dict.fromkeys(start, size) for size in SIZES]
-    layouts = [_resized(one.layout, each) for one in first[:NEAR] for each in sizes]
+    layouts = [_resized(one.layout, each) for one in first[:_BEST_CHUNK_COUNTS] for each in sizes]
     options = [_option(case, layout, own, after_s) for layout in dict.fromkeys(layouts)]
     if case.degrees.tensor > 1:
         # A divided encoder may fit where a whole one does not.
         options += [
-            _option(case, one.layout, case.levels, lambda layout: replica_seconds(case, layout)) for one in first[:NEAR]
+            _option(case, one.layout, case.levels, lambda layout: replica_seconds(case, layout))
+            for one in first[:_BEST_CHUNK_COUNTS]
         ]
     last = encoders_first(NAME, case, encoders_apart(case, batches))
     return reordered(in_turn(NAME, options, batches, last), case)
