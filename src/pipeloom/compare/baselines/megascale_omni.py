@@ -57,16 +57,15 @@ def megascale_omni(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sys
     wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(case, batches)]
     start = _rule_sizes(case, batches)
     first = [_option(case, _resized(one, start), own, after_s) for one in wholes]
-    first.sort(key=lambda option: standing(option, batches))
+    first = sorted(first, key=lambda option: standing(option, batches))[:_BEST_CHUNK_COUNTS]
     sizes: list[Mapping[str, int | None]] = [start]
     sizes += [dict.fromkeys(start, size) for size in SIZES]
-    layouts = [_resized(one.layout, each) for one in first[:_BEST_CHUNK_COUNTS] for each in sizes]
+    layouts = [_resized(one.layout, each) for one in first for each in sizes]
     options = [_option(case, layout, own, after_s) for layout in dict.fromkeys(layouts)]
     if case.degrees.tensor > 1:
         # A divided encoder may fit where a whole one does not.
         options += [
-            _option(case, one.layout, case.levels, lambda layout: replica_seconds(case, layout))
-            for one in first[:_BEST_CHUNK_COUNTS]
+            _option(case, one.layout, case.levels, lambda layout: replica_seconds(case, layout)) for one in first
         ]
     last = encoders_first(NAME, case, encoders_apart(case, batches))
     return reordered(in_turn(NAME, options, batches, last), case)
