@@ -127,7 +127,7 @@ def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
         Shape of the microbatches for the activations.
     """
     held: dict[int, list[int]] = defaultdict(list)
-    made: dict[int, list[int]] = defaultdict(list)
+    gradients: dict[int, list[int]] = defaultdict(list)
     for iteration in run.iterations:
         shapes = shapes_of(iteration)
         for computations, allocated in zip(iteration.ranks, iteration.allocated, strict=False):
@@ -139,9 +139,9 @@ def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
                     held[unit.stage].append(allocated[unit])
             for (stage, kind), taken in backwards.items():
                 if kind != INPUT_GRADIENT and len(taken) > 1:
-                    made[stage].append(round(taken[0] - median(taken[1:])))
+                    gradients[stage].append(round(taken[0] - median(taken[1:])))
     return {
-        stage: (max(0, round(median(taken))), max(0, round(median(made[stage]))) if made[stage] else 0)
+        stage: (max(0, round(median(taken))), max(0, round(median(gradients[stage]))) if gradients[stage] else 0)
         for stage, taken in held.items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,7 @@ class Replay:
     """
 
     number: int
-    made: ReplayGraph
+    replay_graph: ReplayGraph
     replayed: Timeline
     compute_ns: IntArray
     measured_ns: int
@@ -92,8 +92,7 @@ class Explanation:
     @property
     def typical(self) -> Replay:
         """The iteration with the median time."""
-        ordered = sorted(self.replays, key=lambda one: one.measured_ns)
-        return ordered[(len(ordered) - 1) // 2]
+        return _median_of(self.replays)
 
 
 def explain_run(
@@ -113,13 +112,15 @@ def explain_run(
     shares : dict
         Layers by stage, from `layer_shares`; other stages are one layer.
     """
-    made = [replayable(run, iteration) for iteration in run.iterations]
-    replays = tuple(_replay(iteration.number, each) for iteration, each in zip(run.iterations, made, strict=True))
-    delays = delay_medians(run, made)
+    replay_graphs = [replayable(run, iteration) for iteration in run.iterations]
+    replays = tuple(
+        _replay(iteration.number, each) for iteration, each in zip(run.iterations, replay_graphs, strict=True)
+    )
+    delays = delay_medians(run, replay_graphs)
     across = list(delays.values())
     table = layer_table(run, name, float(np.mean(across)) if across else 0.0, shares)
-    typical = sorted(zip(replays, made, strict=True), key=lambda pair: pair[0].measured_ns)[(len(made) - 1) // 2][1]
-    what = what_if(run, name, task_means(run, made), delays, typical.schedule, budget=budget, seed=seed)
+    typical = _median_of(replays).replay_graph
+    what = what_if(run, name, task_means(run, replay_graphs), delays, typical.schedule, budget=budget, seed=seed)
     return Explanation(run, replays, what, table)
 
 
@@ -151,14 +152,20 @@ def _or_known(found: Solution, known: Schedule, timeline: Timeline) -> Solution:
     return replace(found, schedule=known, timeline=timeline, method=known.method)
 
 
-def _replay(number: int, made: ReplayGraph) -> Replay:
-    again = simulate(made.graph, made.schedule)
-    compute = made.computed.end_ns - made.computed.start_ns
-    measured_idle, replayed_idle = idle_by_cause(made, made.kept), idle_by_cause(made, again)
-    per_rank = np.bincount(made.graph.rank, weights=compute, minlength=made.graph.num_ranks).astype(np.int64)
+def _median_of(replays: Sequence[Replay]) -> Replay:
+    return sorted(replays, key=lambda one: one.measured_ns)[(len(replays) - 1) // 2]
+
+
+def _replay(number: int, replay_graph: ReplayGraph) -> Replay:
+    again = simulate(replay_graph.graph, replay_graph.schedule)
+    compute = replay_graph.computed.end_ns - replay_graph.computed.start_ns
+    measured_idle, replayed_idle = idle_by_cause(replay_graph, replay_graph.kept), idle_by_cause(replay_graph, again)
+    per_rank = np.bincount(replay_graph.graph.rank, weights=compute, minlength=replay_graph.graph.num_ranks).astype(
+        np.int64
+    )
     return Replay(
         number=number,
-        made=made,
+        replay_graph=replay_graph,
         replayed=again,
         compute_ns=per_rank,
         measured_ns=int(per_rank[0] + measured_idle[0].sum()),
@@ -171,9 +178,11 @@ def _replay(number: int, made: ReplayGraph) -> Replay:
 def tracks(found: Explanation) -> list[Track]:
     """Return the tracks of the typical iteration, measured and replayed, and `what_if_tracks`."""
     chunks, one = _chunk_names(found.run.num_stages), found.typical
-    measured = replace(one.made.computed, peak_bytes=np.zeros(found.run.num_ranks, np.int64))
+    measured = replace(one.replay_graph.computed, peak_bytes=np.zeros(found.run.num_ranks, np.int64))
     return [
-        make_track(f"{word}, iteration {one.number}", one.made.graph, one.made.schedule, timeline, None, chunks)
+        make_track(
+            f"{word}, iteration {one.number}", one.replay_graph.graph, one.replay_graph.schedule, timeline, None, chunks
+        )
         for word, timeline in (("measured", measured), ("replayed", one.replayed))
     ] + what_if_tracks(found.what_if, found.run.num_stages)
 
