@@ -147,14 +147,8 @@ def _warm_up(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) 
     Otherwise the result is zero.
     """
     first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(
-        graph,
-        graph.kind == FORWARD,
-        _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns),
-        least,
-        most,
-        first,
-    )
+    links = _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
+    return _chain(graph, graph.kind == FORWARD, links, least, most, first)
 
 
 def _cool_down(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
@@ -166,14 +160,8 @@ def _cool_down(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray
     if (graph.kind >= INPUT_GRADIENT).any():
         return [0] * graph.num_ranks
     last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(
-        graph,
-        graph.kind != FORWARD,
-        _Links(graph.successor_start, graph.successor, graph.successor_delay_ns),
-        least,
-        most,
-        last,
-    )
+    links = _Links(graph.successor_start, graph.successor, graph.successor_delay_ns)
+    return _chain(graph, graph.kind != FORWARD, links, least, most, last)
 
 
 class _Links(NamedTuple):

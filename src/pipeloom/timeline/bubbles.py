@@ -44,14 +44,8 @@ class Bubbles:
     @property
     def idle_ns(self) -> IntArray:
         """Idle time of every rank, shape (num_ranks,)."""
-        total: IntArray = (
-            self.warm_up_ns
-            + self.cool_down_ns
-            + self.waiting_ns.sum(axis=1)
-            + self.transfer_ns
-            + self.memory_ns
-            + self.order_ns
-        )
+        ends, waiting = self.warm_up_ns + self.cool_down_ns, self.waiting_ns.sum(axis=1) + self.transfer_ns
+        total: IntArray = ends + waiting + self.memory_ns + self.order_ns
         return total
 
     @property

@@ -127,13 +127,8 @@ def _reset(paths: _Paths, first: int, last: int) -> None:
 def _middles(
     paths: _Paths, forward: Array, backward: Array, pair: Array, rank: Array, middle: Array, limit: int
 ) -> None:
-    topological, position, duration, reach, left = (
-        paths.topological,
-        paths.position,
-        paths.duration,
-        paths.reach,
-        paths.left,
-    )
+    topological, position, duration = paths.topological, paths.position, paths.duration
+    reach, left = paths.reach, paths.left
     steps = 0
     for k in range(len(pair)):
         first, last = position[forward[k]], position[backward[k]]
@@ -161,13 +156,8 @@ def _middles(
 def _meetings(
     paths: _Paths, forward: Array, backward: Array, start: Array, count: Array, found: Array, limit: int
 ) -> None:
-    topological, position, duration, reach, left = (
-        paths.topological,
-        paths.position,
-        paths.duration,
-        paths.reach,
-        paths.left,
-    )
+    topological, position, duration = paths.topological, paths.position, paths.duration
+    reach, left = paths.reach, paths.left
     steps = 0
     for g in range(len(start) - 1):
         lowest = len(topological)

@@ -114,16 +114,20 @@ def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     -------
     at_start, at_end : array, shape (num_tasks,)
     """
-    at_start = np.where(graph.kind == FORWARD, graph.activation_bytes[graph.pair], 0)
-    at_end = np.zeros(graph.num_tasks, np.int64)
-    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
-    at_end[last] -= graph.activation_bytes
+    at_start, at_end = _held_until_backward(graph, graph.activation_bytes)
     split = np.flatnonzero(graph.weight_of != NO_TASK)
     at_end[graph.backward_of[split]] += graph.weight_gradient_bytes[split]
     at_end[graph.weight_of[split]] -= graph.weight_gradient_bytes[split]
     np.add.at(at_end, graph.edge_source, graph.edge_bytes)
     np.subtract.at(at_end, graph.edge_target, graph.edge_bytes)
     return at_start, at_end
+
+
+def _held_until_backward(graph: TaskGraph, size: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the changes at starts and ends of tasks if pairs hold ``size`` bytes from F to the end of B or I."""
+    at_end = np.zeros(graph.num_tasks, np.int64)
+    at_end[np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)] = -size
+    return np.where(graph.kind == FORWARD, size[graph.pair], 0), at_end
 
 
 def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
@@ -133,11 +137,7 @@ def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
     if not held.any():
         return peak
     flat, rows = flatten_order(graph, schedule)
-    at_start = np.where(graph.kind == FORWARD, held[graph.pair], 0)
-    at_end = np.zeros(graph.num_tasks, np.int64)
-    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
-    at_end[last] = -held
-    kernels.peaks(flat, rows, at_start, at_end, np.zeros(graph.num_ranks, np.int64), peak)
+    kernels.peaks(flat, rows, *_held_until_backward(graph, held), np.zeros(graph.num_ranks, np.int64), peak)
     return peak
 
 
