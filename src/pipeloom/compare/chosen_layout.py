@@ -36,14 +36,14 @@ def choose_layout(
 
 def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampled:
     """Return sampled iterations for `search_layouts`."""
-    microbatches = [microbatch for batch in batches for microbatch in batch]
+    pooled = [microbatch for batch in batches for microbatch in batch]
     return Sampled(
         case.model,
         case.num_ranks,
         case.costs,
         by_time(case, batches),
-        typical_lengths(case.model, microbatches),
-        lambda layout: [assignable_of(case, layout, microbatches, case.model.name) for microbatches in batches],
+        typical_lengths(case.model, pooled),
+        lambda layout: [assignable_of(case, layout, batch, case.model.name) for batch in batches],
         lambda layout: replica_seconds(case, layout),
         _encoder_dp(case, batches),
     )
@@ -57,8 +57,8 @@ def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealin
     """
     degrees = case.degrees
     names = tuple(m.name for m in case.model.modules[:-1] if not m.emits and not m.takes)
-    is_near = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
-    if degrees.tensor == 1 or not names or not is_near:
+    on_one_node = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
+    if degrees.tensor == 1 or not names or not on_one_node:
         return None
     costs = DealtCosts(case.costs, frozenset(names), case.degrees.tensor)
     return Dealing(names, costs, by_time(case, batches, names))

@@ -15,12 +15,9 @@ class Messages:
     ----------
     rows : tuple of tuple of int or None
         Message of each action, by rank and step; None for actions without one.
-    number_of : dict of tuple to int
-        Number by name: direction, producer chunk, microbatch, sub-microbatch, target and stream.
     """
 
     rows: tuple[tuple[int | None, ...], ...]
-    number_of: dict[tuple[str, str, int, int, str, str], int]
 
 
 def messages_of(plan: ExecutionPlan) -> Messages:
@@ -33,8 +30,7 @@ def messages_of(plan: ExecutionPlan) -> Messages:
                 for action in actions
             )
             for actions in plan.ranks
-        ),
-        number_of,
+        )
     )
 
 
