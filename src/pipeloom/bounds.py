@@ -1,7 +1,7 @@
-"""Bounds of the numbers that files and options may hold, each written once.
+"""Bounds of numbers in files and options, as type aliases for fields of structs.
 
-Fields of structs take the aliases as their types. `pipeloom.io.document.convert` then refuses any other number and
-names its path. Sums of such numbers are checked where they are made, see `pipeloom.totals`.
+`pipeloom.io.document.convert` raises on other numbers and names their path. Sums are checked where they are computed;
+see `pipeloom.totals`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Number = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """A count that may be 0, or an index."""
 Signed = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-"""Of a pipeline, or beside one."""
+"""Degree of pipeline parallelism or of another parallelism."""
 Threads = Annotated[int, Meta(ge=0, le=MAX_THREADS)]
 Microbatches = Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
 Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
@@ -38,11 +38,11 @@ NumBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL - 1)]
 Nanoseconds = Annotated[int, Meta(ge=-MAX_TOTAL, le=MAX_TOTAL)]
 """A time on some clock."""
 WideNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""A number that names something, as in another program's file."""
+"""An identifier, such as one in another program's file."""
 
 Seconds = Annotated[float, Meta(ge=0.0, lt=MAX_S)]
 Latency = Annotated[float, Meta(ge=0.0, le=1e3)]
-"""Seconds of an empty message or of issuing an operator."""
+"""Seconds of an empty message, or of launching an operator."""
 SignedSeconds = Annotated[float, Meta(gt=-MAX_S, lt=MAX_S)]
 Duration = Annotated[float, Meta(gt=0.0, le=1e7)]
 """Seconds of a recording or video."""
@@ -51,14 +51,14 @@ Budget = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 Wait = Annotated[float, Meta(gt=0.0, le=MAX_WAIT_S)]
 Rate = Annotated[float, Meta(gt=0.0, le=MAX_RATE)]
 RateOrNone = Annotated[float, Meta(ge=0.0, le=MAX_RATE)]
-"""Bytes or operations per second of a part that may be missing."""
+"""Bytes or operations per second of an optional part; 0 if it is missing."""
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Ratio = Annotated[float, Meta(ge=1.0, le=MAX_VALUE)]
 Factor = Annotated[float, Meta(gt=0.0, le=MAX_VALUE)]
 Magnitude = Annotated[float, Meta(ge=0.0, le=MAX_VALUE)]
 Value = Annotated[float, Meta(ge=-MAX_VALUE, le=MAX_VALUE)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
-"""Any finite number, as a loss: it is shown and enters no computation."""
+"""Any finite number, such as a loss, that is shown but not used in computations."""
 
 SecondsCoefficients = Annotated[tuple[Seconds, ...], Meta(min_length=1, max_length=NUM_OWN_FEATURES)]
 ByteCoefficients = Annotated[tuple[Value, ...], Meta(min_length=1, max_length=MAX_FEATURES)]

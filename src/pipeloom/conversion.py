@@ -1,4 +1,4 @@
-"""Typed conversion of parsed documents, with errors that name path, value and bound."""
+"""Typed conversion of parsed documents. Errors name path, value and bound."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _OUTSIDE = {
 
 
 def convert(document: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
-    """Validate a parsed document against a msgspec type; errors name file, path, value and expectation.
+    """Validate a parsed document against a msgspec type. Errors name file, path, value and expectation.
 
-    Where it is not ``strict``, numbers may be written as text.
+    If not ``strict``, numbers may be written as text.
     """
     try:
         return msgspec.convert(document, kind, strict=strict)
@@ -55,7 +55,7 @@ def convert(document: Any, kind: type[T], where: str, *, strict: bool = True) ->
 
 
 def _explain(message: str, path: str, document: Any, kind: type, where: str) -> InputError:
-    """Turn msgspec's message into ours: the value at the path, and what it should have been."""
+    """Convert msgspec's message to an error with the value at the path and the expected value."""
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
         field = found[1]
         close = get_close_matches(field, _known_fields(kind), n=1)
@@ -77,13 +77,13 @@ def _explain(message: str, path: str, document: Any, kind: type, where: str) -> 
 
 
 def _outside(document: Any, path: str, found: re.Match[str], where: str) -> InputError:
-    """Name the number or list that is outside its bound, and the bound."""
+    """Make an error with the number or list that is outside its bound, and the bound."""
     of_length, sign, text = found.groups()
     outside, word = _OUTSIDE[sign]
     bound = float(text) if "." in text or "e" in text else int(text)
     entity, shown = path, ""
     for place, value in _all_at(document, path):
-        # A number may stand as text where documents are not strict.
+        # Numbers may be text if the conversion is not strict.
         number = len(value) if of_length else float(value) if isinstance(value, str) else value
         if outside(number, bound) or number != number:
             entity, shown = place, f"has {number} entries, which" if of_length else _short(value)
@@ -108,7 +108,7 @@ def _short(number: float | str) -> str:
 
 
 def _all_at(document: Any, path: str) -> list[tuple[str, Any]]:
-    """All values at a path, with their own paths: `[...]` stands for any key of an object."""
+    """Return all values at a path with their own paths; ``[...]`` matches any key of an object."""
     found = [("", document)]
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if index == "...":
@@ -121,7 +121,7 @@ def _all_at(document: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _known_fields(kind: type) -> set[str]:
-    """All field names that a struct type has, at any depth; good enough for a hint."""
+    """Return all field names of a struct type at any depth, for hints."""
     names: set[str] = set()
     todo: list[Any] = [msgspec.inspect.type_info(kind)]
     while todo:
@@ -139,7 +139,7 @@ def _known_fields(kind: type) -> set[str]:
 
 
 def _words_at(kind: type, path: str) -> list[str]:
-    """The words that a type allows at a path."""
+    """Return the strings that a type allows at a path."""
     infos: list[Any] = [msgspec.inspect.type_info(kind)]
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         found: list[Any] = []
@@ -166,13 +166,13 @@ def _at(document: Any, path: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A JSON value for a message, never longer than a few words."""
+    """Return a short form of a JSON value, for messages."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
         return f"a list of {len(value)}" if value else "an empty list"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
         return "an integer of more than 20 digits"
-    # Parquet has values that JSON has not.
+    # Parquet has values that JSON does not support.
     text = json.dumps(value, ensure_ascii=False, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}..."

@@ -1,4 +1,4 @@
-"""Entry points: what other installed distributions add to Pipeloom.
+"""Entry points through which other installed distributions extend Pipeloom.
 
 A distribution declares them in its ``pyproject.toml``. Each entry point names a mapping from names to objects:
 
@@ -7,7 +7,7 @@ group                         values
 ============================  ====================================================
 ``pipeloom.commands``         `pipeloom.cli.app.Command`
 ``pipeloom.search_methods``   `pipeloom.search.Method`
-``pipeloom.arrange_methods``  function of a `LayerChain`, as `cooptimise`
+``pipeloom.arrange_methods``  function of a `LayerChain`, like `cooptimise`
 ============================  ====================================================
 """
 
@@ -26,9 +26,9 @@ ARRANGE_METHODS = "pipeloom.arrange_methods"
 
 @cache
 def installed(group: str) -> dict[str, Any]:
-    """Return what the installed distributions add to a group, by name.
+    """Return the objects that installed distributions add to a group, by name.
 
-    An entry point that cannot be loaded is left out with a note: a broken distribution must not break Pipeloom.
+    An entry point that fails to load is skipped with a note, so that a broken distribution does not break Pipeloom.
     """
     found: dict[str, Any] = {}
     for entry in entry_points(group=group):
@@ -36,5 +36,5 @@ def installed(group: str) -> dict[str, Any]:
             found.update(entry.load())
         except Exception as error:
             owner = entry.dist.name if entry.dist is not None else entry.value
-            print_error(f"{owner}: its {group} are left out: {type(error).__name__}: {error}; update or uninstall it")
+            print_error(f"{owner}: skipping its {group}: {type(error).__name__}: {error}; update or uninstall it")
     return found

@@ -1,4 +1,4 @@
-"""Sums of times and sizes: none may leave 64 bits, or kernels would answer nonsense."""
+"""Checks that sums of times and sizes fit into the 64-bit integers of kernels."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ SMALLER_SIZES = "give smaller sizes"
 
 
 def to_ns(seconds: float, entity: str = "a time") -> int:
-    """Round seconds to integer nanoseconds: the one place where costs become integers.
+    """Round seconds to integer nanoseconds. Costs become integers only here.
 
     Parameters
     ----------
-    seconds : float
     entity : str
-        Whose time it is, for the error.
+        Name of the time in the error.
 
     Raises
     ------
     InputError
-        It is not a number, or `MAX_S` or more.
+        The time is not a number, or `MAX_S` or more.
     """
     if not -MAX_S < seconds < MAX_S:
         raise InputError(entity, f"{seconds:g} s is not below {MAX_S:g} s", SMALLER_TIMES)
@@ -35,21 +34,21 @@ def to_ns(seconds: float, entity: str = "a time") -> int:
 
 
 def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[np.int64]:
-    """Whole numbers as an array; their sum is below `MAX_TOTAL`, or `MAX_PS` in picoseconds.
+    """Convert numbers to an integer array whose sum is below `MAX_TOTAL` (`MAX_PS` for picoseconds).
 
     Parameters
     ----------
     entity : str
-        Whose numbers they are, for the error.
+        Name of the numbers in the error.
     values : array_like
-        Not negative; floats where integers might have overflowed before.
+        Non-negative numbers, as floats if integers could have overflowed before.
     unit : str
-        ``ns``, ``ps``, ``bytes`` or another; default: nanoseconds where the entity ends in ``_s``, bytes elsewhere.
+        ``ns``, ``ps``, ``bytes`` or another; default: ``ns`` if the entity ends in ``_s``, else ``bytes``.
 
     Raises
     ------
     InputError
-        The sum is larger, or not a number; names the largest entry.
+        The sum is too large or not a number. The message has the largest entry.
     """
     unit = unit or ("ns" if entity.endswith("_s") else "bytes")
     try:
@@ -66,10 +65,7 @@ def summable(entity: str, values: npt.ArrayLike, unit: str = "") -> npt.NDArray[
 
 
 def check_total(entity: str, total: float, unit: str, largest: str = "") -> None:
-    """Raise `InputError` unless a sum is below `MAX_TOTAL`, or `MAX_PS`; ``largest`` says more of it.
-
-    A sum that is not a number is refused too.
-    """
+    """Raise `InputError` unless a sum is a number below `MAX_TOTAL` (`MAX_PS`); ``largest`` is added to the message."""
     if not total < _most(unit):
         remedy = SMALLER_TIMES if unit in _PER_S else SMALLER_SIZES
         problem = f"sums to {_text(total, unit)}{largest}; the sum must stay below {_limit_text(unit)}"
@@ -89,6 +85,6 @@ def _limit_text(unit: str) -> str:
 
 
 def check_work(entity: str, count: int, what: str, most: int, remedy: str = "give fewer microbatches") -> None:
-    """Raise `InputError` where a command would build more than ``most`` of something, before it begins."""
+    """Raise `InputError` if a command would build more than ``most`` of something."""
     if count > most:
         raise InputError(entity, f"{count} {what} are more than {most}", remedy)

@@ -315,7 +315,7 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
     ("arguments", "words"),
     [
         (["--systems", "nobody"], "'nobody' is none of"),
-        (["--data", "samples.jsonl", "--microbatches", "999"], "999 are wanted"),
+        (["--data", "samples.jsonl", "--microbatches", "999"], "999 are needed"),
         (["--data", "samples.jsonl", "--tokens", "50"], "a microbatch 50"),
         (["--tp", "64", "--pp", "4"], "need 256 devices"),
         (["--cluster", "8xZ9"], "device 'z9' is unknown; known are a100"),

@@ -39,10 +39,10 @@ def lines_of(found: Difference) -> list[str]:
 def test_shared_cores_are_said_first_and_a_plan_that_knows_them_is_compared() -> None:
     found = made(0.5, 1.0, -0.2)
     page = difference_page("run", found)
-    assert page.index("had 50% of one") < page.index("<table>")
+    assert page.index("had 50% of a core") < page.index("<table>")
     lines = lines_of(found)
-    assert "planned, as iterations before had taught" in lines[0]
-    assert "planned, at 50% of a core a rank" in lines[1]
+    assert "planned, corrected by previous iterations" in lines[0]
+    assert "planned, at 50% of a core per rank" in lines[1]
     assert "2000.00 ms" in lines[1]
     assert lines[-1].startswith("measured")
 
@@ -51,6 +51,6 @@ def test_shared_cores_are_said_first_and_a_plan_that_knows_them_is_compared() ->
 def test_no_row_has_a_negative_number(rest_s: float) -> None:
     lines = lines_of(made(1.0, 0.0, rest_s))
     assert not any(" -0" in line or " -1" in line or " -2" in line for line in lines)
-    words = "dispatch of actions" if rest_s > 0 else "overlapped more than the replay knows"
+    words = "dispatch of actions" if rest_s > 0 else "overlapped more than in the replay"
     assert any(words in line for line in lines)
     assert not any("of a core" in line for line in lines)

@@ -77,7 +77,7 @@ def test_encoders_are_tried_with_dealt_images_where_a_rank_is_several_devices(ca
 
 
 def test_a_layout_that_does_not_fit_says_why(case, batches):
-    with pytest.raises(InfeasibleError, match="optimiser state"):
+    with pytest.raises(InfeasibleError, match="optimizer state"):
         choose_layout(replace(case, capacity_bytes=10**9), batches, trial=Evaluations(1), rounds=1)
 
 

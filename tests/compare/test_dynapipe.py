@@ -87,7 +87,7 @@ def test_forwards_wait_for_memory(graph):
     timeline = simulate(graph, tight)
     assert check(graph, tight, timeline) == ()
     assert (timeline.peak_bytes - graph.static_bytes <= room).all()
-    with pytest.raises(InfeasibleError, match="no room even alone"):
+    with pytest.raises(InfeasibleError, match="does not fit even alone"):
         memory_aware_1f1b(graph, range(8), np.zeros(4, np.int64))
 
 

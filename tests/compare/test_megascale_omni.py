@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeloom.compare.baseline import any_size, by_time
-from pipeloom.compare.baselines.megascale_omni import dealt_in_groups, megascale_omni
+from pipeloom.compare.baselines.megascale_omni import assigned_in_groups, megascale_omni
 from pipeloom.compare.baselines.megascale_omni_costs import LongShortCosts
 from pipeloom.compare.baselines.megascale_omni_order import joint_pipeline
 from pipeloom.compare.baselines.megatron import megatron_1f1b
@@ -97,7 +97,7 @@ def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, l
 
 
 def test_every_group_is_dealt_evenly(case, layout):
-    dealt = dealt_in_groups(assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4).graph
+    dealt = assigned_in_groups(assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4).graph
     encodes = dealt.module == 0
     for group in (0, 1):
         mine = encodes & (dealt.microbatch // 4 == group)

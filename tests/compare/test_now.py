@@ -129,7 +129,7 @@ def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:
 
 def test_videos_go_together_by_their_size() -> None:
     case = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
-    with pytest.raises(InputError, match="reads videos, which go together by size"):
+    with pytest.raises(InputError, match="reads videos, which are grouped by size"):
         sampled_iterations(case, None, Grouping(3, pad_to=100), 0)
 
 

@@ -225,7 +225,7 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(case, typic
 
 
 def test_what_does_not_fit_is_told(case, typical):
-    with pytest.raises(InfeasibleError, match="optimiser state"):
+    with pytest.raises(InfeasibleError, match="optimizer state"):
         megatron_1f1b(replace(case, capacity_bytes=10**9), []).run(typical[0], Evaluations(1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
         put_on_cluster("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))

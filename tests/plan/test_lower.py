@@ -187,7 +187,7 @@ def test_crossed_messages_pass_gloo_but_not_nccl() -> None:
         ),
     )
     assert dry_run(plan, "gloo") is None
-    with pytest.raises(PlanError, match="gloo's tags would allow it"):
+    with pytest.raises(PlanError, match="not under gloo's, which match tags"):
         verify(plan)
 
 
@@ -209,7 +209,7 @@ def test_opposite_waits_deadlock_under_both_rules() -> None:
     )
     stop = dry_run(plan, "gloo")
     assert stop is not None
-    assert stop.reason == "rank 0 waits for ever at 'WAIT_F a.1 0.0'"
+    assert stop.reason == "rank 0 waits forever at 'WAIT_F a.1 0.0'"
     assert stop.steps == (1, 1)
     with pytest.raises(PlanError, match="NCCL's and gloo's"):
         verify(plan)
@@ -250,7 +250,7 @@ def test_a_message_that_is_there_twice_is_refused(seed: int) -> None:
     ranks[first] = [with_fields(sent, peer=second), waits[Verb.WAIT_SEND_F], *ranks[first]]
     ranks[second] = [with_fields(sent, verb=Verb.RECV_F, peer=first), waits[Verb.WAIT_F], *ranks[second]]
     twice = ExecutionPlan(plan.num_ranks, plan.iteration, plan.layout, tuple(map(tuple, ranks)))
-    with pytest.raises(PlanError, match=r"nobody needs|is missing on"):
+    with pytest.raises(PlanError, match=r"without a consumer|is missing on"):
         verify(twice, case.layout, case.packing)
 
 
@@ -458,7 +458,7 @@ def test_a_plan_whose_actions_are_not_its_strategies_is_refused(strategy: str) -
         for actions in case.plan.ranks
     ]
     plan = msgspec.structs.replace(case.plan, ranks=tuple(ranks))
-    with pytest.raises(PlanError, match=r"is not what the strategy of its F says|'sometimes' is not one of"):
+    with pytest.raises(PlanError, match=r"is not in the strategy of its F|'sometimes' is not one of"):
         verify(plan)
 
 

@@ -98,7 +98,7 @@ def test_plans_with_streams_and_replicated_modules_pass_with_and_without_a_layou
 
 def test_a_forward_before_its_input_has_arrived_is_refused() -> None:
     plan = from_text((FIXTURES / "forward_before_input.plan").read_text())
-    with pytest.raises(PlanError, match=r"'F lm\.1 3\.0 keep' starts before what it takes has arrived"):
+    with pytest.raises(PlanError, match=r"'F lm\.1 3\.0 keep' starts before its input has arrived"):
         verify(plan)
 
 
@@ -114,7 +114,7 @@ def test_what_only_a_packing_tells_is_said_to_be_unchecked(seed: int) -> None:
         plan = mutated(rng, case.plan)
         if passes(plan, case.layout) and not passes(plan, case.layout, case.packing):
             said = verify(plan, case.layout)
-            assert said[0].startswith("that all samples of the batch are there")
+            assert said[0].startswith("that all samples of the batch are present")
             assert units(plan) != units(case.plan) or any("which parts" in each for each in said)
 
 

@@ -10,16 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.report.figures import (
-    Axis,
-    Mark,
-    bar_figure,
-    best_so_far,
-    heat_figure,
-    line_figure,
-    panel_figure,
-    scatter_figure,
-)
+from pipeloom.report.figures import Axis, Mark, bar_figure, best_so_far, line_figure, panel_figure, scatter_figure
 
 pytest.importorskip("matplotlib")
 
@@ -35,7 +26,6 @@ FIGURES: dict[str, Callable[[], str]] = {
         ["S", "M"], {"a": [1.0, 2.0], "b": [2.0, None]}, y=Y, points={"a": [1.1, None]}, values=".1f"
     ),
     "scatter": lambda: scatter_figure(LINES, x=X, y=Axis("planned"), diagonal=True),
-    "heat": lambda: heat_figure([[1.0, 2.0], [3.0, None]], rows=["a", "b"], columns=["c", "d"], numbers=".0f"),
 }
 
 
@@ -87,8 +77,6 @@ def test_wrong_data_is_refused_by_name() -> None:
         panel_figure({}, x=X, y=Y)
     with pytest.raises(InputError, match="a: 2 and 3"):
         bar_figure(["S", "M"], {"a": [1, 2, 3]}, y=Y)
-    with pytest.raises(InputError, match="no number"):
-        heat_figure([[None]], rows=["a"], columns=["b"])
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

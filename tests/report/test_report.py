@@ -29,7 +29,7 @@ from pipeloom.report import (
     timeline_svg,
     trace,
 )
-from pipeloom.report.colours import HUES, fill, text_on
+from pipeloom.report.colors import HUES, fill, text_on
 from pipeloom.report.ranking import ranking_rows
 from pipeloom.search import gpipe, one_f_one_b
 from pipeloom.spec import Chunk, Layout, ModuleLayout

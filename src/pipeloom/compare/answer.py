@@ -1,4 +1,4 @@
-"""What would I gain? Systems, what somebody runs now, and where Pipeloom's gain comes from, in two processes."""
+"""Comparison of systems with the current run and with Pipeloom, in up to two processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 
 PACKING_TIMES = 4
-"""Of the seconds that an order is searched, to choose a packing with its order: several are searched."""
+"""Factor of the budget for a search over packings, since each packing needs a search of its order."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is compared: systems on iterations of a case, beside what somebody runs now."""
+    """Input of a comparison: systems, iterations and, if given, the current run."""
 
     case: ModelOnCluster
     iterations: Iterations
@@ -36,18 +36,18 @@ class Question:
     """Keys of `BASELINES`."""
     run: CurrentRun | None = None
     budget_s: float = 1.0
-    """Processor seconds of search, for the systems that search."""
+    """Budget of systems that search, in seconds of CPU time."""
     seed: int = 0
 
     @property
     def budget(self) -> Deadline:
-        """The rule by which searches end."""
+        """Stopping rule of searches."""
         return Deadline(self.budget_s, "cpu")
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Pipeloom on given microbatches, on its own, and what it gains by what."""
+    """Pipeloom on the given microbatches and on its own, and the steps of its gain."""
 
     systems: tuple[Comparison, ...]
     steps: tuple[GainStep, ...] = ()
@@ -56,20 +56,19 @@ class Ours:
 def answers(
     question: Question, *, processes: int = 2, on_system: Callable[[str], None] = lambda _: None
 ) -> Iterator[Comparison | tuple[GainStep, ...]]:
-    """Compare, and give every system as soon as it is known; the steps of the gain come last, where there are any.
+    """Yield the result of every system as soon as it is known, and last the steps of the gain, if any.
 
     Parameters
     ----------
-    question : Question
     processes : int
-        1 or 2: Pipeloom's layout is chosen beside what others do.
+        1 or 2. With 2, Pipeloom's layout is chosen in parallel with the other systems.
     on_system : callable
-        Told the title of each system before its turn.
+        Called with the title of each system before it is timed.
 
     Raises
     ------
     ExecutionError
-        The other process died.
+        The second process died.
     """
     case, wanted = question.case, suitable(question.case, question.names)
     ours = OURS in wanted
@@ -81,15 +80,15 @@ def answers(
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rest = replace(question, case=None)  # type: ignore[arg-type]
-        coming = pool.submit(_our_answer_for, case.architecture, case.cluster, case.degrees, rest)
+        future = pool.submit(_our_answer_for, case.architecture, case.cluster, case.degrees, rest)
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
-            yield from _in_order(coming.result())
+            yield from _in_order(future.result())
         except BrokenProcessPool as error:
             raise ExecutionError("the process that plans for Pipeloom died; give the machine more memory") from error
         finally:
-            coming.cancel()
+            future.cancel()
 
 
 def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
@@ -99,32 +98,32 @@ def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
 
 
 def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Comparison]:
-    """What somebody runs now, and all systems but Pipeloom."""
-    case, given, run = question.case, question.iterations, question.run
+    """Yield the results of the current run, its tuned form, and all systems except Pipeloom."""
+    case, sampled, run = question.case, question.iterations, question.run
     if run is not None:
         on_system(NOW_TITLE)
-        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), given.groups, question.budget, question.seed)
+        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), sampled.groups, question.budget, question.seed)
         on_system(TUNED_TITLE)
         yield compared(
-            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, given.typical), given.groups, question.budget, 0
+            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, sampled.typical), sampled.groups, question.budget, 0
         )
     names = [name for name in question.names if name != OURS]
     yield from compare_case(
-        case, given.typical, given.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
+        case, sampled.typical, sampled.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
     )
 
 
 def _our_answer_for(architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, rest: Question) -> Ours:
-    """In a process of its own, which is not sent what has been emulated."""
+    """Run `our_answer` in another process, without sending emulated costs to it."""
     return our_answer(replace(rest, case=put_on_cluster(architecture, cluster, degrees)))
 
 
 def our_answer(question: Question) -> Ours:
-    """Pipeloom: its layout, a searched schedule on the given microbatches, a plan of its own, and the gain in steps."""
-    case, given = question.case, question.iterations
-    # Compiling would be counted as searching.
+    """Evaluate Pipeloom: on the given microbatches, with its own packing, and the steps of its gain."""
+    case, sampled = question.case, question.iterations
+    # Compile first, since compilation would count as search.
     warm_up()
-    (one,) = compare_case(case, given.typical, given.groups, [OURS], budget=question.budget, seed=question.seed)
+    (one,) = compare_case(case, sampled.typical, sampled.groups, [OURS], budget=question.budget, seed=question.seed)
     if one.result is None or one.layout is None:
         return Ours((one,))
     systems, layout, best = [one], one.layout, one.result
@@ -135,7 +134,7 @@ def our_answer(question: Question) -> Ours:
             PACKED,
             PACKED_TITLE,
             lambda: packing_system(PACKED_TITLE, case, layout, tokens),
-            given.real,
+            sampled.real,
             budget,
             question.seed,
         )
@@ -144,5 +143,5 @@ def our_answer(question: Question) -> Ours:
             best = min(best, packed.result, key=lambda result: result.iteration_s)
     if question.run is None:
         return Ours(tuple(systems))
-    steps = split_gain(case, question.run, given.groups, best, question.budget, question.seed)
+    steps = split_gain(case, question.run, sampled.groups, best, question.budget, question.seed)
     return Ours(tuple(systems), steps)

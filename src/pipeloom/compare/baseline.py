@@ -1,8 +1,8 @@
-"""Training systems as their users run them, each timed on the same costs, memory and simulator (`dip.txt` §7.1).
+"""Training systems, each timed with the same costs, memory and simulator (`dip.txt` §7.1).
 
-A system is prepared once on sampled iterations (its layout), and then times any iteration. Systems that
-recompute the same way all along get, for every iteration, the fastest of their settings that fits; this favours
-them, since a real run must keep one setting that fits every iteration.
+A system chooses its layout once on sampled iterations, and then times any iteration. Systems with one recomputation
+setting per run get the fastest setting that fits for every iteration. This favors them, since a real run must keep a
+setting that fits every iteration.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule
 
 Recompute = Callable[[str, Layout, TaskGraph, Schedule], BaselineResult]
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of parameters in what stages are cut by, where stages of equal time do not fit."""
+_PARAMETER_WEIGHTS = (0.25, 0.5, 0.75, 1.0)
+"""Weights of parameters, against time, in balancing stages when stages of equal time do not fit."""
 
 _ONCE = Evaluations(1)
-"""For systems that do not search."""
-NEAR = 1.1
-"""Times the fastest on the first sampled iteration, up to which options are timed on the others."""
+"""Budget of systems that do not search."""
+_PRUNING_FACTOR = 1.1
+"""Options slower than this multiple of the fastest on the first sampled iteration are not timed on the others."""
 SIZES = (1, 0, 2, 4)
-"""Microbatches that may become one, 0: each becomes two."""
+"""Numbers of microbatches that are merged into one; 0: each is halved."""
 
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """A system that has its layout.
+    """A system with its layout.
 
-    ``run`` times an iteration: the samples of every microbatch, how long to search, a seed. It raises
-    `InfeasibleError` where the iteration does not fit, with the most recomputation that the system has.
+    ``run`` times an iteration, given its microbatches, a search budget and a seed. It raises `InfeasibleError` if the
+    iteration does not fit even with the most recomputation that the system supports.
     """
 
     name: str
     layout: Layout
     run: Callable[[Microbatches, StoppingRule, int], BaselineResult]
     tried: tuple[LayoutEvaluation, ...] = ()
-    """Layouts that it was chosen among, the chosen one first; where there was a choice."""
+    """Evaluations of the candidate layouts, the chosen one first; empty without a choice."""
     packs: bool = False
-    """Whether it chooses itself how the samples of an iteration become microbatches."""
+    """Whether it packs the samples of an iteration into microbatches itself."""
 
 
 def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> LayerLoad:
@@ -68,7 +68,7 @@ def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> La
 
 
 def by_time(case: ModelOnCluster, batches: Sequence[Microbatches], dealt: Collection[str] = ()) -> LayerLoad:
-    """Balance layers by their mean time on the sampled iterations, where instances of some modules are dealt."""
+    """Balance layers by mean time on the sampled iterations; ``dealt`` modules use encoder data parallelism."""
     seconds = layer_seconds(case, batches, dealt=dealt)
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
@@ -81,20 +81,20 @@ def searched_system(
     costs: EmulatedCosts | None = None,
     threads: int = 1,
 ) -> System:
-    """A system that searches order and strategies for every iteration."""
+    """Make a system that searches order and strategies for every iteration."""
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-        packing = pack_microbatches(case, layout, groups)
-        made = packed_assignable(case, layout, packing, name, costs)
-        found_for = solve_assignable(made, budget=budget, seed=seed, method=method, threads=threads)
-        found = found_for.solution
+    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        packing = pack_microbatches(case, layout, microbatches)
+        assignable = packed_assignable(case, layout, packing, name, costs)
+        assigned = solve_assignable(assignable, budget=budget, seed=seed, method=method, threads=threads)
+        solution = assigned.solution
         return BaselineResult(
             name,
             layout,
-            found_for.assignable.graph,
-            found.schedule,
-            found.timeline,
-            found.lower_bound,
+            assigned.assignable.graph,
+            solution.schedule,
+            solution.timeline,
+            solution.lower_bound,
             replica_seconds(case, layout),
             packing,
         )
@@ -103,9 +103,10 @@ def searched_system(
 
 
 def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
-    """Seconds after the last backward that other layouts do not have.
+    """Return the seconds after the last backward that only this layout needs.
 
-    Adding up gradients of modules that are replicated or dealt, and updating weights of dealt ones, which are whole.
+    These are the gradient reduction of replicated modules and of modules with encoder data parallelism, and the weight
+    update of the latter, whose weights are not divided.
     """
     gradient_bytes = case.degrees.state.gradient
     shared = {m.name: 1 if m.name in layout.dealt else case.degrees.tensor for m in layout.modules}
@@ -118,7 +119,7 @@ def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
 
 
 def _dealt_update_s(case: ModelOnCluster, layout: Layout) -> float:
-    """Seconds that the update of dealt modules takes beyond that of divided ones, on the rank with most of them."""
+    """Return the additional update time of modules with encoder data parallelism, on the rank with most of them."""
     if not layout.dealt or case.degrees.tensor == 1 or not case.update_s:
         return 0.0
     of_ranks = ([c for c in layout.chunks if c.rank == r and c.module in layout.dealt] for r in range(layout.num_ranks))
@@ -129,38 +130,39 @@ def _dealt_update_s(case: ModelOnCluster, layout: Layout) -> float:
 def fixed_system(
     name: str, case: ModelOnCluster, layout: Layout, order: Order, recompute: Recompute = uniform_recomputation
 ) -> System:
-    """A system with one order whatever the data, and recomputation of its own kind."""
+    """Make a system with one order for all data, and its own kind of recomputation."""
     after_s = replica_seconds(case, layout)
 
-    def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        graph = graph_of(case, layout, groups, name, case.levels)
+    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        graph = graph_of(case, layout, microbatches, name, case.levels)
         return replace(recompute(name, layout, graph, order(graph)), after_s=after_s)
 
     return System(name, layout, run)
 
 
 def fixed_systems(name: str, case: ModelOnCluster, layouts: Sequence[Layout], order: Order) -> list[System]:
+    """Make one `fixed_system` per distinct layout."""
     return [fixed_system(name, case, layout, order) for layout in distinct(layouts)]
 
 
-def mfu(case: ModelOnCluster, groups: Microbatches, seconds: float) -> float:
-    """Share of all devices' peak that the model's products use in an iteration of ``seconds``, update included."""
+def mfu(case: ModelOnCluster, microbatches: Microbatches, seconds: float) -> float:
+    """Return the model FLOPs utilization of an iteration of ``seconds``, plus its update."""
     devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
     peak = devices * case.cluster.device.flops_per_s
-    return model_flops(case, groups) / (peak * (seconds + case.update_s))
+    return model_flops(case, microbatches) / (peak * (seconds + case.update_s))
 
 
 def loads_by(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:
-    """By parameters; or by time, as `loads_by_time`."""
+    """Return the load by parameters, or those of `loads_by_time`."""
     if balance == "parameters":
         return [by_parameters(case, batches)]
     if balance != "time":
-        raise InputError("balance", f"{balance!r} is none of parameters, time")
+        raise InputError("balance", f"{balance!r} is unknown", "use parameters or time")
     return loads_by_time(case, batches)
 
 
 def loads_by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:
-    """Balance by time, then nearer and nearer to by parameters, since stages of equal time may not fit."""
+    """Return the load by time, then mixtures with more weight on parameters, since stages of equal time may not fit."""
     layers = [(m.name, layer) for m in case.model.modules for layer in m.flat_layers]
     time, size = by_time(case, batches), by_parameters(case, batches)
     all_time, all_size = (sum(load(*layer) for layer in layers) or 1.0 for load in (time, size))
@@ -170,7 +172,7 @@ def loads_by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list
             (1 - share) * time(module, layer) / all_time + share * size(module, layer) / all_size
         )
 
-    return [time, *(mixed(share) for share in SHARES)]
+    return [time, *(mixed(share) for share in _PARAMETER_WEIGHTS)]
 
 
 def distinct(layouts: Sequence[Layout]) -> list[Layout]:
@@ -184,20 +186,19 @@ def in_turn(
     last: Sequence[System] = (),
     budget: StoppingRule = _ONCE,
 ) -> System:
-    """A system of several layouts: the one that is fastest on the sampled iterations, by the mean of all.
+    """Make a system of several options, sorted by their mean time on the sampled iterations.
 
-    Those that are far behind on the first are not timed on the others. A layout that some sampled iteration does not
-    fit comes after those that fit more of them. A later iteration that
-    does not fit the first layout runs under the next that it fits; those of ``last`` come after all others. ``budget``
-    is of every sampled iteration, for systems that search.
+    Options that are much slower on the first iteration are not timed on the others. Options under which more sampled
+    iterations fit come first. An iteration that does not fit under the first option runs under the next one; those of
+    ``last`` come last. ``budget`` is the search budget of every sampled iteration.
     """
     order = [*(options if len(options) == 1 else _fastest_first(options, batches, budget)), *last]
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         problem: InfeasibleError | None = None
         for option in order:
             try:
-                return option.run(groups, budget, seed)
+                return option.run(microbatches, budget, seed)
             except InfeasibleError as error:
                 problem = problem or error
         assert problem is not None
@@ -207,38 +208,35 @@ def in_turn(
 
 
 def _fastest_first(options: Sequence[System], batches: Sequence[Microbatches], budget: StoppingRule) -> list[System]:
-    """Those that come near on the first sampled iteration, or do not fit it, by all; the others by it alone."""
+    """Sort options; time those close to the fastest on the first iteration, or that do not fit it, on all."""
     found = {option: _seconds(option, batches[:1], budget) for option in options}
-    far = NEAR * min(min(each, default=inf) for each in found.values())
-    near = {option for option, each in found.items() if min(each, default=inf) <= far or inf in each}
-    for option in near:
+    limit = _PRUNING_FACTOR * min(min(each, default=inf) for each in found.values())
+    close = {option for option, each in found.items() if min(each, default=inf) <= limit or inf in each}
+    for option in close:
         found[option] += _seconds(option, batches, budget, first=1)
 
     def key(option: System) -> tuple[int, bool, float]:
         lacking, seconds = _standing(found[option])
-        return lacking, option not in near, seconds
+        return lacking, option not in close, seconds
 
     return sorted(options, key=key)
 
 
 def sized(system: System, size: int) -> System:
-    """The same system with so many of the given microbatches as one, see `SIZES`."""
-    return replace(system, run=lambda groups, budget, seed: system.run(resized(groups, size), budget, seed))
+    """Return the same system with merged or halved microbatches; see `SIZES`."""
+    return replace(system, run=lambda microbatches, budget, seed: system.run(resized(microbatches, size), budget, seed))
 
 
 def any_size(system: System) -> System:
-    """The same system with every iteration's microbatches halved, as they are, or so many together: the fastest.
-
-    One that makes its microbatches itself has had the choice.
-    """
+    """Return the same system with the fastest of all `SIZES` for every iteration, unless it packs itself."""
     if system.packs:
         return system
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         found, problem = list[BaselineResult](), None
         for size in SIZES:
             try:
-                found.append(sized(system, size).run(groups, budget, seed))
+                found.append(sized(system, size).run(microbatches, budget, seed))
             except InfeasibleError as error:
                 problem = problem or error
         if not found:
@@ -250,7 +248,7 @@ def any_size(system: System) -> System:
 
 
 def standing(option: System, batches: Sequence[Microbatches], budget: StoppingRule = _ONCE) -> tuple[int, float]:
-    """How many sampled iterations do not fit, and the mean seconds of the others."""
+    """Return the number of sampled iterations that do not fit, and the mean seconds of the others."""
     return _standing(_seconds(option, batches, budget))
 
 
@@ -260,7 +258,7 @@ def _standing(seconds: Sequence[float]) -> tuple[int, float]:
 
 
 def _seconds(option: System, batches: Sequence[Microbatches], budget: StoppingRule, first: int = 0) -> list[float]:
-    """Of the sampled iterations from the first on; infinite where one does not fit."""
+    """Return the seconds of the sampled iterations from ``first`` on; infinite if one does not fit."""
     found = []
     for seed in range(first, len(batches)):
         try:

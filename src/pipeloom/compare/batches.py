@@ -1,4 +1,4 @@
-"""Baselines on the batches of a training run, with the run's own costs, memory and packing."""
+"""Baselines on the batches of a training run, with the run's costs, memory and packing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pipeloom.timeline import bound_of, simulate
 
 
 def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
-    """Layouts under which the baselines run: all modules one chain of stages, cut by ``load``.
+    """Return the layouts of the baselines: all modules as one chain of stages, balanced by ``load``.
 
-    The interleaved one has the number of chunks a rank, of all from two up that there are layers for, that is fastest
-    over ``batches``. A model with fewer layers than stages has none, and that baseline is left out.
+    The interleaved layout has the number of chunks per rank, two or more, that is fastest on ``batches``. It is left
+    out for models with fewer layers than stages.
     """
     ranks = problem.layout.num_ranks
 
@@ -37,17 +37,16 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
         layout = chain_of_stages(problem.model, ranks, chunks_per_rank, load)
         if not problem.layout.dealt:
             return layout
-        # Tensor parallelism is not what baselines differ in: what the run deals, they do.
+        # Baselines use the same tensor parallelism as the run, encoder data parallelism included.
         layout = msgspec.structs.replace(layout, parallelism=problem.layout.parallelism)
         return dealt(layout, problem.layout.dealt)
 
     layouts = {"1f1b": chain(1)}
 
     def cost(layout: Layout) -> tuple[int, float]:
-        """Batches that do not fit into memory, and seconds of all."""
-        systems = [baseline(problem, "interleaved", layout, batch) for batch in batches]
-        lacking = sum(not one.fits for one in systems)
-        return lacking, sum(one.iteration_s for one in systems)
+        """Return the number of batches that do not fit into memory, and the seconds of all."""
+        results = [baseline(problem, "interleaved", layout, batch) for batch in batches]
+        return sum(not one.fits for one in results), sum(one.iteration_s for one in results)
 
     counts = chunk_counts(ranks, problem.model.modules)[1:]
     if counts:
@@ -58,32 +57,29 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
 def compare_systems(
     problem: Problem, layouts: dict[str, Layout], batch: Batch, *, budget: StoppingRule, seed: int
 ) -> tuple[BaselineResult, ...]:
-    """Time a batch under each baseline and under the plan made for it.
+    """Time a batch under each baseline and under its own plan.
 
     Parameters
     ----------
-    problem : Problem
     layouts : dict
-        Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` want one stage a rank.
-    batch : Batch
+        Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` need one stage per rank.
     budget : StoppingRule
-        For the per-batch plan.
-    seed : int
+        Budget of the per-batch plan.
 
     Returns
     -------
     tuple of BaselineResult
-        The baselines in the order of ``layouts``, then ``per-batch plan``. Where there are memory strategies, a
-        baseline uses one for all pairs: the fastest that fits, or where none does, the base without a limit.
+        The baselines in the order of ``layouts``, then ``per-batch plan``. With memory strategies, a baseline uses one
+        for all pairs: the fastest that fits, or the first one without a limit if none fits.
     """
-    systems = [baseline(problem, name, layout, batch) for name, layout in layouts.items()]
-    return (*systems, system_of(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
+    results = [baseline(problem, name, layout, batch) for name, layout in layouts.items()]
+    return (*results, planned_result(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
 
 
 def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
     """Time a batch under ``gpipe``, ``1f1b`` or ``interleaved``; see `compare_systems`.
 
-    Where plans choose their microbatches, a baseline has the number that is best for it, too.
+    If plans choose their own microbatches, a baseline also gets its best number of microbatches.
     """
     model, spec, costs = problem.model, problem.packing, problem.costs
     if not problem.plans_packing:
@@ -92,12 +88,12 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     loads, params = cost_loads(batch, model, layout, costs), problem.search.packings
     found: list[BaselineResult] = []
 
-    def judge(number: int) -> float:
+    def evaluate(number: int) -> float:
         packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
         found.append(_timed(problem, name, layout, packing))
         return found[-1].iteration_s if found[-1].fits else float("inf")
 
-    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, judge)
+    walk(numbers(loads, spec), MICROBATCHES_PER_RANK * layout.num_ranks, params.slower, params.misses, evaluate)
     return min(found, key=lambda one: (not one.fits, one.iteration_s))
 
 
@@ -105,7 +101,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     schedule_of = SCHEDULES[schedule_name(name)].orders(layout.num_ranks, ScheduleSettings())[0]
     costs = problem.whole_backwards().costs
     try:
-        # A computation needs room beside what is held, in a baseline as in the plan.
+        # A baseline needs the same reserve for computations as a plan.
         memory = replace(problem.memory, spare_bytes=())
         graph = iteration_graph(layout, packing, costs, name, memory).graph
         schedule = schedule_of(graph)
@@ -119,8 +115,8 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
 
 
-def system_of(problem: Problem, planned: PlannedBatch) -> BaselineResult:
-    """Show a planned batch beside other systems."""
+def planned_result(problem: Problem, planned: PlannedBatch) -> BaselineResult:
+    """Return a planned batch as a result to compare with baselines."""
     graph = replace(planned.graph, name="per-batch plan")
     return BaselineResult(
         "per-batch plan", problem.layout, graph, planned.schedule, planned.timeline, planned.lower_bound

@@ -1,4 +1,4 @@
-"""Layouts of a case, chosen by planning sampled iterations."""
+"""Choice of a layout by planning sampled iterations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def choose_layout(
     seed: int = 0,
     rounds: int = 2,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan iterations of a case under many layouts; see `search_layouts`.
+    """Plan sampled iterations under many layouts; see `search_layouts`.
 
     Parameters
     ----------
     batches : sequence of Microbatches
-        A few iterations like those of the training to come.
+        A few representative iterations.
     """
     if not batches:
         raise InputError("batches", "is empty", "give at least one sampled iteration")
@@ -35,30 +35,30 @@ def choose_layout(
 
 
 def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampled:
-    """Iterations of a case, to try layouts on."""
-    groups = [group for batch in batches for group in batch]
+    """Return sampled iterations for `search_layouts`."""
+    pooled = [microbatch for batch in batches for microbatch in batch]
     return Sampled(
         case.model,
         case.num_ranks,
         case.costs,
         by_time(case, batches),
-        typical_lengths(case.model, groups),
-        lambda layout: [assignable_of(case, layout, groups, case.model.name) for groups in batches],
+        typical_lengths(case.model, pooled),
+        lambda layout: [assignable_of(case, layout, batch, case.model.name) for batch in batches],
         lambda layout: replica_seconds(case, layout),
-        _dealing(case, batches),
+        _encoder_dp(case, batches),
     )
 
 
-def _dealing(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
-    """Encoders without streams, where a rank is several devices that lie on one node.
+def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
+    """Return the encoders that may use encoder data parallelism, if a rank's devices are on one node.
 
-    What is handed inside a rank is priced by the link inside a node, and so would be what goes around among devices
-    that share sequences or shards: with these, nothing is dealt.
+    These are encoders without streams. Transfers inside a rank are priced by the link inside a node. This would also
+    apply to devices that share sequences or shards, so context parallelism and ZeRO-3 exclude it.
     """
     degrees = case.degrees
     names = tuple(m.name for m in case.model.modules[:-1] if not m.emits and not m.takes)
-    is_near = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
-    if degrees.tensor == 1 or not names or not is_near:
+    on_one_node = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
+    if degrees.tensor == 1 or not names or not on_one_node:
         return None
     costs = DealtCosts(case.costs, frozenset(names), case.degrees.tensor)
     return Dealing(names, costs, by_time(case, batches, names))

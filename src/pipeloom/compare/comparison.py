@@ -1,4 +1,4 @@
-"""All systems by name, and one iteration under each of them."""
+"""Comparison of systems on one iteration."""
 
 from __future__ import annotations
 
@@ -18,68 +18,66 @@ from pipeloom.spec import Layout
 
 @dataclass(frozen=True)
 class Comparison:
-    """One system on one iteration: what it does, or why it cannot."""
+    """Result of one system on one iteration, or the reason why there is none."""
 
     name: str
     title: str
     layout: Layout | None
     result: BaselineResult | None
     problem: str = ""
-    """Why there is no result."""
+    """Reason without a result."""
     tried: tuple[LayoutEvaluation, ...] = ()
-    """Layouts that its own was chosen among, and what each would cost; the chosen one first."""
+    """Evaluations of the candidate layouts, the chosen one first."""
     can_run: bool = True
-    """False: the system cannot run the model or the data, whatever the memory."""
+    """False if the system cannot run the model or the data with any memory."""
 
 
 def compare_case(
     case: ModelOnCluster,
     typical: Sequence[Microbatches],
-    groups: Microbatches,
+    microbatches: Microbatches,
     names: Sequence[str],
     *,
     budget: StoppingRule,
     seed: int = 0,
     on_system: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Comparison]:
-    """Time one iteration under every system, one after the other.
+    """Time one iteration under every system in turn.
 
     Parameters
     ----------
-    case : ModelOnCluster
     typical : sequence of Microbatches
         Iterations on which systems choose their layouts, before training.
-    groups : Microbatches
+    microbatches : Microbatches
         The iteration.
     names : sequence of str
         Keys of `BASELINES`.
     budget : StoppingRule
-        For the systems that search.
-    seed : int
+        Budget of systems that search.
     on_system : callable
-        Told the title of each system before its turn.
+        Called with the title of each system before it is timed.
 
     Yields
     ------
     Comparison
-        In the order of ``names``.
+        One per system, in the order of ``names``.
     """
     for name in suitable(case, names):
         entry = BASELINES[name]
         on_system(entry.title)
-        yield compared(name, entry.title, partial(entry.make, case, typical), groups, budget, seed)
+        yield compared(name, entry.title, partial(entry.make, case, typical), microbatches, budget, seed)
 
 
 def compared(
-    name: str, title: str, make: Callable[[], System], groups: Microbatches, budget: StoppingRule, seed: int
+    name: str, title: str, make: Callable[[], System], microbatches: Microbatches, budget: StoppingRule, seed: int
 ) -> Comparison:
-    """Make a system, and time one iteration under it; a system that refuses its input has no result."""
+    """Make a system and time one iteration under it; there is no result if the system raises `InputError`."""
     layout: Layout | None = None
     tried: tuple[LayoutEvaluation, ...] = ()
     try:
         one = make()
         layout, tried = one.layout, one.tried
-        found = one.run(groups, budget, seed)
+        found = one.run(microbatches, budget, seed)
     except (InfeasibleError, InputError) as error:
         return Comparison(name, title, layout, None, str(error), tried, isinstance(error, InfeasibleError))
     return Comparison(name, title, layout, replace(found, name=title), tried=tried)

@@ -1,4 +1,4 @@
-"""Degrees of parallelism, and the number of devices, with which a model that does not fit would."""
+"""Search for degrees of parallelism, and a number of devices, with which a model fits."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pipeloom.spec import Chunk
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 
-TRIED = "1f1b"
-"""The system that must fit: the plainest of those that recompute what they have to."""
+_SIMPLEST = "1f1b"
+"""The system that must fit: the simplest one with recomputation."""
 _MOST_DEVICES = 1 << 17
 _MOST_TRIALS = 4
-"""Degrees that are tried on each number of devices, the nearest first."""
+"""Degrees tried for each number of devices, the closest first."""
 
 
 def fitting_degrees(question: Question) -> Degrees | None:
-    """Find the fewest devices on which a model fits, and on these the degrees nearest to those that do not.
+    """Find the fewest devices on which a model fits, with the degrees closest to the current ones.
 
-    Numbers of devices are the cluster's own, and that doubled again and again; degrees are powers of two.
+    Tried are the cluster's number of devices and its doublings, and degrees that are powers of two.
 
     Returns
     -------
     Degrees or None
-        Their product is the number of devices. None: nothing was found.
+        Their product is the number of devices. None: no degrees were found.
     """
-    cluster, given = question.case.cluster, question.iterations
+    cluster, iterations = question.case.cluster, question.iterations
     least = _least_bytes(question.case) / question.case.capacity_bytes
     nodes = cluster.num_nodes
     while nodes * cluster.devices_per_node < least:
@@ -46,7 +46,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
         for degrees in itertools.islice(_candidates(question.case, larger), _MOST_TRIALS):
             try:
                 case = put_on_cluster(question.case.architecture, larger, degrees)
-                (one,) = compare_case(case, given.typical, given.groups, [TRIED], budget=Evaluations(1))
+                (one,) = compare_case(case, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1))
             except InputError:
                 continue
             if one.result is not None:
@@ -56,7 +56,7 @@ def fitting_degrees(question: Question) -> Degrees | None:
 
 
 def _least_bytes(case: ModelOnCluster) -> int:
-    """Bytes of weights, gradients and optimizer states that all devices together hold at least."""
+    """Return a lower bound on the bytes of weights, gradients and optimizer states of all devices."""
     trained = WEIGHT_BYTES + sum(case.degrees.state)
     return sum(
         layer.num_parameters * (WEIGHT_BYTES if module.frozen else trained)
@@ -66,27 +66,27 @@ def _least_bytes(case: ModelOnCluster) -> int:
 
 
 def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]:
-    """Degrees that use all devices and leave room for weights and optimizer states, the nearest first."""
-    asked, experts = case.degrees, num_experts(case.architecture)
+    """Yield degrees that use all devices and fit weights and optimizer states, the closest first."""
+    current, experts = case.degrees, num_experts(case.architecture)
     powers = [1 << k for k in range(cluster.num_devices.bit_length())]
     found = []
     for tensor, pipeline, expert in itertools.product(powers, powers, powers):
-        data, left = divmod(cluster.num_devices, tensor * pipeline * asked.context)
+        data, left = divmod(cluster.num_devices, tensor * pipeline * current.context)
         if left or not data or tensor > cluster.devices_per_node or experts % expert:
             continue
-        if expert > 1 and (data * asked.context * tensor) % expert:
+        if expert > 1 and (data * current.context * tensor) % expert:
             continue
-        pairs = ((tensor, asked.tensor), (pipeline, asked.pipeline), (expert, asked.expert))
+        pairs = ((tensor, current.tensor), (pipeline, current.pipeline), (expert, current.expert))
         steps = sum(abs(log2(new / old)) for new, old in pairs)
         found.append((steps, pipeline, tensor, expert, data))
     for _, pipeline, tensor, expert, data in sorted(found):
-        degrees = msgspec.structs.replace(asked, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
-        if _has_room(case, cluster, degrees):
+        degrees = msgspec.structs.replace(current, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
+        if _static_fits(case, cluster, degrees):
             yield degrees
 
 
-def _has_room(case: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
-    """Whether weights and optimizer states fit, if they are divided evenly over the pipeline."""
+def _static_fits(case: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
+    """Return whether weights and optimizer states fit if divided evenly over the pipeline."""
     try:
         costs = EmulatedCosts(case.architecture, cluster, degrees, split=False)
         wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in case.model.modules]

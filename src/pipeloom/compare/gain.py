@@ -1,4 +1,4 @@
-"""Pipeloom on its own packing, and where its gain over what somebody runs now comes from."""
+"""Pipeloom with its own packing, and the parts of its gain over the current run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pipeloom.timeline import Schedule, simulate
 
 PACKED, PACKED_TITLE = "pipeloom-packed", "Pipeloom with its own microbatches"
 MOST_TOGETHER = 8
-"""Times the tokens of given microbatches that our own may have, where memory has room for them."""
+"""Largest ratio of the tokens of our microbatches to those of the given ones, if memory allows."""
 
 
 @dataclass(frozen=True)
 class GainStep:
-    """What the pipeline takes once one thing more is Pipeloom's, all else being as before."""
+    """Time of the pipeline after one more part of the setup is replaced by Pipeloom's."""
 
     name: str
     iteration_s: float
@@ -35,33 +35,39 @@ class GainStep:
 
 
 def packs_anew(case: ModelOnCluster) -> bool:
-    """Whether samples may go together otherwise: clips of one size go together, and who groups them knows why."""
+    """Return whether samples may be packed in another way. Clips may not, since they are grouped by size."""
     return all(module.reads != "videos" for module in case.model.modules)
 
 
 def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int) -> System:
-    """Pipeloom as in training: number, size and contents of microbatches, order and strategies are planned together.
+    """Make Pipeloom as in training, which plans microbatches, order and strategies together.
 
-    Its iterations are given without what samples were padded with. The lower bound of a result is the least of all
-    packings that were judged.
+    Its iterations have no padding. The lower bound of a result is the least over all evaluated packings.
 
     Parameters
     ----------
     tokens : int
-        Of a given microbatch at most; ours may have `MOST_TOGETHER` times as many.
+        Most tokens of a given microbatch; ours may have `MOST_TOGETHER` times as many.
     """
     after_s = replica_seconds(case, layout)
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-        batch = batch_of(groups)
+    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        batch = batch_of(microbatches)
         most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
         problem = Problem(
             case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
         )
         problem.warm_up()
-        made = decide(problem, batch, budget, seed)
+        planned = decide(problem, batch, budget, seed)
         return BaselineResult(
-            name, layout, made.graph, made.schedule, made.timeline, least_bound(problem, made), after_s, made.packing
+            name,
+            layout,
+            planned.graph,
+            planned.schedule,
+            planned.timeline,
+            least_bound(problem, planned),
+            after_s,
+            planned.packing,
         )
 
     return System(name, layout, run)
@@ -75,17 +81,18 @@ def own_system(
     tokens: int,
     budget: StoppingRule,
 ) -> System:
-    """Pipeloom as in training: it makes the microbatches of every iteration itself, under the best of some layouts.
+    """Make Pipeloom as in training: it packs every iteration itself, under the best of ``layouts``.
 
-    Or it has the given ones, where these are faster on the sampled iterations: of large graphs only few packings can be
-    looked at. Where samples may not go together otherwise, it has them halved, or several together, for all iterations.
+    It keeps the given microbatches if these are faster on the sampled iterations, since only few packings of large
+    graphs can be evaluated. If samples may not be packed in another way, microbatches are halved or merged for all
+    iterations.
 
     Parameters
     ----------
     tokens : int
-        As in `packing_system`.
+        See `packing_system`.
     budget : StoppingRule
-        For each layout and sampled iteration.
+        Budget of each layout and sampled iteration.
     """
     plain = [searched_system(name, case, layout) for layout in layouts]
     if packs_anew(case):
@@ -98,48 +105,49 @@ def own_system(
 def split_gain(
     case: ModelOnCluster,
     run: CurrentRun,
-    groups: Microbatches,
+    microbatches: Microbatches,
     ours: BaselineResult,
     budget: StoppingRule,
     seed: int = 0,
 ) -> tuple[GainStep, ...]:
-    """Replace what somebody runs now by Pipeloom's, one thing after the other.
+    """Replace the current run by Pipeloom part by part, and time each step.
 
-    The layout (with the sizes of its sub-microbatches), then the packing, the order, and what is held in memory. What
-    comes first has what several could have: the sum is the gain, its parts hold for this order alone.
+    The parts are the layout (with the sizes of its sub-microbatches), the packing, the order, and the memory
+    strategies. The sum of all steps is the gain. The share of each part depends on this order, since parts overlap.
 
     Parameters
     ----------
-    groups : Microbatches
-        As they are run now.
+    microbatches : Microbatches
+        Microbatches of the current run.
     ours : BaselineResult
-        The last step: with a packing of its own, or on these groups.
+        Result of the last step, with its own packing or on these microbatches.
     budget : StoppingRule
-        For the order alone.
+        Budget of the search for the order.
 
     Returns
     -------
     tuple of GainStep
-        Fewer than four where one of the first does not fit.
+        Fewer than four if one of the first steps does not fit.
     """
     layout, costs = ours.layout, run_costs(case, run)
     steps = []
-    packings = {"layout": pack_microbatches(case, layout, groups)}
+    packings = {"layout": pack_microbatches(case, layout, microbatches)}
     if ours.packing is not None and ours.packing != packings["layout"]:
         packings["packing"] = ours.packing
     after_s = replica_seconds(case, layout)
     with suppress(InfeasibleError, InputError):
         for name, packing in packings.items():
             found = under_static_order(name, run, layout, static_graph(case, layout, packing, costs))
-            leaner = run.strategy is not None and found.schedule.candidate is not None and found.schedule.candidate[0]
-            note = "recomputes more, to fit" if leaner else ""
+            candidate = found.schedule.candidate
+            recomputes_more = run.strategy is not None and candidate is not None and candidate[0]
+            note = "recomputes more, to fit" if recomputes_more else ""
             steps.append(GainStep(name, found.iteration_s + after_s, note))
         steps.append(GainStep("order", _ordered(found, budget, seed).iteration_s + after_s))
     return (*steps, GainStep("memory", ours.iteration_s))
 
 
 def _ordered(static: BaselineResult, budget: StoppingRule, seed: int) -> BaselineResult:
-    """Search an order, what is held staying as it is; the static one where none is faster."""
+    """Search an order with fixed strategies; return the static one if no order is faster."""
     choice = static.schedule.candidate
     graph = static.graph if choice is None else static.graph.with_candidates(choice)
     with suppress(InfeasibleError):

@@ -1,4 +1,4 @@
-"""Iterations to compare systems on: drawn from a data set, or packed from a user's own samples."""
+"""Iterations for comparisons, drawn from a data set or packed from a user's samples."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 
 TOKENS = 8192
-"""Of a microbatch at most, where nobody says."""
+"""Default limit of tokens per microbatch."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How samples in order become microbatches."""
+    """Rule that turns consecutive samples into microbatches."""
 
     num_microbatches: int = 16
-    """Of one iteration of one replica."""
+    """Microbatches of one iteration of one replica."""
     tokens: int | None = None
-    """Of a microbatch at most; None: `TOKENS`, or of a data set of the zoo, what its papers have."""
+    """Most tokens of a microbatch; None: `TOKENS`, or the number of the papers for a data set of the zoo."""
     samples: int | None = None
-    """Of a microbatch, whatever their tokens; None: by tokens."""
+    """Samples per microbatch; None: limit tokens instead."""
     pad_to: int | None = None
-    """Tokens that every sample is padded to; None: not."""
+    """Number of tokens to which every sample is padded; None: no padding."""
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """One iteration to compare systems on, and others to choose layouts on before it.
+    """One iteration for the comparison, and ``typical`` iterations for the choice of layouts.
 
-    ``groups`` are padded where they are; ``real`` are the same without: what is learnt from.
+    ``groups`` are the microbatches with padding, if any; ``real`` are the same without padding.
     """
 
     typical: Sequence[Microbatches]
@@ -46,58 +46,54 @@ class Iterations:
 
 
 def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Iterations:
-    """Take the iteration to compare systems on, and those to choose layouts on.
+    """Return the iteration for the comparison, and iterations for the choice of layouts.
 
-    Of a user's own samples the first make the iteration, the rest those before it; where there are not enough for
-    another, layouts are chosen on the iteration itself.
+    The first of a user's samples form the iteration, the rest the iterations for layouts. If there are too few for
+    another iteration, layouts are chosen on the iteration itself.
 
     Parameters
     ----------
-    case : ModelOnCluster
     data : str or None
-        A data set of the zoo, or samples (``.jsonl``, ``.parquet``, ``.tar``): a file, a pattern, a folder; None: the
-        model's own set.
-    grouping : Grouping
-    seed : int
+        A data set of the zoo, or a file, pattern or folder of samples (``.jsonl``, ``.parquet``, ``.tar``); None: the
+        model's own data set.
 
     Raises
     ------
     InputError
-        Too few samples, one that is longer than a microbatch or what samples are padded to, or a size of microbatches
-        of videos.
+        There are too few samples, a sample is longer than a microbatch or the padding, or ``grouping`` sets a size for
+        videos.
     """
     count = grouping.num_microbatches
     if _reads_videos(case.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
         raise InputError(
-            "microbatches", f"{case.architecture.name} reads videos, which go together by size", "say nothing of a size"
+            "microbatches",
+            f"{case.architecture.name} reads videos, which are grouped by size",
+            "leave out sizes of microbatches",
         )
     if data is None or not names_samples(data):
         typical: Sequence[Microbatches] = [_drawn(case, data, grouping, seed + 1_000_003 + i) for i in range(2)]
         real = _drawn(case, data, grouping, seed)
     else:
-        groups = own_groups(case.architecture, read_all_samples(data), grouping)
-        if len(groups) < count:
+        microbatches = own_microbatches(case.architecture, read_all_samples(data), grouping)
+        if len(microbatches) < count:
             raise InputError(
                 data,
-                f"gives {len(groups)} microbatches, {count} are wanted",
+                f"gives {len(microbatches)} microbatches, {count} are needed",
                 "ask for fewer microbatches, or give more samples",
             )
-        real = groups[:count]
-        rest = [groups[i : i + count] for i in range(count, len(groups) - count + 1, count)][:2]
+        real = microbatches[:count]
+        rest = [microbatches[i : i + count] for i in range(count, len(microbatches) - count + 1, count)][:2]
         typical = rest or [real]
     if grouping.pad_to is None:
         return Iterations(typical, real, real)
     return Iterations([_padded(each, grouping.pad_to) for each in typical], _padded(real, grouping.pad_to), real)
 
 
-def own_groups(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:
-    """Make microbatches of a user's own samples, in order; clips by their length, as the papers do.
-
-    Clips are grouped iteration by iteration.
-    """
+def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grouping: Grouping) -> list[list[Sample]]:
+    """Pack a user's samples into microbatches, in order. Clips are grouped by length within each iteration."""
     if _reads_videos(architecture):
         clips = clips_of_iterations(list(samples), grouping.num_microbatches)
-        return [group for groups in clips for group in groups]
+        return [microbatch for iteration in clips for microbatch in iteration]
     if grouping.samples is not None:
         return _by_number(samples, grouping.samples)
     tokens = grouping.tokens or TOKENS
@@ -112,28 +108,28 @@ def own_groups(architecture: Architecture, samples: Sequence[Sample], grouping: 
 
 
 def _drawn(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Microbatches:
-    """An iteration of a data set of the zoo, as its papers pack it where nothing else is said."""
+    """Draw an iteration from a data set of the zoo, packed as in its papers by default."""
     count, architecture = grouping.num_microbatches, case.architecture
     if _reads_videos(architecture) or (grouping.samples is None and grouping.tokens is None):
         return draw_iteration(case, count, seed, data)
-    group: Callable[[list[Sample]], list[list[Sample]]]
+    pack: Callable[[list[Sample]], list[list[Sample]]]
     if grouping.samples is None:
         tokens = grouping.tokens or TOKENS
-        # The last one is not full.
-        factor, group = max(24, tokens // 256), lambda s: pack_documents(s, tokens, max_images=tokens)[:-1]
+        # The last microbatch is not full.
+        factor, pack = max(24, tokens // 256), lambda s: pack_documents(s, tokens, max_images=tokens)[:-1]
     else:
         size = grouping.samples
-        factor, group = size, lambda s: _by_number(s, size)
+        factor, pack = size, lambda s: _by_number(s, size)
     name = data or default_data(architecture)
     while True:
         samples = drawn_samples(architecture, name, count * factor, seed)
-        if len(groups := group(samples)) >= count:
-            return groups[:count]
+        if len(microbatches := pack(samples)) >= count:
+            return microbatches[:count]
         factor *= 2
 
 
 def _by_number(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Whole groups alone."""
+    """Return complete microbatches of ``size`` samples; drop the rest."""
     return [list(samples[i : i + size]) for i in range(0, len(samples) - size + 1, size)]
 
 
@@ -141,9 +137,9 @@ def _reads_videos(architecture: Architecture) -> bool:
     return any(module.reads == "videos" for module in architecture.modules)
 
 
-def _padded(groups: Microbatches, pad_to: int) -> list[list[Sample]]:
-    """The same samples with text up to so many tokens each."""
-    return [[_padded_sample(sample, pad_to) for sample in group] for group in groups]
+def _padded(microbatches: Microbatches, pad_to: int) -> list[list[Sample]]:
+    """Pad every sample with text to ``pad_to`` tokens."""
+    return [[_padded_sample(sample, pad_to) for sample in microbatch] for microbatch in microbatches]
 
 
 def _padded_sample(sample: Sample, pad_to: int) -> Sample:
@@ -152,6 +148,6 @@ def _padded_sample(sample: Sample, pad_to: int) -> Sample:
         raise InputError(
             f"sample {sample.id!r}",
             f"has {sample.sequence_tokens} tokens, samples are padded to {pad_to}",
-            "pad to more, or shorten the sample",
+            "pad to more tokens, or shorten the sample",
         )
     return msgspec.structs.replace(sample, text_tokens=sample.text_tokens + missing)

@@ -1,4 +1,4 @@
-"""A model on a cluster, and the iterations of it that systems are compared on."""
+"""A model on a cluster, and its iterations for comparisons."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pipeloom.taskgraph import Assignable, TaskGraph
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace_bytes
 
 Microbatches = Sequence[Sequence[Sample]]
-"""One iteration of one pipeline replica: the samples of every microbatch."""
+"""The samples of every microbatch, for one iteration of one pipeline replica."""
 
 LEVELS = (
     ChunkStrategy("keep"),
     ChunkStrategy("selective"),
     *(ChunkStrategy("recompute", eighths / 8) for eighths in range(1, 9)),
 )
-"""What Megatron-LM offers a whole run: nothing, selective, or all of some layers of every chunk."""
+"""Recomputation in Megatron-LM, fixed for a run: none, selective, or full for a share of each chunk's layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,11 @@ class ModelOnCluster:
     Attributes
     ----------
     costs, levels : EmulatedCosts
-        With the strategies that a planner chooses from for every pair, and with those that others choose one of.
+        Costs with the strategies that a planner chooses for every pair, and with those that other systems choose once.
     capacity_bytes : int
-        Of each device, for static bytes and activations; what a running pass needs besides is taken off per layout.
+        Memory of each device for static bytes and activations. Workspace is subtracted per layout.
     update_s : float
-        Reduction of gradients and optimiser step after the pipeline; the same for every system.
+        Time of gradient reduction and optimizer step after the pipeline, the same for every system.
     """
 
     architecture: Architecture
@@ -59,12 +59,12 @@ class ModelOnCluster:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.degrees.pipeline
 
     @property
     def memory(self) -> MemoryLimit:
-        """Memory as the papers reckon it: no room for messages, the same for a computation on every rank."""
+        """Memory limit as in the papers: no reserve for messages, and the same reserve on every rank."""
         return MemoryLimit(self.capacity_bytes, num_messages=0, even=True, host_bytes=self.cluster.offload_bytes)
 
 
@@ -75,10 +75,10 @@ def put_on_cluster(
 
     Parameters
     ----------
-    model, cluster : zoo name, file, or the spec itself
-    degrees : Degrees
+    model, cluster : str or spec
+        Name in the zoo, path of a file, or the spec itself.
     update : bool
-        Whether iterations end with reducing gradients and updating weights.
+        Whether iterations end with gradient reduction and weight update.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -86,13 +86,13 @@ def put_on_cluster(
         raise InputError(
             "degrees",
             f"need {degrees.num_devices} devices, {hardware.name} has {hardware.num_devices}",
-            "lower them or take a larger cluster",
+            "lower them or use a larger cluster",
         )
     costs = EmulatedCosts(architecture, hardware, degrees, split=False, ladder=Ladder())
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False)
     update_s = 0.0
     if update:
-        # The update is the same whatever went through before it.
+        # The update does not depend on the iteration's data.
         end = emulate(architecture, hardware, degrees, batch=Draw(1), strategy="recompute", sub_microbatch={})
         update_s = end.iteration_s - end.pipeline_s
     return ModelOnCluster(
@@ -101,7 +101,7 @@ def put_on_cluster(
 
 
 def num_experts(architecture: Architecture) -> int:
-    """Return the least number of experts that any layer with experts has; 1: no layer has any."""
+    """Return the least number of experts of any layer with experts; 1 without experts."""
     counts = {
         mixer.experts
         for module in architecture.modules
@@ -114,78 +114,83 @@ def num_experts(architecture: Architecture) -> int:
 
 
 def draw_iteration(case: ModelOnCluster, num_microbatches: int, seed: int, data: str | None = None) -> Microbatches:
-    """One iteration's microbatches, drawn from a data set of the zoo."""
+    """Draw the microbatches of one iteration from a data set of the zoo."""
     return draw_microbatches(case.architecture, data or default_data(case.architecture), num_microbatches, seed)
 
 
-def batch_of(groups: Microbatches) -> Batch:
-    """All samples of an iteration; the same document may be drawn twice, and a batch wants names of its own."""
+def batch_of(microbatches: Microbatches) -> Batch:
+    """Return all samples of an iteration, with unique ids, since the same document may be drawn twice."""
     return Batch(
         tuple(
             msgspec.structs.replace(sample, id=f"{m}.{i}")
-            for m, group in enumerate(groups)
-            for i, sample in enumerate(group)
+            for m, microbatch in enumerate(microbatches)
+            for i, sample in enumerate(microbatch)
         )
     )
 
 
-def pack_microbatches(case: ModelOnCluster, layout: Layout, groups: Microbatches) -> Packing:
-    """Microbatches that are given already, cut into ``ceil(N / B)`` even sub-microbatches per module."""
+def pack_microbatches(case: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Packing:
+    """Pack given microbatches, with ``ceil(N / B)`` even sub-microbatches per module."""
     members, counts, first = [], [], 0
-    for group in groups:
-        members.append(tuple(range(first, first + len(group))))
-        first += len(group)
+    for microbatch in microbatches:
+        members.append(tuple(range(first, first + len(microbatch))))
+        first += len(microbatch)
         row = []
         for module in layout.modules:
             spec = case.model.module(module.name)
-            total = sum(len(spec.instance_lengths(sample)) for sample in group)
+            total = sum(len(spec.instance_lengths(sample)) for sample in microbatch)
             parts = 0 if total == 0 else 1 if module.sub_microbatch is None else -(-total // module.sub_microbatch)
             row.append(tuple(total // parts + (k < total % parts) for k in range(parts)))
         counts.append(tuple(row))
-    return packing_from_counts(batch_of(groups), case.model, layout, tuple(members), tuple(counts))
+    return packing_from_counts(batch_of(microbatches), case.model, layout, tuple(members), tuple(counts))
 
 
-def resized(groups: Microbatches, together: int) -> Microbatches:
-    """Put so many microbatches in a row into one; 0: halve each that has several samples, between samples."""
+def resized(microbatches: Microbatches, together: int) -> Microbatches:
+    """Merge ``together`` consecutive microbatches into one; 0: halve those with several samples."""
     if together:
         return [
-            [sample for group in groups[i : i + together] for sample in group] for i in range(0, len(groups), together)
+            [sample for microbatch in microbatches[i : i + together] for sample in microbatch]
+            for i in range(0, len(microbatches), together)
         ]
-    halves = [half for group in groups for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+    halves = [
+        half
+        for microbatch in microbatches
+        for half in (microbatch[: len(microbatch) // 2], microbatch[len(microbatch) // 2 :])
+    ]
     return [half for half in halves if half]
 
 
 def graph_of(
-    case: ModelOnCluster, layout: Layout, groups: Microbatches, name: str, costs: EmulatedCosts | None = None
+    case: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
 ) -> TaskGraph:
-    """Task graph of `assignable_of`, with the parts of replicated modules dealt evenly."""
-    return assignable_of(case, layout, groups, name, costs).graph
+    """Make the task graph of `assignable_of`, with parts of replicated modules assigned evenly."""
+    return assignable_of(case, layout, microbatches, name, costs).graph
 
 
 def assignable_of(
-    case: ModelOnCluster, layout: Layout, groups: Microbatches, name: str, costs: EmulatedCosts | None = None
+    case: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
 ) -> Assignable:
-    """Task graph of an iteration under the device's memory, less what a pass of this layout needs to run.
+    """Make the task graph of an iteration under the device's memory, less the workspace of this layout.
 
-    Costs that know the halves of backwards have all of them split.
+    Backwards are split if the costs have separate times.
 
     Raises
     ------
     InfeasibleError
         The weights alone do not fit.
     """
-    return packed_assignable(case, layout, pack_microbatches(case, layout, groups), name, costs)
+    return packed_assignable(case, layout, pack_microbatches(case, layout, microbatches), name, costs)
 
 
 def packed_assignable(
     case: ModelOnCluster, layout: Layout, packing: Packing, name: str, costs: EmulatedCosts | None = None
 ) -> Assignable:
-    """As `assignable_of`, of microbatches that are cut already."""
+    """Make the graph of `assignable_of` for a packing."""
     return iteration_graph(layout, packing, costs or case.costs, name, case.memory, or_whole=False)
 
 
 def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:
-    """Most that any pass of the largest part of each module needs while it runs."""
+    """Return the largest workspace of any pass."""
     return int(workspace_bytes(layout, packing, costs, num_messages=0)[0].max())
 
 
@@ -195,13 +200,14 @@ def layer_seconds(
     sizes: dict[str, ModulePlacement] | None = None,
     dealt: Collection[str] = (),
 ) -> dict[str, float]:
-    """Seconds of one layer of each kind, forward and backward, on the mean of some iterations.
+    """Return the seconds of one layer of each kind, forward and backward, averaged over iterations.
 
-    Keys are ``module/kind``. Of ``dealt`` modules, on the tensor-parallel rank with most to do.
+    Keys are ``module/kind``. For ``dealt`` modules (encoder data parallelism), it is the time of the most loaded
+    tensor-parallel rank.
     """
     costs = DealtCosts(case.costs, frozenset(dealt), case.degrees.tensor)
     layout = single_rank(case.model, sizes or {})
-    packed = [pack_microbatches(case, layout, groups) for groups in batches]
+    packed = [pack_microbatches(case, layout, microbatches) for microbatches in batches]
     seconds: dict[str, float] = {}
     for column, module in enumerate(case.model.modules):
         parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
@@ -213,9 +219,9 @@ def layer_seconds(
     return seconds
 
 
-def model_flops(case: ModelOnCluster, groups: Microbatches) -> float:
-    """Operations of an iteration's products, the backward counted as two forwards."""
-    packing = pack_microbatches(case, single_rank(case.model, {}), groups)
+def model_flops(case: ModelOnCluster, microbatches: Microbatches) -> float:
+    """Return the FLOPs of an iteration's matrix products, with the backward counted as two forwards."""
+    packing = pack_microbatches(case, single_rank(case.model, {}), microbatches)
     total = 0.0
     for column, module in enumerate(case.model.modules):
         whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
@@ -226,23 +232,23 @@ def model_flops(case: ModelOnCluster, groups: Microbatches) -> float:
 
 
 def deal_microbatches(
-    case: ModelOnCluster, groups: Microbatches, num_replicas: int, seed: int = 0
+    case: ModelOnCluster, microbatches: Microbatches, num_replicas: int, seed: int = 0
 ) -> list[Microbatches]:
-    """Deal microbatches to data-parallel replicas so that all have equal work, since all wait for the slowest.
+    """Assign microbatches to data-parallel replicas with even work, since all wait for the slowest.
 
     Raises
     ------
     InputError
-        Fewer microbatches than replicas.
+        There are fewer microbatches than replicas.
     """
     layout = single_rank(case.model, {})
-    packing = pack_microbatches(case, layout, groups)
-    seconds = np.zeros((len(groups), len(case.model.modules)))
+    packing = pack_microbatches(case, layout, microbatches)
+    seconds = np.zeros((len(microbatches), len(case.model.modules)))
     for m, microbatch in enumerate(packing.microbatches):
         for column, module in enumerate(case.model.modules):
             whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
             for part in microbatch.parts[column]:
                 base = case.costs.chunk_costs(whole, part.workload)[0]
                 seconds[m, column] += base.forward_s + base.backward_s
-    loads = Loads(np.ones(len(groups), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
-    return [[groups[i] for i in members] for members in deal(loads, num_replicas, seed)]
+    loads = Loads(np.ones(len(microbatches), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
+    return [[microbatches[i] for i in members] for members in deal(loads, num_replicas, seed)]

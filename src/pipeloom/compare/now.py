@@ -1,4 +1,4 @@
-"""What somebody runs now as a system, and the same trainer with other settings."""
+"""The current run as a system, and the same trainer with tuned settings."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
 NOW, NOW_TITLE = "now", "Your setup"
 TUNED, TUNED_TITLE = "now-tuned", "Your trainer with other settings"
 MOST_CHUNKS = 8
-"""Stages a rank that are tried with a trainer's other settings, at most."""
+"""Most stages per rank that are tried when tuning a trainer."""
 
 
 def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
-    """What somebody runs now.
+    """Make the system of the current run.
 
-    Where that needs more memory than there is, it is timed all the same: it runs, so the emulator errs.
+    It is timed even if it exceeds the emulated memory, since it runs in reality.
 
     Raises
     ------
     InputError
-        The layout is none of the model, or the model's experts cannot be divided so.
+        The layout does not match the model, or the number of experts is not divisible by ``ep``.
     """
     experts = num_experts(case.architecture)
     if experts % run.ep:
@@ -60,7 +60,7 @@ def check_groups(run: CurrentRun, num_microbatches: int) -> None:
 
 
 def megatron_group(run: CurrentRun, num_microbatches: int) -> int | None:
-    """Return the group size of Megatron's interleaved schedule where the number of ranks does not suit; else None."""
+    """Return the group size of Megatron's interleaved schedule if it is not the number of ranks, else None."""
     size = next(iter(group_sizes(run.pp, num_microbatches)), run.pp)
     return None if size == run.pp or _pytorch(run) else size
 
@@ -70,10 +70,10 @@ def _pytorch(run: CurrentRun) -> bool:
 
 
 def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
-    """The same trainer with the last module's layers balanced by time, recomputing as little as fits.
+    """Make the same trainer with the last module's layers balanced by time and the least recomputation that fits.
 
-    Encoders are in the first stage still. 1F1B may become interleaved and the other way round, with the number of
-    stages a rank that is fastest on the sampled iterations.
+    Encoders remain in the first stage. 1F1B may become interleaved or vice versa, with the number of stages per rank
+    that is fastest on the sampled iterations.
     """
     several = run.order in ("1f1b", "interleaved")
     most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
@@ -93,10 +93,10 @@ def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microb
 def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
     costs = run_costs(case, run)
 
-    def time(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        graph = static_graph(case, layout, pack_microbatches(case, layout, groups), costs)
+    def time(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        graph = static_graph(case, layout, pack_microbatches(case, layout, microbatches), costs)
         try:
-            return under_static_order(name, run, layout, graph, or_leaner=not anyway)
+            return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
             if not anyway:
                 raise
@@ -107,7 +107,7 @@ def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, 
 
 
 def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
-    """Costs with a run's way of holding activations first, then those of Megatron-LM that its trainer accepts."""
+    """Return costs with the run's memory strategy first, then Megatron-LM's strategies that its trainer accepts."""
     own = () if run.strategy is None else (run.strategy,)
     strategies = (*own, *(level for level in LEVELS if level not in own and level.first not in run.rejected))
     split = SCHEDULES[run.order].splits_backward
@@ -115,28 +115,28 @@ def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
 
 
 def static_graph(case: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:
-    """Task graph of one packing, all backwards split where the costs know the halves."""
+    """Make the task graph of one packing, with split backwards if the costs have separate times."""
     return iteration_graph(layout, packing, costs, case.model.name, case.memory, or_whole=False).graph
 
 
 def under_static_order(
-    name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_leaner: bool = True
+    name: str, run: CurrentRun, layout: Layout, graph: TaskGraph, *, or_recomputing: bool = True
 ) -> BaselineResult:
-    """Time a run's schedule on a graph with `run_costs`, under the run's recomputation; of several forms the fastest.
+    """Time a run's schedule on a graph with `run_costs` and the run's memory strategy; take its fastest form.
 
     Parameters
     ----------
-    or_leaner : bool
-        Where the run's own way of holding activations does not fit, the fastest that does.
+    or_recomputing : bool
+        If the run's own strategy does not fit, use the fastest one that fits.
 
     Raises
     ------
     InfeasibleError
-        Nothing fits.
+        No strategy fits.
     """
     settings = uniform_settings(graph)
     if run.strategy is not None:
-        settings = [0, *settings] if or_leaner else [0]
+        settings = [0, *settings] if or_recomputing else [0]
     orders = [make(graph) for make in static_orders(run, layout)]
     for setting in settings:
         best: BaselineResult | None = None
@@ -149,11 +149,11 @@ def under_static_order(
                 best = BaselineResult(name, layout, graph, schedule, timeline, lower_bound(graph))
         if best is not None:
             return best
-    raise InfeasibleError(f"{name}: does not fit, whatever is recomputed")
+    raise InfeasibleError(f"{name}: does not fit even with full recomputation")
 
 
 def static_orders(run: CurrentRun, layout: Layout) -> list[Order]:
-    """Forms of a run's schedule; where ranks have several stages, of the schedule that can run them."""
+    """Return the forms of a run's schedule, interleaved if ranks have several stages."""
     ranks = [chunk.rank for chunk in layout.chunks]
     stages = [rank for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank]
     several = len(set(stages)) < len(stages)
@@ -162,7 +162,7 @@ def static_orders(run: CurrentRun, layout: Layout) -> list[Order]:
 
 
 def held_as(costs: EmulatedCosts, result: BaselineResult) -> ChunkStrategy:
-    """How a result of `under_static_order` holds activations."""
+    """Return the memory strategy of a result of `under_static_order`."""
     if result.schedule.candidate is None or not len(result.schedule.candidate):
         return costs.strategies[0]
     return costs.strategies[int(result.schedule.candidate[0])]

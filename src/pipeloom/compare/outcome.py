@@ -1,4 +1,4 @@
-"""What a comparison came to: rows of numbers, and tracks to draw."""
+"""Results of a comparison: rows of numbers, and tracks for drawings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipeloom.report import Track, key_figures
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import NS_PER_S
 
-UNTOLD = "interleaved"
-"""Over which system gains are, where nobody says what he runs."""
+_DEFAULT_BASELINE = "interleaved"
+"""Reference system of gains without a current run."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,10 @@ class Outcome:
 
     Attributes
     ----------
-    question : Question
-    systems : tuple of Comparison
     steps : tuple of GainStep
-        From what somebody runs now to Pipeloom's; empty where neither or only one of them is there.
+        Steps from the current run to Pipeloom; empty if one of both is missing.
     would_fit : Degrees or None
-        Where no system fits: degrees with which one does, on as many devices as their product.
+        If no system fits: degrees under which one fits, on as many devices as their product.
     """
 
     question: Question
@@ -43,7 +41,7 @@ class Outcome:
 
     @property
     def case(self) -> ModelOnCluster:
-        """What was compared on."""
+        """Model and cluster of the comparison."""
         return self.question.case
 
     @property
@@ -53,19 +51,19 @@ class Outcome:
 
     @property
     def baseline(self) -> Comparison | None:
-        """Over which gains are: what somebody runs now; untold, Megatron-LM's interleaved, or the first that fits."""
+        """Reference of gains: the current run, else Megatron-LM's interleaved schedule, else the first that fits."""
         fitting = {one.name: one for one in self.systems if one.result is not None}
         if NOW in {one.name for one in self.systems}:
             return fitting.get(NOW)
-        return fitting.get(UNTOLD) or next(iter(fitting.values()), None)
+        return fitting.get(_DEFAULT_BASELINE) or next(iter(fitting.values()), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Numbers of every system, fastest first and behind them those that do not fit."""
+        """Return the numbers of every system, the fastest first, and last those that do not fit."""
         rows = [self.row(one) for one in self.systems]
         return sorted(rows, key=lambda row: row.get("iteration_s", float("inf")))
 
     def row(self, one: Comparison) -> dict[str, Any]:
-        """Numbers of one system, as ``pipeloom compare --json`` prints them."""
+        """Return the numbers of one system, as ``pipeloom compare --json`` prints them."""
         tried = {"layouts": [_tried(trial) for trial in one.tried]} if one.tried else {}
         if one.result is None:
             problem = {"problem": one.problem, "can_run": one.can_run}
@@ -88,12 +86,12 @@ class Outcome:
         } | tried
 
     def iteration_s(self, one: Comparison) -> float:
-        """Seconds of an iteration with what follows the pipeline."""
+        """Return the seconds of an iteration, update included."""
         assert one.result is not None
         return one.result.iteration_s + self.case.update_s
 
     def step_rows(self) -> list[dict[str, Any]]:
-        """Seconds after every step from what is run now to Pipeloom's, what each saves, and its part of all saved."""
+        """Return seconds, saving and share of the total saving of every step from the current run to Pipeloom."""
         base = self.baseline
         if not self.steps or base is None or base.name != NOW:
             return []
@@ -116,19 +114,19 @@ class Outcome:
         return rows
 
     def track(self, one: Comparison) -> Track:
-        """A system that fits, to be drawn."""
+        """Make the track of a system that fits."""
         assert one.result is not None
         named = replace(one.result, name=f"{one.name}: {one.title}")
         tokens = backbone_tokens(self.case, self.question.iterations.real)
         return track_of(named, update_s=self.case.update_s, num_tokens=tokens)
 
     def tracks(self) -> list[Track]:
-        """What can be drawn: the systems that fit, fastest first.
+        """Return the tracks of all systems that fit, the fastest first.
 
         Raises
         ------
         InfeasibleError
-            None does.
+            No system fits.
         """
         fitting = [one for one in self.systems if one.result is not None]
         if not fitting:
@@ -137,20 +135,20 @@ class Outcome:
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """Degrees as titles have them."""
+    """Format degrees for titles."""
     more = "".join(f" {word} {n}" for word, n in (("cp", degrees.context), ("ep", degrees.expert)) if n > 1)
     return f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}{more}"
 
 
-def backbone_tokens(case: ModelOnCluster, groups: Microbatches) -> int:
-    """Tokens that the last module sees in an iteration, on all replicas."""
+def backbone_tokens(case: ModelOnCluster, microbatches: Microbatches) -> int:
+    """Return the tokens of the last module in an iteration, on all replicas."""
     backbone = case.model.modules[-1]
-    one = sum(sum(backbone.instance_lengths(sample)) for group in groups for sample in group)
+    one = sum(sum(backbone.instance_lengths(sample)) for microbatch in microbatches for sample in microbatch)
     return one * case.degrees.data
 
 
 def _tried(trial: LayoutEvaluation) -> dict[str, Any]:
-    """A layout that was tried before training; seconds of one that was ruled out early are what it takes at least."""
+    """Return the numbers of a tried layout; the seconds of a pruned layout are a lower limit."""
     if trial.problem:
         return {"layout": trial.name, "problem": trial.problem}
     key = "more_than_s" if trial.ruled_out else "planned_s"

@@ -1,4 +1,4 @@
-"""Recomputation for orders that know none: the fastest setting that fits, for all, by rank or by module."""
+"""Recomputation for fixed orders: the fastest settings that fit, by module or by rank."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_
 
 
 def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
-    """Run an order with one setting for the backbone and one for all encoders, the fastest pair that fits.
+    """Simulate an order with the fastest pair of settings that fits: one for the backbone, one for all encoders.
 
     Raises
     ------
     InfeasibleError
-        None fits.
+        No pair fits.
     """
-    ladder = uniform_settings(graph)
+    settings = uniform_settings(graph)
     backbone = graph.module[graph.forward_of] == len(graph.module_names) - 1
     best: tuple[Timeline, IntArray] | None = None
-    # The leaner the encoders, the more the backbone may keep, so one walk down both ladders sees all pairs.
-    at = len(ladder) - 1
-    for encoders in ladder:
+    # The less encoders hold, the more the backbone may hold, so one walk along both lists covers all pairs.
+    at = len(settings) - 1
+    for encoders in settings:
         while at >= 0:
-            choice = np.where(backbone, ladder[at], encoders)
+            choice = np.where(backbone, settings[at], encoders)
             chosen = Schedule(schedule.order, choice, name)
             timeline = simulate(graph, chosen)
             if not within_limits(graph, chosen, timeline):
@@ -48,12 +48,12 @@ def per_module_recomputation(name: str, layout: Layout, graph: TaskGraph, schedu
 def per_rank_recomputation(
     name: str, layout: Layout, graph: TaskGraph, schedule: Schedule, levels: IntArray
 ) -> BaselineResult:
-    """Run an order with one setting per rank; where the data at hand do not fit, a rank recomputes more."""
-    ladder = uniform_settings(graph)
-    step = np.array([ladder.index(level) if level in ladder else len(ladder) - 1 for level in levels.tolist()])
+    """Simulate an order with one setting per rank; a rank on which the data do not fit recomputes more."""
+    settings = uniform_settings(graph)
+    step = np.array([settings.index(level) if level in settings else len(settings) - 1 for level in levels.tolist()])
     home = graph.rank[graph.forward_of]
     while True:
-        choice = np.array(ladder)[step][home]
+        choice = np.array(settings)[step][home]
         chosen = Schedule(schedule.order, choice, name)
         timeline = simulate(graph, chosen)
         capacity = graph.with_candidates(choice).capacity_bytes
@@ -61,19 +61,19 @@ def per_rank_recomputation(
         full = np.flatnonzero(timeline.peak_bytes > capacity)
         if not full.size:
             return BaselineResult(name, layout, graph, chosen, timeline, lower_bound(graph))
-        if (step[full] == len(ladder) - 1).any():
+        if (step[full] == len(settings) - 1).any():
             raise InfeasibleError(f"{name}: rank {full[0]} does not fit even with full recomputation")
         step[full] += 1
 
 
 def level_tables(case: ModelOnCluster, batches: Sequence[Microbatches]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of every layer on the mean microbatch, shape (levels, layers).
+    """Return seconds and bytes of every layer on the mean microbatch, shape (levels, layers).
 
-    Where a level is of a share of the layers, each layer has that share of it.
+    If a level applies to a share of the layers, its cost is divided among all layers by this share.
     """
     layout = chain_of_stages(case.model, 1, 1, lambda _module, _layer: 1.0)
     levels = case.levels.strategies
-    packed = [pack_microbatches(case, layout, groups) for groups in batches]
+    packed = [pack_microbatches(case, layout, microbatches) for microbatches in batches]
     count = sum(len(p.microbatches) for p in packed)
     seconds: list[list[float]] = []
     held: list[list[float]] = []
@@ -83,7 +83,7 @@ def level_tables(case: ModelOnCluster, batches: Sequence[Microbatches]) -> tuple
         for i, layer in enumerate(module.flat_layers):
             if layer.kind not in known:
                 each = [case.levels.chunk_costs(Chunk(module.name, (i, i), 0), part.workload) for part in parts]
-                # A layer alone does one thing or the other, so shares of it are in proportion.
+                # One layer has one strategy, so mixtures are computed in proportion below.
                 at = {level.first: k for k, level in enumerate(levels) if level.share == 1}
                 time = {s: sum(o[k].forward_s + o[k].backward_s for o in each) / count for s, k in at.items()}
                 size = {s: sum(o[k].activation_bytes for o in each) / count for s, k in at.items()}

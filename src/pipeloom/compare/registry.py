@@ -1,4 +1,4 @@
-"""The baselines that `pipeloom compare` knows, by name."""
+"""Baselines of `pipeloom compare`, by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OURS = "pipeloom"
 
 @dataclass(frozen=True)
 class Baseline:
-    """A system to compare with, before it has a layout."""
+    """A baseline in the registry, which makes a `System` for a model."""
 
     title: str
-    """In tables and reports; no two systems have the same."""
+    """Unique title in tables and reports."""
     make: Callable[[ModelOnCluster, Sequence[Microbatches]], System]
-    """Chooses its layout on sampled iterations."""
+    """Make the system, whose layout is chosen on sampled iterations."""
     suits: Callable[[ModelSpec], bool] = lambda _model: True
-    """Whether it can train a model."""
+    """Return whether it can train a model."""
 
 
 BASELINES: dict[str, Baseline] = {
@@ -58,22 +58,22 @@ BASELINES: dict[str, Baseline] = {
     ),
     OURS: Baseline("Pipeloom", lambda c, t: _ours(c, t)),
 }
-"""By the names that ``pipeloom compare`` takes. Without ``-time`` stages are balanced by parameters."""
+"""Baselines by the names that ``pipeloom compare`` accepts. Without ``-time``, stages are balanced by parameters."""
 
 
 def _ours(case: ModelOnCluster, typical: Sequence[Microbatches]) -> System:
-    """Our search under the layout that does best on the sampled iterations."""
+    """Make Pipeloom with the layout that is best on the sampled iterations."""
     tried = choose_layout(case, typical, final=FINAL)
     return replace(searched_system("Pipeloom", case, tried[0].layout), tried=tried)
 
 
 def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Systems that can train a model.
+    """Return the names of systems that can train a model.
 
     Raises
     ------
     InputError
-        An unknown name.
+        A name is unknown.
     """
     chosen = tuple(BASELINES if names is None else names)
     for name in chosen:

@@ -1,4 +1,4 @@
-"""Systems whose loaders put other samples together: the microbatches of an iteration are made anew."""
+"""Systems whose data loaders pack the samples of an iteration into new microbatches."""
 
 from __future__ import annotations
 
@@ -22,32 +22,25 @@ from pipeloom.spec import Sample
 
 @dataclass(frozen=True, eq=False)
 class Reordering:
-    """The samples of an iteration, to be put into microbatches of even time.
-
-    Attributes
-    ----------
-    case : ModelOnCluster
-    groups : Microbatches
-        As they were given.
-    """
+    """The samples of an iteration, for packing into microbatches of even time."""
 
     case: ModelOnCluster
-    groups: Microbatches
+    microbatches: Microbatches
 
     @property
     def samples(self) -> list[Sample]:
         """All samples, in order."""
-        return [sample for group in self.groups for sample in group]
+        return [sample for microbatch in self.microbatches for sample in microbatch]
 
     @cached_property
     def loads(self) -> Loads:
-        """What every sample weighs, in seconds, and its images and recordings, which all devices of a rank share.
+        """Time of every sample, and its number of images and recordings, which all devices of a rank share.
 
-        The paper deals these over all devices at once; where a part is dealt to those of one rank, places would stay
-        empty in each, were microbatches not filled for it as ours are.
+        The paper assigns these to all devices at once. Here a part is assigned to the devices of one rank, so
+        microbatches are filled with multiples of that number, as ours are.
         """
         case = self.case
-        loads = cost_loads(batch_of(self.groups), case.model, single_rank(case.model, {}), case.levels)
+        loads = cost_loads(batch_of(self.microbatches), case.model, single_rank(case.model, {}), case.levels)
         if case.degrees.tensor == 1:
             return loads
         encoders = case.model.modules[:-1]
@@ -56,32 +49,32 @@ class Reordering:
 
     @cached_property
     def spec(self) -> PackingSpec:
-        """No microbatch has more tokens than as many of the largest given ones together as ours may have."""
+        """Token budget: `MOST_TOGETHER` times the tokens of the largest given microbatch."""
         tokens = self.loads.tokens.tolist()
         sizes, first = [], 0
-        for group in self.groups:
-            sizes.append(sum(tokens[first : first + len(group)]))
-            first += len(group)
+        for microbatch in self.microbatches:
+            sizes.append(sum(tokens[first : first + len(microbatch)]))
+            first += len(microbatch)
         return PackingSpec(MOST_TOGETHER * max(sizes))
 
     def even(self, number: int) -> Microbatches:
-        """So many microbatches, even in the backbone's time and in the time of all."""
+        """Return ``number`` microbatches, even in the backbone's time and in total time."""
         samples = self.samples
         return [[samples[i] for i in members] for members in even_groups(self.loads, self.spec, number)]
 
 
 def reordered(system: System, case: ModelOnCluster) -> System:
-    """The same system on the best of many packings of every iteration.
+    """Return the same system with the best of many packings for every iteration.
 
-    Tried are the microbatches as given, halved, and two and four together; and, where samples may go together
-    otherwise, as even as can be, in the number that is best.
+    Tried are the given microbatches, halves, and two and four merged. If samples may be packed in another way, even
+    microbatches in the best number are tried as well.
     """
 
-    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
         problems: list[InfeasibleError] = []
 
-        def judge(tried: Microbatches) -> float:
+        def evaluate(tried: Microbatches) -> float:
             try:
                 found.append(system.run(tried, budget, seed))
             except InfeasibleError as error:
@@ -90,11 +83,11 @@ def reordered(system: System, case: ModelOnCluster) -> System:
             return found[-1].iteration_s
 
         for size in SIZES:
-            judge(resized(groups, size))
+            evaluate(resized(microbatches, size))
         if packs_anew(case):
-            made, params = Reordering(case, groups), DEFAULTS.packings
-            ladder = numbers(made.loads, made.spec)
-            walk(ladder, len(groups), params.slower, params.misses, lambda number: judge(made.even(number)))
+            packings, params = Reordering(case, microbatches), DEFAULTS.packings
+            counts = numbers(packings.loads, packings.spec)
+            walk(counts, len(microbatches), params.slower, params.misses, lambda n: evaluate(packings.even(n)))
         if not found:
             raise problems[0]
         return min(found, key=lambda one: one.iteration_s)

@@ -1,7 +1,8 @@
-"""An iteration under a baseline."""
+"""Result of one iteration under a baseline."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simul
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """One system's iteration on one batch."""
+    """One iteration under one system."""
 
     name: str
     layout: Layout
@@ -25,33 +26,32 @@ class BaselineResult:
     schedule: Schedule
     timeline: Timeline
     lower_bound: LowerBound
-    """Of this system's own graph: its layout fixes what any schedule of it can reach."""
+    """Lower bound of this system's graph, under its layout."""
     after_s: float = 0.0
-    """What this system alone needs after the pipeline: the gradients of replicated modules."""
+    """Time after the pipeline that only this system needs, for gradients of replicated modules."""
     packing: Packing | None = None
-    """The microbatches, of systems whose plans are made for executors."""
+    """Packing, for systems whose plans can be executed."""
 
     @property
     def iteration_s(self) -> float:
-        """The pipeline, and what this system alone needs after it."""
+        """Time of the pipeline plus ``after_s``."""
         return self.timeline.makespan_ns / NS_PER_S + self.after_s
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps to the limits of memory."""
+        """Whether it fits into memory."""
         return within_limits(self.graph, self.schedule, self.timeline)
 
 
 def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int = 0) -> Track:
-    """A system's iteration as reports show it: the whole of it, with what follows the pipeline and the layers by rank.
+    """Make the track of an iteration for reports, with the time after the pipeline and the layers by rank.
 
     Parameters
     ----------
-    result : BaselineResult
     update_s : float
-        What every system needs after the pipeline: reducing gradients, updating weights.
+        Time after the pipeline of every system: gradient reduction and weight update.
     num_tokens : int
-        Tokens of the iteration, all replicas together; 0: not known.
+        Tokens of the iteration on all replicas; 0: unknown.
     """
     layout = result.layout
     track = make_track(
@@ -61,15 +61,28 @@ def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int =
     return replace(track, after_ns=after_ns, num_tokens=num_tokens, layers=layers_by_rank(layout))
 
 
-def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
-    """Run an order under the fastest setting of recomputation that fits.
+def fastest(name: str, found: Sequence[BaselineResult]) -> BaselineResult:
+    """Return the fastest result.
 
     Raises
     ------
     InfeasibleError
-        None fits.
+        There is no result, since no setting fits.
     """
-    # Settings come fastest first, so the first that fits is the fastest of those that do.
+    if not found:
+        raise InfeasibleError(f"{name}: does not fit even with full recomputation")
+    return min(found, key=lambda one: one.iteration_s)
+
+
+def uniform_recomputation(name: str, layout: Layout, graph: TaskGraph, schedule: Schedule) -> BaselineResult:
+    """Simulate an order under the fastest recomputation setting that fits.
+
+    Raises
+    ------
+    InfeasibleError
+        No setting fits.
+    """
+    # Settings are sorted, the fastest first.
     for setting in uniform_settings(graph):
         chosen = Schedule(schedule.order, np.full(graph.num_pairs, setting), name)
         timeline = simulate(graph, chosen)

@@ -1,1 +1,1 @@
-"""Explain measurements: planned beside measured, why they differ, and what other schedules would take."""
+"""Explanation of measurements: comparison with the plan, causes of differences, and better schedules."""

@@ -1,4 +1,4 @@
-"""Where measured and planned time differ, and why: the plan is replayed with one measured cause after the other."""
+"""Causes of the difference between planned and measured time, found by replaying the plan with each cause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KindTime(msgspec.Struct, frozen=True):
 
 
 class IdleTime(msgspec.Struct, frozen=True):
-    """Seconds of an iteration that a rank idles for one cause, mean over ranks; see `pipeloom.timeline.Bubbles`."""
+    """Idle seconds of an iteration for one cause, mean over ranks; see `pipeloom.timeline.Bubbles`."""
 
     cause: str
     planned_s: Finite
@@ -43,41 +43,40 @@ class IdleTime(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where measured and planned time of iterations differ; means over iterations.
+    """Difference between planned and measured time by cause, as means over iterations.
 
-    The causes add up: ``planned_s + shared_cores_s + computation_s + messages_s + rest_s == measured_s``. Each is
-    what the iteration becomes longer by when the plan is replayed with this cause as well, in this order. So
-    ``planned_s + shared_cores_s`` is a plan that knows that ranks share cores.
+    The causes add up: ``planned_s + shared_cores_s + computation_s + messages_s + rest_s == measured_s``. Each is the
+    increase of the iteration time when the plan is also replayed with this cause, in this order. So
+    ``planned_s + shared_cores_s`` is the time of a plan that accounts for shared cores.
     """
 
     iterations: NumBytes
     planned_s: Finite
     measured_s: Finite
     shared_cores_s: Finite
-    """Ranks had no core to themselves: every second of computation takes as much longer, but for what the corrections
-    with which the plan was made have learned of it."""
+    """Slower computation since ranks share cores, beyond the part that the plan's corrections already include."""
     computation_s: Finite
-    """Computation took more processor time than predicted."""
+    """Computation that took more CPU time than predicted."""
     messages_s: Finite
-    """Messages were under way for longer than predicted."""
+    """Messages that took longer than predicted."""
     rest_s: Finite
-    """Posting messages, dispatch, and whatever else a replay does not know."""
+    """Posting of messages, dispatch, and other effects that a replay does not model."""
     wait_planned_s: Finite
-    """Idle time of a rank, planned."""
+    """Planned idle time of a rank."""
     wait_measured_s: Finite
-    """Time of a rank in waits for messages, measured."""
+    """Measured time of a rank in waits for messages."""
     posting_s: Finite
     """Time of a rank in actions that neither compute nor wait."""
     message_planned_s: Finite
-    """Median of the messages, as planned."""
+    """Median planned time of messages."""
     message_measured_s: Finite
-    """Median of the messages that their receivers were there for before they came."""
+    """Median measured time of messages whose receivers waited for them."""
     num_messages: NumBytes
     kinds: tuple[KindTime, ...]
     core_share: Finite = 1.0
-    """Part of a core that a rank had while it computed, mean over ranks; 1 on a device of its own."""
+    """Share of a core that a rank had while computing, mean over ranks; 1 on a separate device."""
     idle: tuple[IdleTime, ...] = ()
-    """Idle time by cause: what the order of tasks and the graph explain, in the plan and as it was measured."""
+    """Planned and measured idle time by cause."""
 
 
 def difference(
@@ -87,13 +86,10 @@ def difference(
 
     Parameters
     ----------
-    problem : Problem
-    batch : Batch
     answer : Answer
-        The plan that was run.
+        Answer with the executed plan.
     correction : Correction
-        With which it was made.
-    measured : Measured
+        Correction with which it was planned.
     """
     graph = answered_graph(problem, batch, answer, correction)
     number = task_numbers(graph, problem)
@@ -107,15 +103,15 @@ def difference(
     planned_ns, found_ns = answer.planned_start_ns, measured.compute_ns(answer.plan)
     planned[tasks] = [end - start for start, end in planned_ns]
     found[tasks] = [end - start for start, end in found_ns]
-    waits, posts, shares = _beside_computation(answer, measured)
+    waits, posts, shares = _outside_computation(answer, measured)
 
     messages = measured.messages(answer.plan)
     waited_for = [message for message in messages if message.was_waited_for]
-    really = answered_graph(problem, batch, answer, correction.towards(fit_links(messages, correction.hosts)))
-    on_shared = (planned * _stretch(graph, correction, shares)).astype(np.int64)
+    with_links = answered_graph(problem, batch, answer, correction.towards(fit_links(messages, correction.hosts)))
+    on_shared_cores = (planned * _slowdown(graph, correction, shares)).astype(np.int64)
     ends = [
         _replayed(where, durations, order)
-        for where, durations in ((graph, planned), (graph, on_shared), (graph, found), (really, found))
+        for where, durations in ((graph, planned), (graph, on_shared_cores), (graph, found), (with_links, found))
     ]
     makespan = measured.makespan_ns(answer.plan)
     ends = [*(end + (answer.planned_ns - ends[0]) for end in ends), makespan]
@@ -142,7 +138,7 @@ def difference(
 
 
 def mean_difference(found: Sequence[Difference]) -> Difference:
-    """Mean over at least one iteration."""
+    """Return the mean over at least one iteration."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for each in found:
         for kind in each.kinds:
@@ -175,7 +171,7 @@ def _by_cause(found: Sequence[Difference]) -> dict[str, list[tuple[float, float]
 
 
 def _idle_times(graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int, int]]) -> tuple[IdleTime, ...]:
-    """Attribute the ranks' idle time under the planned and under the measured times of some tasks."""
+    """Attribute the ranks' idle time to causes, under planned and under measured times of tasks."""
     columns = []
     for each in times_ns:
         start, end = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
@@ -185,10 +181,10 @@ def _idle_times(graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int
             {
                 "before the first task": found.warm_up_ns,
                 "after the last task": found.cool_down_ns,
-                "the task waited for ran on another rank": found.waiting_ns.sum(axis=1),
-                "its result was under way": found.transfer_ns,
+                "an input was being computed on another rank": found.waiting_ns.sum(axis=1),
+                "its result was being transferred": found.transfer_ns,
                 "another task was ready, but did not fit into memory": found.memory_ns,
-                "another task was ready: the order let it wait, or the rank was held up": found.order_ns,
+                "another task was ready, but not next in the order, or the rank was delayed": found.order_ns,
             }
         )
     planned, measured = columns
@@ -197,8 +193,8 @@ def _idle_times(graph: TaskGraph, tasks: IntArray, *times_ns: Sequence[tuple[int
     )
 
 
-def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float], list[float], list[float]]:
-    """Per rank: seconds in waits, seconds in other actions, and share of its busy time that had a core."""
+def _outside_computation(answer: Answer, measured: Measured) -> tuple[list[float], list[float], list[float]]:
+    """Return by rank the seconds in waits, the seconds in other actions, and the share of a core while busy."""
     waits, posts, shares = [], [], []
     for actions, times, cpu_ns in zip(answer.plan.ranks, measured.times_ns, measured.cpu_ns, strict=True):
         spent = (times[:, 1] - times[:, 0]).tolist()
@@ -207,27 +203,27 @@ def _beside_computation(answer: Answer, measured: Measured) -> tuple[list[float]
         busy = sum(spent) - waited
         waits.append(waited / 1e9)
         posts.append((busy - computed) / 1e9)
-        # A GPU is nobody else's; what its host's thread took is dispatch and says nothing of the computation.
+        # A GPU is not shared, and the CPU time of its host thread is dispatch.
         shares.append(1.0 if cpu_ns < 0 else min(1.0, max(cpu_ns, 1) / max(busy, 1)))
     return waits, posts, shares
 
 
-def _stretch(graph: TaskGraph, correction: Correction, shares: Sequence[float]) -> npt.NDArray[np.float64]:
-    """How many times longer each planned task takes on part of a core, beyond what corrections have learned of that.
+def _slowdown(graph: TaskGraph, correction: Correction, shares: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return the slowdown of each task on a share of a core, beyond the slowdown that corrections include.
 
-    They are learned from the clock, so a plan that was corrected expects the cores of the iterations before it. Whether
-    cores or a wrong profile made these longer, nobody can tell; where cores are shared, it is taken for cores.
+    Corrections come from wall-clock times, so they include shared cores of previous iterations. They do not distinguish
+    shared cores from a wrong profile; if cores are shared, all of the correction is attributed to them.
     """
     learned = np.array([correction.modules.get(name, (1.0, 1.0)) for name in graph.module_names])
     half = (graph.kind != FORWARD).astype(np.int64)
     slowness = np.array(correction.of_ranks(graph.num_ranks))
     known = np.maximum(1.0, learned[graph.module, half] * slowness[graph.rank])
-    stretch: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / known
-    return np.maximum(1.0, stretch)
+    slowdown: npt.NDArray[np.float64] = 1 / np.array(shares)[graph.rank] / known
+    return np.maximum(1.0, slowdown)
 
 
 def _replayed(graph: TaskGraph, durations: IntArray, order: tuple[IntArray, ...]) -> int:
-    """Nanoseconds of an iteration whose tasks take so long, in the order of the plan."""
+    """Simulate the plan's order with other durations; return the makespan."""
     timed = replace(graph, duration_ns=durations, candidates=None)
     return simulate(timed, Schedule(order)).makespan_ns
 
@@ -246,7 +242,7 @@ def _by_kind(
     planned: IntArray,
     found: IntArray,
 ) -> tuple[KindTime, ...]:
-    """Planned and measured seconds by kind of layer; what a chunk took is split by its layers' predicted shares."""
+    """Return seconds by kind of layer. The time of a chunk is divided by its layers' predicted shares."""
     packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
     shares = _Shares(problem.corrected(correction), packing)
     sums: dict[str, list[float]] = {}
@@ -266,7 +262,7 @@ def _by_kind(
 
 
 class _Shares:
-    """Share of each kind of layer in the predicted forward and backward of a chunk."""
+    """Shares of each kind of layer in the predicted forward and backward of a chunk."""
 
     def __init__(self, problem: Problem, packing: Packing) -> None:
         self.problem, self.packing = problem, packing
@@ -291,7 +287,7 @@ class _Shares:
         for kind, cost in costs:
             row = shares.setdefault(kind, [0.0, 0.0])
             for half, seconds in enumerate(_halves(cost)):
-                # Where nothing was predicted, all layers share alike.
+                # Without a prediction, all layers have equal shares.
                 row[half] += seconds / totals[half] if totals[half] else 1 / len(costs)
         return {kind: (row[0], row[1]) for kind, row in shares.items()}
 

@@ -1,4 +1,4 @@
-"""Where measured and planned time differ, as a page in a run's folder."""
+"""Page about the difference between planned and measured time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pipeloom.report.table_page import TableSection, table_page
 _CAUSES = {
     "computation_s": ("layers took longer than profiled", "layers were faster than profiled"),
     "messages_s": ("messages took longer than predicted", "messages were faster than predicted"),
-    "rest_s": ("dispatch of actions, posting of messages", "waits and messages overlapped more than the replay knows"),
+    "rest_s": ("dispatch of actions, posting of messages", "waits and messages overlapped more than in the replay"),
 }
-"""Words for a cause that makes an iteration longer, and for one that makes it shorter."""
+"""Texts of each cause, for longer and for shorter iterations."""
 SHARED = 0.97
-"""Part of a core below which ranks are said to share cores."""
+"""Share of a core per rank below which ranks are considered to share cores."""
 
 
 def difference_page(name: str, found: Difference) -> str:
-    """The whole explanation as an offline page."""
+    """Make an offline page with the explanation."""
     rows = steps(found)
     causes = [[words, _ms(seconds), share] for words, seconds, share in rows]
     totals = frozenset(number for number, (words, _, _) in enumerate(rows) if words.startswith(("planned", "measured")))
@@ -37,43 +37,43 @@ def difference_page(name: str, found: Difference) -> str:
         ["posting messages and other actions", _ms(0.0), _ms(found.posting_s)],
     ]
     idle = [[each.cause, _ms(each.planned_s), _ms(each.measured_s)] for each in found.idle]
-    idle.append(["idle in all", *(_ms(sum(getattr(x, k) for x in found.idle)) for k in ("planned_s", "measured_s"))])
+    idle.append(["total", *(_ms(sum(getattr(x, k) for x in found.idle)) for k in ("planned_s", "measured_s"))])
     message = [["one message (median)", _ms(found.message_planned_s), _ms(found.message_measured_s)]]
     return table_page(
         [
             TableSection(
-                "Why an iteration took as long as it did",
+                "Why measured time differs from planned time",
                 core_words(found)
-                + "The plan is replayed with one measured cause after the other: each line says by how "
-                "much the iteration gets longer (+) or shorter (-) with it.",
+                + "The plan is replayed with one measured cause after another. Each line is the change of the "
+                "iteration time: longer (+) or shorter (-).",
                 ("", "ms", "of planned"),
                 causes,
                 totals,
             ),
             TableSection(
                 "Computation by kind of layer",
-                "Milliseconds of all layers of a kind in an iteration, all ranks together. What a chunk took is "
-                "split by the predicted shares of its layers. Measured is by the clock, whatever else the cores did.",
+                "Milliseconds of all layers of a kind in an iteration, over all ranks. The measured time of a chunk is "
+                "divided by the predicted shares of its layers. It is wall-clock time, with other use of the cores.",
                 ("kind", "forward planned", "measured", "ratio", "backward planned", "measured", "ratio"),
                 kinds,
             ),
             TableSection(
-                "A rank beside its computation",
+                "Time of a rank outside computation",
                 "Milliseconds of an iteration, mean over ranks.",
                 ("", "planned", "measured"),
                 rank,
             ),
             TableSection(
                 "Idle ranks, by cause",
-                "Milliseconds in which a rank computes nothing, mean over ranks, from first start to last end of "
-                "computation in an iteration: by what the next task waited for.",
+                "Milliseconds in which a rank computes nothing, mean over ranks, between the first start and the last "
+                "end of a computation, by the reason why the next task waited.",
                 ("", "planned", "measured"),
                 idle,
                 frozenset({len(idle) - 1}),
             ),
             TableSection(
                 "Messages",
-                f"{found.num_messages} an iteration; measured are those whose receivers were there before they came.",
+                f"{found.num_messages} per iteration. Measured are messages whose receivers waited for them.",
                 ("", "planned ms", "measured ms"),
                 message,
             ),
@@ -84,24 +84,24 @@ def difference_page(name: str, found: Difference) -> str:
 
 
 def core_words(found: Difference) -> str:
-    """Say first where ranks had no cores to themselves, since no plan for devices can then hold."""
+    """Return a note if ranks shared cores, since plans for separate devices then do not apply."""
     if found.core_share >= SHARED:
         return ""
     return (
-        f"Ranks shared cores: while it computed, a rank had {found.core_share:.0%} of one. Plans learn of that from "
-        "the iterations before: where they expect longer times than profiled, it is taken for that. "
+        f"Ranks shared cores: while computing, a rank had {found.core_share:.0%} of a core. Plans learn this from "
+        "previous iterations: expected times above the profile are attributed to shared cores. "
     )
 
 
 def steps(found: Difference) -> list[tuple[str, float, str]]:
-    """From planned to measured: words, seconds, and share of what was planned."""
+    """Return the steps from planned to measured time: text, seconds, and share of the planned time."""
     base, shared = found.planned_s, found.core_share < SHARED
-    rows = [("planned, as iterations before had taught" if shared else "planned", base, "")]
+    rows = [("planned, corrected by previous iterations" if shared else "planned", base, "")]
     causes = dict(_CAUSES)
     if shared:
         known = base + found.shared_cores_s
         rows.append(
-            (f"planned, at {found.core_share:.0%} of a core a rank", known, _share(found.shared_cores_s, found))
+            (f"planned, at {found.core_share:.0%} of a core per rank", known, _share(found.shared_cores_s, found))
         )
     for field, (longer, shorter) in causes.items():
         seconds = getattr(found, field)

@@ -1,4 +1,4 @@
-"""Bring an answer that has travelled back to the graph it was made on, to draw planned beside measured."""
+"""Reconstruction of the graph and timeline of a received plan, to compare planned and measured times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeloom.timeline import Timeline, memory_curve, resolve_candidates
 
 
 def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
-    """Build again the graph on which an answer was planned, with the strategies that its plan chose."""
+    """Rebuild the graph on which an answer was planned, with the strategies of its plan."""
     packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
     costs = problem.corrected(correction).costs
     name = f"iteration {batch.iteration}"
-    made = build_assignable(
+    assignable = build_assignable(
         problem.layout,
         packing,
         costs,
@@ -28,14 +28,14 @@ def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: C
         capacity_bytes=problem.capacity_bytes,
         backward="either" if problem.split_backward else "whole",
     )
-    graph = made.assigned(_assignment(made, problem, answer.plan)).graph
+    graph = assignable.assigned(_assignment(assignable, problem, answer.plan)).graph
     return resolve_candidates(graph, _chosen(graph, problem, answer.plan)).graph
 
 
-def _assignment(made: Assignable, problem: Problem, plan: ExecutionPlan) -> IntArray:
-    """Rank of every pair under a plan, which may have assigned the parts of replicated modules its own way."""
-    assignment = made.assignment.copy()
-    if not made.free.any():
+def _assignment(assignable: Assignable, problem: Problem, plan: ExecutionPlan) -> IntArray:
+    """Return the rank of every pair under a plan, which assigns the parts of replicated modules."""
+    assignment = assignable.assignment.copy()
+    if not assignable.free.any():
         return assignment
     names, chunks = problem.layout.chunk_names, problem.layout.chunks
     module_of = {name: chunk.module for name, chunk in zip(names, chunks, strict=True)}
@@ -45,36 +45,36 @@ def _assignment(made: Assignable, problem: Problem, plan: ExecutionPlan) -> IntA
         for action in actions
         if action.verb == "F"
     }
-    for pair in np.flatnonzero(made.free).tolist():
-        label = (made.graph.labels or ())[pair]
+    for pair in np.flatnonzero(assignable.free).tolist():
+        label = (assignable.graph.labels or ())[pair]
         assignment[pair] = rank_of[chunks[label.chunk].module, label.microbatch, label.sub_microbatch]
     return assignment
 
 
 def _chosen(graph: TaskGraph, problem: Problem, plan: ExecutionPlan) -> IntArray | None:
-    """Candidate of every pair: the one of the plan's strategy, and with the plan's backward."""
+    """Return the candidate of every pair with the strategy and the form of backward of the plan."""
     if graph.candidates is None:
         return None
     strategy: dict[tuple[str, int, int], str] = {}
-    halved: set[tuple[str, int, int]] = set()
+    split_units: set[tuple[str, int, int]] = set()
     for action in (action for actions in plan.ranks for action in actions):
         unit = (action.chunk, action.microbatch, action.sub_microbatch)
         if action.verb == "F":
             strategy[unit] = action.strategy
         elif action.verb == "W":
-            halved.add(unit)
+            split_units.add(unit)
     names, found = problem.layout.chunk_names, []
     for label, options in zip(graph.labels or (), graph.candidates, strict=True):
         unit = (names[label.chunk], label.microbatch, label.sub_microbatch)
         of_strategy = [i for i, o in enumerate(options) if strategy_word(o.strategy, o.layers) == strategy[unit]]
         whole = [i for i in of_strategy if options[i].weight_ns == 0]
         split = [i for i in of_strategy if options[i].weight_ns > 0]
-        found.append(((split or whole) if unit in halved else (whole or split))[0])
+        found.append(((split or whole) if unit in split_units else (whole or split))[0])
     return np.array(found, np.int64)
 
 
 def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int, int], int]:
-    """Task of every compute action: verb, chunk, microbatch and sub-microbatch."""
+    """Return the task of every compute action, by verb, chunk, microbatch and sub-microbatch."""
     names = problem.layout.chunk_names
     number = {}
     for task in range(graph.num_tasks):
@@ -85,21 +85,19 @@ def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int
 
 
 def timeline_of(graph: TaskGraph, problem: Problem, answer: Answer, times_ns: Sequence[tuple[int, int]]) -> Timeline:
-    """Put the times of an answer's compute actions on the graph's tasks.
+    """Make the timeline of a graph from the times of an answer's compute actions.
 
     Parameters
     ----------
     graph : TaskGraph
-        From `answered_graph`.
-    problem : Problem
-    answer : Answer
+        Graph from `answered_graph`.
     times_ns : sequence of (start, end)
-        Planned (``answer.planned_start_ns``) or measured, rank after rank in each rank's order.
+        Planned (``answer.planned_start_ns``) or measured times, rank by rank, in each rank's order.
 
     Returns
     -------
     Timeline
-        Its peaks come from the planned bytes at these times.
+        Timeline whose peaks are those of the planned bytes at these times.
     """
     number = task_numbers(graph, problem)
     actions = [a for rank in answer.plan.ranks for a in rank if a.verb.is_compute]
@@ -107,6 +105,6 @@ def timeline_of(graph: TaskGraph, problem: Problem, answer: Answer, times_ns: Se
     for action, (begin, finish) in zip(actions, times_ns, strict=True):
         task = number[action.verb, action.chunk, action.microbatch, action.sub_microbatch]
         start[task], end[task] = begin, finish
-    bare = Timeline(start, end)
-    peaks = [int(memory_curve(graph, bare, rank)[1].max()) for rank in range(graph.num_ranks)]
+    without_peaks = Timeline(start, end)
+    peaks = [int(memory_curve(graph, without_peaks, rank)[1].max()) for rank in range(graph.num_ranks)]
     return Timeline(start, end, np.array(peaks, np.int64))

@@ -1,4 +1,4 @@
-"""What a rank needs to run an iteration: a plan, the packing it was made for, and what it promises."""
+"""Delivery of a plan to the ranks: the plan, its packing and its prediction."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class PackingCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan with its packing and its prediction, as it travels."""
+    """A plan with its packing and its prediction, as sent by the planner."""
 
     plan: ExecutionPlan
     packing: PackingCounts
     planned_ns: Nanoseconds
     lower_bound_ns: Nanoseconds
     lower_bound: str
-    """Name of the bound that binds."""
+    """Name of the binding bound."""
     bubble_share: Value
-    """Idle share of all ranks' time between start and planned end."""
+    """Idle share of all ranks' planned time."""
     planned_module_ns: dict[str, tuple[Nanoseconds, Nanoseconds]]
-    """Per module, planned nanoseconds of all forward and of all backward tasks: what calibration compares."""
+    """Planned time of all forward and of all backward tasks, by module. Calibration compares it with measured time."""
     planned_start_ns: tuple[tuple[Nanoseconds, Nanoseconds], ...]
     """Planned start and end of every compute action: rank after rank, in each rank's order."""
     search_s: Seconds
@@ -43,9 +43,9 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready_ns: Nanoseconds
     """Monotonic clock of the planner's host when the plan was ready."""
     peak_bytes: tuple[NumBytes, ...] = ()
-    """Most that each rank needs, workspace and messages included; empty where memory is not limited."""
+    """Peak memory of each rank, workspace and messages included; empty without a memory limit."""
     dealt: tuple[Number, ...] = ()
-    """The replica of every sample of the global batch after this one; empty where that was not asked for, or failed."""
+    """Replica of every sample of the next global batch; empty if it was not requested, or failed."""
 
     @property
     def gap(self) -> float:
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """What a rank is given to run an iteration, as it travels."""
+    """The part of an answer that one rank needs, as sent to it."""
 
     plan: RankPlan
     packing: PackingCounts
@@ -62,23 +62,23 @@ class RankAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A plan that may be run, and where it came from; see `delivery_of`."""
+    """A plan that is ready to run, and its origin; see `delivery_of`."""
 
     answer: Answer
     packing: Packing
     first: RankPlan
-    """What the first rank runs."""
+    """Plan of the first rank."""
     by_rank: tuple[bytes, ...]
-    """What travels to every rank: its own `RankAnswer`, encoded."""
+    """Encoded `RankAnswer` of every rank."""
     fresh: bool
-    """Made by the planner for this batch; else the fallback."""
+    """Whether the planner made it for this batch; otherwise it is the fallback plan."""
     lead_s: float
-    """How long before its use the plan was ready; negative for time waited."""
+    """Time between the plan's completion and its use; negative if training waited."""
     reason: str = ""
-    """Why the fallback was taken; empty for a fresh plan."""
+    """Reason for the fallback; empty for a fresh plan."""
 
     def needed_at(self, moment_ns: int) -> Delivery:
-        """The same, with its lead counted to the moment at which the plan was needed (monotonic clock)."""
+        """Return the same with the lead until ``moment_ns`` (monotonic clock), when the plan was needed."""
         return replace(self, lead_s=(moment_ns - self.answer.ready_ns) / 1e9)
 
 
@@ -92,20 +92,18 @@ def delivery_of(
     lead_s: float = 0.0,
     reason: str = "",
 ) -> Delivery:
-    """Make a plan ready to be handed out: every rank's part of it is encoded, so that none decodes another's.
+    """Prepare a plan for broadcast: encode the part of each rank, so that each rank decodes only its own actions.
 
     Parameters
     ----------
     answer : Answer
-        Verified.
+        A verified answer.
     packing : Packing
-        The answer's, of the batch at hand.
-    layout : Layout
-        The plan's.
+        The answer's packing of the current batch.
     backend : str
-        Over which the ranks' messages go.
+        Backend of the messages between ranks.
     fresh, lead_s, reason
-        As in `Delivery`.
+        See `Delivery`.
     """
     encode = msgspec.msgpack.Encoder().encode
     plans = rank_plans(answer.plan, layout, joins=BACKENDS[backend].joins)

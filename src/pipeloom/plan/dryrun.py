@@ -1,4 +1,4 @@
-"""What backends ask of plans, and a run on paper under their matching rules that shows where a plan stops."""
+"""Rules of backends for messages, and a dry run under these rules that shows where a plan stops."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BackendName = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How a backend serves point-to-point messages.
+    """Rules of a backend for point-to-point messages.
 
     Attributes
     ----------
     serial : bool
-        A rank's messages may be served one after the other, whoever the peers are: plans are lowered and verified
-        for that. NCCL serves those of one communicator so, and a group has one where it was made with a device or
-        where messages are joined.
+        The backend may serve all messages of a rank one by one, so plans are lowered and verified for this case. NCCL
+        does so for messages of a single communicator. A group has a single communicator if it was made with a device,
+        or if messages are batched.
     joins : bool
-        Neighbouring messages between two ranks gain by being one operation: NCCL then exchanges both directions at
-        once. Gloo posts them one by one all the same.
+        Batch consecutive messages between two ranks (batched P2P). NCCL then exchanges both directions at once. Gloo
+        posts them one by one in any case.
     """
 
     serial: bool
@@ -42,33 +42,38 @@ BACKENDS: dict[BackendName, Backend] = {
 
 
 def backend_of(device_type: str) -> BackendName:
-    """Return the backend of messages between devices of a type, ``"cpu"`` or ``"cuda"``."""
+    """Return the backend for messages between devices of type ``"cpu"`` or ``"cuda"``."""
     return "nccl" if device_type == "cuda" else "gloo"
 
 
 Rules = Literal["nccl", "nccl serial", "gloo"]
-"""NCCL: messages of a pair of ranks are served one after the other, both directions in one stream, and tags are
-ignored; so it is where each pair has a communicator of its own. NCCL serial: all messages of a rank are served one
-after the other, whoever the peers are; so it is where the ranks have one communicator. Gloo: by tag, in any order.
-All: a message is done once both ends have posted it (rendezvous), and posting blocks nobody, which holds for NCCL
-once its communicators are made (`TorchTransport.connect`)."""
+"""Matching rules.
+
+- ``nccl``: messages of a pair of ranks are served one by one, both directions in one stream, and tags are ignored. This
+  holds if each pair has its own communicator.
+- ``nccl serial``: all messages of a rank are served one by one, for all peers. This holds for a single communicator.
+- ``gloo``: messages are matched by tag, in any order.
+
+Under all rules, a message completes once both ends have posted it (rendezvous), and posting does not block. For NCCL,
+this needs existing communicators (`TorchTransport.connect`).
+"""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a dry run stopped: the step of every rank, and why."""
+    """The step of every rank at which a dry run stopped, and the reason."""
 
     steps: tuple[int, ...]
     reason: str
 
 
 def dry_run(plan: ExecutionPlan, rules: Rules, messages: Messages | None = None) -> Stop | None:
-    """Execute a plan without computing; None when every rank reaches its end and every message its receiver."""
+    """Run a plan without computing; return None if every rank ends and every message is received."""
     return _DryRun(plan, rules, messages_of(plan) if messages is None else messages).run()
 
 
 def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: int = 3) -> str:
-    """Ranks by steps around a place; each rank's place is marked with ``>``."""
+    """Return a table of ranks by steps around ``steps``; each rank's step is marked with ``>``."""
     cells = [
         [
             (">" if step == place else " ") + action_text(actions[step]).split(" shape=")[0]
@@ -87,17 +92,16 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
 
 
 def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
-    """Whether a dry run under NCCL's rules surely ends, or under both of NCCL's where ``serial``, as numbers tell.
+    """Return whether a dry run under the rules ``nccl`` surely ends; with ``serial``, also under ``nccl serial``.
 
-    Where it does not, `dry_run` says why.
+    This is a faster, vectorized form of `dry_run`, which gives the reason of a stop.
 
     Parameters
     ----------
     table : PlanTable
-        Of a plan each of whose ranks posts and awaits every end of a message once.
+        Table of a plan in which every end of a message is posted once and waited for once.
     posts : array, shape (len(table.messages),)
-        Row in which the end is posted that a row of ``table.messages`` is about.
-    serial : bool
+        For each row of ``table.messages``, the row that posts the same end.
     """
     waits = IS_WAIT[table.verb[table.messages]]
     rows = table.messages[~waits]
@@ -105,13 +109,13 @@ def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
     if mate is None:
         return False
     waiting, awaited = table.messages[waits], posts[waits]
-    return _Walk(table, waiting, mate[awaited]).all_come() and (
-        not serial or _SerialWalk(table, waiting, awaited, rows, mate).all_come()
+    return _Walk(table, waiting, mate[awaited]).all_end() and (
+        not serial or _SerialWalk(table, waiting, awaited, rows, mate).all_end()
     )
 
 
 def _mates(table: PlanTable, rows: IntArray) -> IntArray | None:
-    """Per row that posts, the one that it meets, if two streams hold ends of one message each; else None."""
+    """Return the matching row of each post, if the n-th posts of each pair of ranks always match; else None."""
     listed = [action for actions in table.plan.ranks for action in actions]
     posted = [listed[row] for row in rows.tolist()]
     peer = np.array([action.peer for action in posted], np.int64)
@@ -134,10 +138,10 @@ def _mates(table: PlanTable, rows: IntArray) -> IntArray | None:
 
 
 class _Walk:
-    """Ranks that go on from wait to wait as far as they can."""
+    """Ranks that advance from wait to wait as far as possible."""
 
     def __init__(self, table: PlanTable, waiting: IntArray, others: IntArray) -> None:
-        """Rows of ``waiting`` go on once what ``others`` post is there."""
+        """Each row of ``waiting`` ends once the row of ``others``, the post of the other end, is reached."""
         mine = [table.rank[waiting] == rank for rank in range(table.plan.num_ranks)]
         self.ends = table.start[1:].tolist()
         self.waits = [waiting[of_rank].tolist() for of_rank in mine]
@@ -146,21 +150,21 @@ class _Walk:
         self.at = [0] * len(self.ends)
         self.reached = [rows[0] if rows else end for rows, end in zip(self.waits, self.ends, strict=True)]
 
-    def all_come(self) -> bool:
-        """Whether every rank comes to its end."""
+    def all_end(self) -> bool:
+        """Return whether every rank reaches its end."""
         while sum(map(self.advance, range(len(self.ends)))):
             pass
         return all(reached == end for reached, end in zip(self.reached, self.ends, strict=True))
 
     def advance(self, rank: int) -> bool:
-        """Let a rank go on; whether it did."""
+        """Advance a rank; return whether it moved."""
         others, peers, reached, place = self.others[rank], self.peers[rank], self.reached, self.at[rank]
         while place < len(others) and reached[peers[place]] > others[place]:
             place += 1
         return self.move(rank, place)
 
     def move(self, rank: int, place: int) -> bool:
-        """Set the wait that a rank is at; whether that is another one."""
+        """Set the current wait of a rank; return whether it changed."""
         moved, waits = place > self.at[rank], self.waits[rank]
         self.at[rank] = place
         self.reached[rank] = waits[place] if place < len(waits) else self.ends[rank]
@@ -168,13 +172,13 @@ class _Walk:
 
 
 class _SerialWalk(_Walk):
-    """The same where a rank's messages are served one after the other, whoever the peers are."""
+    """The same with a single communicator, which serves a rank's messages one by one for all peers."""
 
     def __init__(self, table: PlanTable, waiting: IntArray, awaited: IntArray, posts: IntArray, mate: IntArray) -> None:
-        """Rows of ``waiting`` go on once what their rank posts in ``awaited`` is served; ``mate`` by row."""
+        """Each row of ``waiting`` ends once the post in ``awaited`` is served; ``mate`` is the matching post by row."""
         super().__init__(table, waiting, mate[awaited])
         number = np.zeros(len(table.verb), np.int64)
-        # Which of its rank's posts a row is.
+        # Index of a row among its rank's posts.
         number[posts] = np.arange(len(posts)) - np.searchsorted(posts, table.start)[table.rank[posts]]
         ranks = range(table.plan.num_ranks)
         of_rank = [posts[table.rank[posts] == rank] for rank in ranks]
@@ -187,7 +191,7 @@ class _SerialWalk(_Walk):
         self.served = [0] * len(self.ends)
 
     def advance(self, rank: int) -> bool:
-        """Serve what a rank is at, and let it go on."""
+        """Serve the messages that a rank has reached, and advance it."""
         served, reached, posts, mates = self.served, self.reached, self.posts[rank], self.mates[rank]
         numbers, place, before = self.numbers[rank], self.at[rank], (self.at[rank], served[rank])
         while True:
@@ -208,13 +212,13 @@ class _DryRun:
         self.plan, self.rules, self.messages = plan, rules, messages.rows
         self.steps = [0] * plan.num_ranks
         self.posted: defaultdict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
-        """What a rank has posted with a peer, in order: key (rank, peer)."""
+        """Posts of a rank with a peer, in order, by (rank, peer)."""
         self.by_name: dict[tuple[int, int, str, int], int] = {}
         self.done: list[set[int]] = [set() for _ in range(plan.num_ranks)]
-        """Per rank, messages complete at it."""
+        """Completed messages of each rank."""
         self.mismatch = ""
         self.queues: list[deque[tuple[int, Action, int]]] = [deque() for _ in range(plan.num_ranks)]
-        """Per rank, where its messages are served one after the other: those that are not done, with their peers."""
+        """Incomplete messages of each rank with their peers, under the rules ``nccl serial``."""
 
     def run(self) -> Stop | None:
         moved = True
@@ -227,7 +231,7 @@ class _DryRun:
         for rank, actions in enumerate(self.plan.ranks):
             if self.steps[rank] < len(actions):
                 action = actions[self.steps[rank]]
-                return self._stop(f"rank {rank} waits for ever at '{action_text(action).strip()}'")
+                return self._stop(f"rank {rank} waits forever at '{action_text(action).strip()}'")
         for (rank, peer), posted in sorted(self.posted.items()):
             for action, message in posted:
                 if message not in self.done[rank]:
@@ -260,26 +264,26 @@ class _DryRun:
         posted.append((action, message))
         if self.rules == "nccl serial":
             self.queues[rank].append((peer, action, message))
-            self._serve_heads(rank)
+            self._serve_next(rank)
         elif self.rules == "nccl":
             self._serve_in_order(rank, peer, len(posted) - 1)
         else:
             self._serve_by_name(rank, peer, action, message)
 
     def _serve_in_order(self, rank: int, peer: int, index: int) -> None:
-        """Match what a rank has just posted with what its peer has posted in the same place of their common stream.
+        """Match the latest post of a rank with the peer's post at the same index of their common stream.
 
-        The end that comes second to a place finds the other one there, so places are matched in order.
+        The second of both posts finds the first, so indices are matched in order.
         """
         theirs = self.posted[peer, rank]
         if index < len(theirs):
             self._match(rank, peer, self.posted[rank, peer][index], theirs[index], f"message {index}")
 
-    def _serve_heads(self, rank: int) -> None:
-        """Match the messages that ranks are at, as long as two ranks are at each other's."""
-        at_hand = [rank]
-        while at_hand and not self.mismatch:
-            here = at_hand.pop()
+    def _serve_next(self, rank: int) -> None:
+        """Match the next messages of ranks while they match each other."""
+        todo = [rank]
+        while todo and not self.mismatch:
+            here = todo.pop()
             if not self.queues[here]:
                 continue
             peer, action, message = self.queues[here][0]
@@ -289,10 +293,10 @@ class _DryRun:
                 self._match(here, peer, (action, message), (other_action, other), "the next message")
                 self.queues[here].popleft()
                 theirs.popleft()
-                at_hand += [here, peer]
+                todo += [here, peer]
 
     def _match(self, rank: int, peer: int, mine: tuple[Action, int], theirs: tuple[Action, int], what: str) -> None:
-        """Two posts that meet must be the two ends of one message."""
+        """Complete a message if both posts are its two ends; otherwise report the mismatch."""
         (here, message), (there, other) = mine, theirs
         if here.verb.is_send == there.verb.is_send or message != other:
             self.mismatch = (

@@ -1,7 +1,8 @@
-"""What must be where before what, as far as a plan tells by itself: from the names of its chunks and messages.
+"""Data flow of a plan without its packing, derived from the names of its chunks and messages.
 
-Without a packing it is not known which part of a module goes into which part of the next one: a message names its
-consumer only where its producer has several. Where several could be meant, only what holds for each of them is asked.
+Without a packing, it is unknown which part of a module goes into which part of the next module: a message names its
+consumer only if its producer has several. If several consumers are possible, the flow has only conditions that hold
+for each of them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pipeloom.plan.table import PlanTable, code
 from pipeloom.spec import Layout
 
 Move = tuple[int, int, int, int, int]
-"""Row that gives, row that takes, a row of the producer, number of the target, and whether it is a gradient."""
+"""Row of the source, row of the destination, row of the producer, number of the target, and 1 for a gradient."""
 
 
 class _Part(NamedTuple):
-    """A unit by its chunk's name in two: the module, and the place among its chunks (-1: the name has none)."""
+    """A unit with its chunk's name split into the module and the index of the chunk (-1: no index)."""
 
     module: str
     place: int
@@ -27,23 +28,22 @@ class _Part(NamedTuple):
     sub_microbatch: int
 
     def moved(self, places: int) -> _Part:
-        """Return the same part of its module, so many chunks further on."""
+        """Return the same part ``places`` chunks later."""
         return self._replace(place=self.place + places)
 
 
 def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]], list[int]]:
-    """Return what goes from unit to unit in a plan, and rows that cannot be, with what is wrong with them.
+    """Return the moves between units of a plan, invalid rows with the problem, and rows with unknown inputs.
 
-    Last come the rows of forwards of which the plan does not tell all that they take.
+    The latter are forwards whose inputs cannot all be derived from the plan.
 
     Parameters
     ----------
-    table : PlanTable
     layout : Layout or None
-        Says which modules follow each other; without it, only messages say so.
+        Defines which modules follow each other. Without it, only messages do.
     """
     flow = _Flow(table, layout)
-    moves, faults = [*flow.inside_modules()], []
+    moves, faults = list(flow.inside_modules()), []
     for row in table.messages.tolist():
         producer = flow.part(flow.action(row))
         if producer not in flow.forward:
@@ -52,12 +52,12 @@ def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[t
             moves += flow.by_message(row, producer)
     if layout is not None:
         moves += flow.between_modules(layout)
-        faults += flow.cut_short(layout)
-    return moves, faults, sorted(flow.open)
+        faults += flow.incomplete_parts(layout)
+    return moves, faults, sorted(flow.unknown)
 
 
 class _Flow:
-    """Units of a plan: the rows of their forwards, and of their backwards as far as these give gradients."""
+    """Units of a plan by the rows of their forwards, and of the backwards (B or I) that give gradients."""
 
     def __init__(self, table: PlanTable, layout: Layout | None) -> None:
         self.table = table
@@ -65,7 +65,7 @@ class _Flow:
         self.listed = [action for actions in table.plan.ranks for action in actions]
         self.forward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb is Verb.F}
         self.backward = {self.part(a): row for row, a in enumerate(self.listed) if a.verb in (Verb.B, Verb.I)}
-        self.open: set[int] = set()
+        self.unknown: set[int] = set()
         self.of_rank: defaultdict[tuple[int, int], list[_Part]] = defaultdict(list)
         for part, row in self.forward.items():
             self.of_rank[int(table.rank[row]), part.microbatch].append(part)
@@ -80,7 +80,7 @@ class _Flow:
         return _Part(module, int(place), action.microbatch, action.sub_microbatch)
 
     def inside_modules(self) -> Iterator[Move]:
-        """From chunk to chunk of one module, a part goes as a whole."""
+        """Yield the moves between chunks of one module, where a part stays whole."""
         target = self.table.targets.get(("", ""), -1)
         for above, row in self.forward.items():
             below = above.moved(1)
@@ -90,7 +90,7 @@ class _Flow:
                     yield self.backward[below], self.backward[above], row, target, 1
 
     def by_message(self, row: int, producer: _Part) -> Iterator[Move]:
-        """What a receive is for: the units of its rank and microbatch that may take it."""
+        """Yield the moves of a receive to the units of its rank and microbatch that may take it."""
         action = self.action(row)
         if not action.target and not action.stream and producer.moved(1) in self.forward:
             return
@@ -104,15 +104,15 @@ class _Flow:
         if not takers:
             return
         if len(takers) > 1:
-            self.open.update(self.forward[part] for part in takers)
+            self.unknown.update(self.forward[part] for part in takers)
         made, target = self.forward[producer], self.table.targets[action.target, action.stream]
         yield made, max(self.forward[part] for part in takers), made, target, 0
         gives = [self.backward[part] for part in takers if part in self.backward]
         if gives and producer in self.backward:
             yield min(gives), self.backward[producer], made, target, 1
 
-    def cut_short(self, layout: Layout) -> Iterator[tuple[int, str]]:
-        """Parts of pipelined modules that do not pass all chunks."""
+    def incomplete_parts(self, layout: Layout) -> Iterator[tuple[int, str]]:
+        """Yield parts of pipelined modules that do not pass all chunks."""
         for module in layout.modules:
             last = len(layout.chunks_of(module.name)) - 1
             for part, row in self.forward.items() if module.on_ranks == "pipelined" else ():
@@ -123,9 +123,9 @@ class _Flow:
                         yield row, f"is of a part whose unit {unit} has no F"
 
     def between_modules(self, layout: Layout) -> Iterator[Move]:
-        """What a rank keeps for itself between two modules, where all of a microbatch is one part of the second.
+        """Yield moves on one rank between two modules, if a microbatch is one part in the second module.
 
-        That part takes something of each module before it, if not of each part.
+        That part takes data of each module before it, though not of each part.
         """
         firsts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)
         lasts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)
@@ -142,7 +142,7 @@ class _Flow:
                     ranks = {int(self.table.rank[self.forward[part]]) for part in lasts[above, microbatch]}
                     mine = [self.forward[part] for part in takers]
                     if len(takers) > 1 or len(ranks) > 1:
-                        self.open.update(row for row in mine if int(self.table.rank[row]) in ranks)
+                        self.unknown.update(row for row in mine if int(self.table.rank[row]) in ranks)
 
     def _between(self, producers: list[_Part], taker: _Part) -> Iterator[Move]:
         rank, taken = self.table.rank, self.forward[taker]
@@ -156,6 +156,6 @@ class _Flow:
 
 
 def _names(part: _Part) -> tuple[str, str]:
-    """How a message may name its consumer; see `pipeloom.plan.routes.target_word`."""
+    """Return the names that a message may use for its consumer; see `pipeloom.plan.routes.target_word`."""
     chunk = f"{part.module}.{part.place}"
     return chunk, f"{chunk}:{part.sub_microbatch}"

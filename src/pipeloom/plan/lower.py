@@ -1,18 +1,18 @@
-"""Lowering: from a schedule to what every rank does, with communication.
+"""Lowering: turn a schedule into the actions of every rank, communication included.
 
-All messages stand in one global order, that of planned time; each send and its receive enter both ranks' lists
-together. So between any two ranks both see the same order of messages, which is all that NCCL asks for (it
-ignores tags and serves the messages of a pair of ranks one after the other, both directions in one stream);
-gloo, which matches by tag, asks for less. Why no such plan can deadlock: in the global order a computation waits
-only for messages before it, and a message only for its producer and for messages of its pair of ranks before
-it; the first that never ends would have nothing left to wait for. Receives are posted before the computation
-that is planned to run when the message leaves (AdaPtis section 4.4, "overlap"), never before another message of
-the same pair of ranks, so the argument holds unchanged. It rests on posting that blocks nobody: with NCCL only once
-its communicators are made, which the runtime sees to before the first plan.
+All messages have one global order, by planned time. Each send and its receive enter the lists of both ranks together.
+So any two ranks see the same order of their messages, as NCCL requires: it ignores tags and serves the messages of a
+pair of ranks one by one, both directions in one stream. Gloo matches by tag and requires less.
 
-Where one communicator serves all peers of a rank, one message after the other, a message also waits for those that
-its two ranks posted before it. Those are before it in the global order too, as long as a receive is posted early only
-as far as no other message of its rank is passed: that is what ``serial`` asks for.
+Such a plan cannot deadlock. In the global order, a computation waits only for earlier messages, and a message only for
+its producer and for earlier messages of its pair of ranks. So the first item that never ends would have nothing to wait
+for. Receives are posted before the computation that is planned to run when the message leaves (AdaPtis section 4.4,
+"overlap"), but never before another message of the same pair of ranks, so the argument still holds. It assumes that
+posting does not block. With NCCL, this needs existing communicators, which the runtime makes before the first plan.
+
+If one communicator serves all peers of a rank, one message at a time, a message also waits for the earlier messages of
+both its ranks. These are earlier in the global order too, as long as no receive is posted before another message of its
+rank. ``serial`` ensures that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeloom.timeline import Schedule, Timeline
 _MESSAGE, _COMPUTE = 0, 1
 _VERB_OF_KIND = tuple(map(Verb, KIND_NAMES))
 _OTHER_VERBS = {send: (send.other_end, send.other_end.wait, send.wait) for send in Verb if send.is_send}
-"""By what sends: what receives, and what waits for the one and for the other."""
+"""For each send: its receive, the wait for the receive, and the wait for the send."""
 
 
 def lower(
@@ -54,28 +54,21 @@ def lower(
     Parameters
     ----------
     graph : TaskGraph
-        With ``labels``, i.e. built from ``layout`` and ``packing``.
-    schedule : Schedule
+        Built from ``layout`` and ``packing``, so that it has ``labels``.
     timeline : Timeline
-        Planned times; they give the global order of messages. Any times give a legal plan.
-    layout : Layout
-    packing : Packing
+        Planned times, which define the global order of messages. Any times give a valid plan.
     shapes : callable
         Shape and dtype of a chunk's output or stream for a workload; see `boundary_shapes`.
     serial : bool
-        For a backend that serves a rank's messages one after the other, whoever the peers are (see `BACKENDS`): a
-        receive is posted no earlier than any other message of its rank.
-
-    Returns
-    -------
-    ExecutionPlan
+        For a backend with a single communicator, which serves a rank's messages one by one for all peers (see
+        `BACKENDS`): never post a receive before another message of its rank.
 
     Raises
     ------
     InputError
-        When graph, layout and packing do not belong together.
+        Graph, layout and packing do not belong together.
     PlanError
-        When the schedule runs a task before what it waits for.
+        The schedule runs a task before one that it depends on.
     """
     if graph.labels is None:
         raise InputError("graph.labels", "is null", "lower a graph that was built from a layout and a packing")
@@ -104,12 +97,12 @@ def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> 
         raise InputError(
             f"pair {pair}",
             f"{'has no' if trained[pair] else 'has a'} backward, against the layout",
-            "a chunk has a backward where its module, or one before it, is trained",
+            "a chunk has a backward if its module, or a module before it, is trained",
         )
 
 
 class _Message(NamedTuple):
-    """The activation of a boundary transfer, or its gradient, on its way to another rank."""
+    """A message between ranks with the activation of a boundary transfer, or its gradient."""
 
     send: Verb
     """SEND_F for the activation, SEND_B for its gradient."""
@@ -117,23 +110,23 @@ class _Message(NamedTuple):
     receiver: int
     consuming_task: int
     name: tuple[str, int, int]
-    """Chunk, microbatch and sub-microbatch of the unit that made the activation."""
+    """Chunk, microbatch and sub-microbatch of the producer of the activation."""
     target: str
     shape: tuple[int, ...]
     dtype: str
     stream: str
 
     def posted(self, verb: Verb, peer: int) -> Action:
-        """A send or receive, with what is sent."""
+        """Return the send or the receive."""
         return Action(verb, *self.name, peer, self.target, self.shape, self.dtype, "", self.stream)
 
     def awaited(self, verb: Verb) -> Action:
-        """The wait for one of them."""
+        """Return the wait for the send or the receive."""
         return Action(verb, *self.name, None, self.target, None, "", "", self.stream)
 
 
-class _Work(NamedTuple):
-    """What is done with a pair's unit."""
+class _UnitWork(NamedTuple):
+    """Strategy of a pair's unit and the memory actions that it needs."""
 
     unit: Unit
     strategy: str
@@ -144,20 +137,20 @@ class _Work(NamedTuple):
 
 @dataclass
 class _RankList:
-    """Actions of one rank as they grow, with what is needed to post a receive early."""
+    """Actions of one rank so far, and the positions needed to post a receive early."""
 
     actions: list[Action] = field(default_factory=list)
     last_post: dict[int, int] = field(default_factory=dict)
     """Position of the last message posted with each peer."""
     compute_at: int = 0
-    """Where the last computation, with its waits, begins."""
+    """Position at which the last computation, with its waits, begins."""
     compute_end_ns: int = -1
     last_unit: Unit | None = None
     to_offload: Unit | None = None
-    """Offloads after its sends, so that nobody waits for that."""
+    """Unit to offload after its sends, so that no rank waits for the offload."""
 
     def insert(self, action: Action, position: int) -> None:
-        """Insert an action, keeping the noted places."""
+        """Insert an action and shift the noted positions."""
         for other, place in self.last_post.items():
             if place >= position:
                 self.last_post[other] = place + 1
@@ -166,7 +159,7 @@ class _RankList:
         self.actions.insert(position, action)
 
     def post(self, action: Action, peer: int, at: int | None = None) -> None:
-        """Insert a send or receive at a position (default: the end)."""
+        """Insert a send or receive at a position; None: the end."""
         if at is None:
             self.last_post[peer] = len(self.actions)
             self.compute_at += self.compute_at == len(self.actions)
@@ -176,14 +169,47 @@ class _RankList:
             self.last_post[peer] = at
 
     def early_place(self, peer: int | None, time_ns: int) -> int | None:
-        """Where to post a receive so that it stands before the computation running at ``time_ns``.
+        """Return the position for a receive before the computation that runs at ``time_ns``; None: the end.
 
-        Never before another message of the pair, or of the rank where ``peer`` is None.
+        The position is never before another message with the peer, or of the rank if ``peer`` is None.
         """
         if self.compute_end_ns <= time_ns:
             return None
         last = max(self.last_post.values(), default=-1) if peer is None else self.last_post.get(peer, -1)
         return max(self.compute_at, last + 1)
+
+
+class _TaskLists(NamedTuple):
+    """Columns of tasks and pairs as lists, whose elements are faster to read than those of arrays."""
+
+    rank: list[int]
+    pair: list[int]
+    kind: list[int]
+    forward_of: list[int]
+    backward_of: list[int]
+    start_ns: list[int]
+    end_ns: list[int]
+
+
+class _Dependencies:
+    """Dependencies of tasks on tasks of their rank and on messages."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.waiting = [0] * num_tasks
+        """Number of unfinished dependencies of every task."""
+        self.followers: defaultdict[int, list[int]] = defaultdict(list)
+        """By task, the tasks on its rank that wait for it."""
+        self.sends: defaultdict[int, list[int]] = defaultdict(list)
+        self.receives: defaultdict[int, list[int]] = defaultdict(list)
+
+    def follow(self, before: int, after: int) -> None:
+        self.followers[before].append(after)
+        self.waiting[after] += 1
+
+    def send(self, message: int, source: int, sink: int) -> None:
+        self.sends[source].append(message)
+        self.receives[sink].append(message)
+        self.waiting[sink] += 1
 
 
 class _Lowering:
@@ -199,66 +225,56 @@ class _Lowering:
         self.graph, self.schedule, self.layout, self.serial = graph, schedule, layout, serial
         self.names, self.unit_of_pair = layout.chunk_names, unit_of_pair
         self.pair_of_unit = {unit: pair for pair, unit in enumerate(unit_of_pair)}
-        # Lists, since one element of an array takes as long as all that is done with it.
-        self.rank, self.pair, self.kind = graph.rank.tolist(), graph.pair.tolist(), graph.kind.tolist()
-        self.forward_of, self.backward_of = graph.forward_of.tolist(), graph.backward_of.tolist()
-        self.start_ns, self.end_ns = timeline.start_ns.tolist(), timeline.end_ns.tolist()
+        columns = (graph.rank, graph.pair, graph.kind, graph.forward_of, graph.backward_of)
+        self.tasks = _TaskLists(*(column.tolist() for column in (*columns, timeline.start_ns, timeline.end_ns)))
         self.work = self._work()
         self.ranks = [_RankList() for _ in range(layout.num_ranks)]
         self.messages: list[_Message] = []
-        self.waiting = [0] * graph.num_tasks
-        self.followers: defaultdict[int, list[int]] = defaultdict(list)
-        """Tasks that wait for a task on their own rank."""
-        self.sends: defaultdict[int, list[int]] = defaultdict(list)
-        self.receives: defaultdict[int, list[int]] = defaultdict(list)
+        self.dependencies = _Dependencies(graph.num_tasks)
         self._connect()
 
     def _connect(self) -> None:
-        """Write down what every task waits for on its own rank: the rank's order, and its own pair."""
-        graph = self.graph
+        """Add the dependencies of every task on its own rank: the rank's order, and its pair."""
+        graph, tasks, follow = self.graph, self.tasks, self.dependencies.follow
         seen = [False] * graph.num_tasks
         for rank, order in enumerate(self.schedule.order):
-            tasks = order.tolist()
-            for task in tasks:
-                if not 0 <= task < graph.num_tasks or seen[task] or self.rank[task] != rank:
+            listed = order.tolist()
+            for task in listed:
+                if not 0 <= task < graph.num_tasks or seen[task] or tasks.rank[task] != rank:
                     raise PlanError(f"order[{rank}]: task {task} is unknown, doubled or of another rank")
                 seen[task] = True
-            for before, after in itertools.pairwise(tasks):
-                self._follow(before, after)
+            for before, after in itertools.pairwise(listed):
+                follow(before, after)
         if not all(seen):
             raise PlanError(f"order: {graph.describe(seen.index(False))} is missing")
-        for forward, backward, weight in zip(self.forward_of, self.backward_of, graph.weight_of.tolist(), strict=True):
+        weight_of = graph.weight_of.tolist()
+        for forward, backward, weight in zip(tasks.forward_of, tasks.backward_of, weight_of, strict=True):
             if backward != NO_TASK:
-                self._follow(forward, backward)
+                follow(forward, backward)
             if weight != NO_TASK:
-                self._follow(backward, weight)
-
-    def _follow(self, before: int, after: int) -> None:
-        self.followers[before].append(after)
-        self.waiting[after] += 1
+                follow(backward, weight)
 
     def transfer(self, transfer: BoundaryTransfer, target: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Let a consumer wait for its producer, and where a gradient comes back, the producer's backward for that."""
+        """Let a consumer wait for its producer and, with a gradient, the producer's backward for the consumer's."""
+        tasks = self.tasks
         producer, consumer = self.pair_of_unit[transfer.producer], self.pair_of_unit[transfer.consumer]
-        directions = [(Verb.SEND_F, self.forward_of[producer], self.forward_of[consumer])]
+        directions = [(Verb.SEND_F, tasks.forward_of[producer], tasks.forward_of[consumer])]
         if transfer.gradient:
-            directions.append((Verb.SEND_B, self.backward_of[consumer], self.backward_of[producer]))
+            directions.append((Verb.SEND_B, tasks.backward_of[consumer], tasks.backward_of[producer]))
         chunk, microbatch, sub_microbatch = transfer.producer
         name = (self.names[chunk], microbatch, sub_microbatch)
         for send, source, sink in directions:
-            sender, receiver = self.rank[source], self.rank[sink]
+            sender, receiver = tasks.rank[source], tasks.rank[sink]
             if sender == receiver:
-                self._follow(source, sink)
+                self.dependencies.follow(source, sink)
                 continue
-            number = len(self.messages)
+            self.dependencies.send(len(self.messages), source, sink)
             self.messages.append(_Message(send, sender, receiver, sink, name, target, shape, dtype, transfer.stream))
-            self.sends[source].append(number)
-            self.receives[sink].append(number)
-            self.waiting[sink] += 1
 
     def run(self, iteration: int) -> ExecutionPlan:
-        """Walk tasks and messages in planned time, appending each to the lists of its ranks."""
-        heap = [(self.start_ns[t], _COMPUTE, t) for t, n in enumerate(self.waiting) if n == 0]
+        """Visit tasks and messages in planned time and append each to the lists of its ranks."""
+        start_ns, end_ns, waiting = self.tasks.start_ns, self.tasks.end_ns, self.dependencies.waiting
+        heap = [(start_ns[t], _COMPUTE, t) for t, n in enumerate(waiting) if n == 0]
         heapq.heapify(heap)
         num_done = 0
         while heap:
@@ -266,18 +282,18 @@ class _Lowering:
             if what == _COMPUTE:
                 num_done += 1
                 self._append_compute(number)
-                for message in self.sends.get(number, ()):
-                    heapq.heappush(heap, (self.end_ns[number], _MESSAGE, message))
-                ready = self.followers.get(number, [])
+                for message in self.dependencies.sends.get(number, ()):
+                    heapq.heappush(heap, (end_ns[number], _MESSAGE, message))
+                ready = self.dependencies.followers.get(number, [])
             else:
                 self._append_message(self.messages[number], time_ns)
                 ready = [self.messages[number].consuming_task]
             for task in ready:
-                self.waiting[task] -= 1
-                if self.waiting[task] == 0:
-                    heapq.heappush(heap, (self.start_ns[task], _COMPUTE, task))
+                waiting[task] -= 1
+                if waiting[task] == 0:
+                    heapq.heappush(heap, (start_ns[task], _COMPUTE, task))
         if num_done < self.graph.num_tasks:
-            stuck = next(t for t, n in enumerate(self.waiting) if n > 0)
+            stuck = next(t for t, n in enumerate(waiting) if n > 0)
             raise PlanError(f"the schedule deadlocks: {self.graph.describe(stuck)} waits for a later task")
         self._append_ends()
         return ExecutionPlan(
@@ -289,31 +305,32 @@ class _Lowering:
         )
 
     def _append_compute(self, task: int) -> None:
-        work, kind, here = self.work[self.pair[task]], self.kind[task], self.ranks[self.rank[task]]
+        tasks = self.tasks
+        work, kind, here = self.work[tasks.pair[task]], tasks.kind[task], self.ranks[tasks.rank[task]]
         unit, actions, backward = work.unit, here.actions, kind in (BACKWARD, INPUT_GRADIENT)
         if here.to_offload is not None:
             actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
             here.to_offload = None
         if backward and work.loads:
-            # One computation ahead, so that it is back in time; never before its own forward.
+            # Load one computation ahead, but never before the unit's own forward.
             place = len(actions) if here.last_unit == unit else here.compute_at
             here.insert(self._unit_action(Verb.LOAD, unit), place)
-        here.compute_at, here.compute_end_ns, here.last_unit = len(actions), self.end_ns[task], unit
+        here.compute_at, here.compute_end_ns, here.last_unit = len(actions), tasks.end_ns[task], unit
         if backward and work.recomputes:
-            # Before the wait: nothing else runs on this rank until the gradient is here.
+            # Recompute before the wait, while this rank is idle.
             actions.append(self._unit_action(Verb.RECOMPUTE, unit))
-        for number in self.receives.get(task, ()):
+        for number in self.dependencies.receives.get(task, ()):
             message = self.messages[number]
             _, arrived, sent = _OTHER_VERBS[message.send]
             actions.append(message.awaited(arrived))
-            # By now the message was consumed, so waiting for its send costs nothing and frees its memory.
+            # The message has arrived, so waiting for its send costs nothing and frees its memory.
             self.ranks[message.sender].actions.append(message.awaited(sent))
         actions.append(self._unit_action(_VERB_OF_KIND[kind], unit, work.strategy if kind == FORWARD else ""))
         if kind == FORWARD and work.offloads:
             here.to_offload = unit
 
     def _unit_action(self, verb: Verb, unit: Unit, strategy: str = "") -> Action:
-        """What is done with a unit."""
+        """Return an action on a unit."""
         return Action(verb, self.names[unit.chunk], unit.microbatch, unit.sub_microbatch, None, "", None, "", strategy)
 
     def _append_message(self, message: _Message, time_ns: int) -> None:
@@ -323,7 +340,7 @@ class _Lowering:
         receiver.post(message.posted(_OTHER_VERBS[message.send][0], message.sender), message.sender, place)
 
     def _append_ends(self) -> None:
-        """Gather parameters first, reduce gradients as soon as they are whole, and step."""
+        """Add UNSHARD first, each REDUCE_GRAD once its gradients are complete, and the optimizer step."""
         for rank, here in enumerate(self.ranks):
             order = collective_order(self.layout, rank)
             here.actions[:0] = [Action(verb=Verb.UNSHARD, chunk=self.names[chunk]) for chunk in order.unshard]
@@ -333,27 +350,27 @@ class _Lowering:
                     ends[action.chunk] = step
             place = len(order.unshard)
             for chunk in order.reduce:
-                # Never before the reductions that all replicas do first, whatever their plans.
+                # Keep the order of reductions, which all replicas share.
                 place = max(place, ends.get(self.names[chunk], -1) + 1)
                 while place < len(here.actions) and here.actions[place].verb.is_send:
-                    # Another rank waits for these.
+                    # Other ranks wait for these sends.
                     place += 1
                 here.actions.insert(place, Action(verb=Verb.REDUCE_GRAD, chunk=self.names[chunk]))
                 ends = {name: step + (step >= place) for name, step in ends.items()}
                 place += 1
             here.actions.append(Action(verb=Verb.OPTIMIZER_STEP))
 
-    def _work(self) -> list[_Work]:
-        """What is done with the unit of every pair."""
+    def _work(self) -> list[_UnitWork]:
+        """Return the memory actions of every pair's unit."""
         found = []
-        for unit, strategy, backward in zip(self.unit_of_pair, self._strategies(), self.backward_of, strict=True):
+        for unit, strategy, backward in zip(self.unit_of_pair, self._strategies(), self.tasks.backward_of, strict=True):
             promised = promised_verbs(strategy)
             offloads = Verb.OFFLOAD in promised and backward != NO_TASK
-            found.append(_Work(unit, strategy, Verb.RECOMPUTE in promised, Verb.LOAD in promised, offloads))
+            found.append(_UnitWork(unit, strategy, Verb.RECOMPUTE in promised, Verb.LOAD in promised, offloads))
         return found
 
     def _strategies(self) -> list[str]:
-        """Strategy of every pair, as plans write it."""
+        """Return the strategy of every pair, as plans write it."""
         graph = self.graph
         assert graph.labels is not None
         if graph.candidates is None:

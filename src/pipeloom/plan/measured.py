@@ -1,4 +1,4 @@
-"""Measured: when every action of a plan really ran, and what that says of its messages."""
+"""Measured: the times of every action of a plan, and of its messages."""
 
 from __future__ import annotations
 
@@ -18,57 +18,56 @@ from pipeloom.spec import DTYPE_BYTES, host_pair
 
 IntArray = npt.NDArray[np.int64]
 
-# A wait that is over sooner, or sooner than this part of the time since the message could leave, found it there:
-# nothing is known of how long that was under way.
+# Shorter waits, absolute or as a share of the time since the message could leave, found the message already there.
+# Its transfer time is unknown.
 _WAITED_NS, _WAITED_SHARE = 20_000, 0.05
 
 
 class MessageTime(NamedTuple):
-    """One message between two ranks as it was measured."""
+    """Measured times of one message between two ranks."""
 
     sender: int
     receiver: int
     num_bytes: int
     sent_ns: int
-    """When the later of its send and its receive began to be posted: it leaves no sooner."""
+    """Time when the later of its send and receive was posted; it cannot leave earlier."""
     wait_ns: int
-    """When the receiver began to wait."""
+    """Time when the receiver began to wait."""
     arrived_ns: int
-    """When the wait was over."""
+    """Time when the wait ended."""
 
     @property
     def was_waited_for(self) -> bool:
-        """Whether the receiver was there before the message, so that its time under way is known."""
+        """Whether the receiver waited for the message, so that its transfer time is known."""
         least = max(_WAITED_NS, _WAITED_SHARE * self.under_way_ns)
         return self.arrived_ns - self.wait_ns > least and self.arrived_ns > self.sent_ns
 
     @property
     def under_way_ns(self) -> int:
-        """From when it could leave to the end of the wait; at least 0."""
+        """Time between the earliest possible departure and the end of the wait; at least 0."""
         return max(0, self.arrived_ns - self.sent_ns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """When every action of every rank ran, counted from the first computation.
+    """Times of every action of every rank, relative to the first computation.
 
     Attributes
     ----------
     times_ns : tuple of arrays (actions, 2)
-        Per rank, start and end of each of its actions. Clocks of the ranks are comparable on one machine.
+        Start and end of each action, by rank. Clocks of ranks are comparable on one machine only.
     cpu_ns : tuple of int
-        Per rank, processor time of the thread that ran the actions; -1 where another device than the processor
-        computed.
+        CPU time of the thread that ran the actions, by rank; -1 if another device than the CPU computed.
     """
 
     times_ns: tuple[IntArray, ...]
     cpu_ns: tuple[int, ...]
 
     def compute_ns(self, plan: ExecutionPlan) -> tuple[tuple[int, int], ...]:
-        """Start and end of the compute actions: rank after rank, in each rank's order.
+        """Return start and end of the compute actions, rank by rank, in each rank's order.
 
-        As in planned tasks, what recomputation and moving to the host and back took is a part: before the
-        computation that they precede, or behind the one that an offload follows. Waits in between are not.
+        As in planned tasks, they include recomputation and loads before the computation and an offload after it, but
+        not the waits in between.
         """
         found: list[tuple[int, int]] = []
         for actions, times in zip(plan.ranks, self.times_ns, strict=True):
@@ -84,17 +83,17 @@ class Measured:
         return tuple(found)
 
     def makespan_ns(self, plan: ExecutionPlan) -> int:
-        """From the first start to the last end of computation."""
+        """Return the time from the first start to the last end of a computation."""
         return max((end for _, end in self.compute_ns(plan)), default=0)
 
     def bubble_share(self, plan: ExecutionPlan) -> float:
-        """Idle share of all ranks' time between first start and last end of computation."""
+        """Return the idle share of all ranks' time between the first start and the last end of a computation."""
         times = self.compute_ns(plan)
         busy, makespan = sum(end - start for start, end in times), max((end for _, end in times), default=0)
         return 1.0 - busy / max(makespan * plan.num_ranks, 1)
 
     def messages(self, plan: ExecutionPlan) -> list[MessageTime]:
-        """Every message that the plan sends from rank to rank, except those without rows, which never travel."""
+        """Return the times of all messages between ranks, except empty ones, which are not sent."""
         sent: dict[tuple[int, int], tuple[int, int, int]] = {}
         posted: dict[int, int] = {}
         waited: dict[int, tuple[int, int, int]] = {}
@@ -105,7 +104,7 @@ class Measured:
                     continue
                 if action.verb.is_send and action.shape is not None and action.peer is not None:
                     size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
-                    # Posting may write a part of it.
+                    # Posting may already write a part of the message, so count from its start.
                     sent[message, action.peer] = (rank, size, start)
                 elif action.verb.is_receive:
                     posted[message] = start
@@ -122,14 +121,14 @@ class Measured:
 def fit_links(
     messages: Sequence[MessageTime], hosts: Sequence[int]
 ) -> dict[tuple[int, int] | None, tuple[float, float]]:
-    """Fit the links that measured messages took: by the hosts of their ends, or one, None, where all are on one host.
+    """Fit latency and bandwidth of links, by the hosts of their ends; the key is None if ``hosts`` is empty.
 
-    Only messages that were waited for say how long they were under way.
+    Only messages that a receiver waited for have known transfer times.
     """
-    taken: dict[tuple[int, int] | None, list[tuple[int, float]]] = defaultdict(list)
+    by_link: dict[tuple[int, int] | None, list[tuple[int, float]]] = defaultdict(list)
     for each in messages:
         if each.was_waited_for:
             pair = host_pair(hosts, each.sender, each.receiver) if hosts else None
-            taken[pair].append((each.num_bytes, each.under_way_ns / 1e9))
-    lines = {pair: fit_link(found) for pair, found in taken.items()}
+            by_link[pair].append((each.num_bytes, each.under_way_ns / 1e9))
+    lines = {pair: fit_link(found) for pair, found in by_link.items()}
     return {pair: line for pair, line in lines.items() if line is not None}

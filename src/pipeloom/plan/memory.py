@@ -1,19 +1,19 @@
-"""Bytes that a plan needs on every rank: counted along its list of actions, as the executor holds and lets go.
+"""Peak bytes of a plan on every rank, counted along its list of actions as the executor allocates and frees.
 
-What lives on a rank follows from its list alone. A receive's buffer is made where the list posts it, what is sent is
-let go where the list waits for the send, and all else is made and freed by the rank's own computations. So the count
-holds at whatever speed the ranks really run; planned times matter only in so far as the list was made by them.
+The memory of a rank depends on its list alone. A receive allocates its buffer when it is posted, a sent tensor is freed
+by the wait for its send, and the rank's own computations allocate and free all other memory. So the count holds for any
+speed of the ranks. Planned times matter only through the order of the list.
 
-What counts:
+The count includes:
 
-- weights, gradients and optimiser state (``static_bytes`` of the graph: casts and gathered shards too), all the time
-  but for gradients, which a chunk's first backward makes;
-- what a pair holds, from the start of its F to the end of its backward, and between the halves of a split one;
-- an output, or a stream, from the end of its F until all that take it on this rank have begun theirs, and all sends of
-  it are waited for; the gradient of an input likewise, from the end of a backward;
-- a buffer from the post of its receive until the computation that takes it begins;
-- the workspace of the computation that runs, what it emits for others included, and what offloading has not yet moved
-  out or has brought back early.
+- weights, gradients and optimizer state (``static_bytes`` of the graph, with casts and gathered shards), all the time.
+  Gradients of a chunk count from its first backward;
+- the bytes of a pair, from the start of its F to the end of its backward, and between I and W of a split backward;
+- an output or a stream, from the end of its F until all consumers on this rank have started and all its sends are
+  waited for. The same holds for the gradient of an input, from the end of a backward;
+- a buffer, from the post of its receive until the consumer starts;
+- the workspace of the running computation, its emitted streams included, and bytes that offloading has not yet moved
+  out or has loaded early.
 """
 
 from __future__ import annotations
@@ -33,35 +33,32 @@ from pipeloom.spec import Chunk, Layout, Workload
 from pipeloom.taskgraph import TaskGraph
 
 _NUMBER_BYTES = 8
-"""Of a loss, kept to the end of the iteration; two more are its gradient and one that recomputation makes again."""
+"""Bytes of a loss, kept to the end of the iteration. Two more are its gradient and its recomputed value."""
 
 
 class PassCosts(CostModel, Protocol):
-    """Costs that know what single passes need."""
+    """Costs with the bytes of single passes."""
 
     def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
-        """What a pass of the chunk uses beyond what is held, under one strategy."""
+        """Return the bytes that a pass of the chunk uses beyond those of its pair, under one strategy."""
         ...
 
     def gradient_bytes(self, chunk: Chunk) -> int:
-        """Of the static bytes, those that the chunk's first backward makes."""
+        """Return the static bytes that the chunk's first backward allocates."""
         ...
 
 
 def peak_bytes(
     plan: ExecutionPlan, graph: TaskGraph, layout: Layout, packing: Packing, costs: PassCosts
 ) -> tuple[int, ...]:
-    """Most bytes that each rank needs at any moment of a plan.
+    """Return the peak bytes of each rank under a plan.
 
     Parameters
     ----------
     plan : ExecutionPlan
-        Lowered from a schedule of ``graph``.
+        A plan lowered from a schedule of ``graph``.
     graph : TaskGraph
-        With ``labels``, and the chosen strategies' bytes (`resolve_candidates`).
-    layout : Layout
-    packing : Packing
-    costs : PassCosts
+        A graph with ``labels`` and the bytes of the chosen strategies (`resolve_candidates`).
     """
     assert graph.labels is not None
     units = [Unit(*label[:3]) for label in graph.labels]
@@ -71,13 +68,13 @@ def peak_bytes(
     problem = _Problem(layout, packing, costs, make_routes(layout, packing, units), held)
     static = graph.static_bytes.tolist()
     return tuple(
-        _Count(problem, rank, held_bytes).most(actions)
+        _Count(problem, rank, held_bytes).peak_bytes(actions)
         for rank, (actions, held_bytes) in enumerate(zip(plan.ranks, static, strict=True))
     )
 
 
 class _Name(NamedTuple):
-    """Of a message, as actions give it."""
+    """Name of a message, as in actions."""
 
     chunk: str
     microbatch: int
@@ -88,7 +85,7 @@ class _Name(NamedTuple):
 
 @dataclass
 class _Problem:
-    """What the ranks' counts have in common."""
+    """Data shared by the counts of all ranks."""
 
     layout: Layout
     packing: Packing
@@ -96,7 +93,7 @@ class _Problem:
     routes: Routes
     held: dict[Unit, tuple[int, int]]
     sent: dict[BoundaryTransfer, int] = field(default_factory=dict)
-    """Bytes of what is transferred."""
+    """Bytes of every transfer."""
     named: dict[_Name, BoundaryTransfer] = field(default_factory=dict)
     known: dict[tuple[tuple[str, tuple[int, int]], Workload, str], PassBytes] = field(default_factory=dict)
 
@@ -130,7 +127,7 @@ class _Problem:
         return self._num_bytes(unit.chunk, self.workload(unit), stream)
 
     def takers(self, unit: Unit) -> dict[str, list[BoundaryTransfer]]:
-        """Where a unit's output goes, and each of its streams."""
+        """Return the transfers of a unit's output and of its streams, by stream."""
         found: dict[str, list[BoundaryTransfer]] = {}
         for transfer in self.routes.out_of.get(unit, ()):
             found.setdefault(transfer.stream, []).append(transfer)
@@ -147,7 +144,7 @@ class _Problem:
         return self.layout.chunks[unit.chunk].rank
 
     def sources(self, unit: Unit) -> list[tuple[BoundaryTransfer, ...]]:
-        """What a unit takes, together what comes from one module or stream, since it is joined into one tensor."""
+        """Return the inputs of a unit, grouped by module and stream, since each group becomes one tensor."""
         groups: defaultdict[tuple[str, str], list[BoundaryTransfer]] = defaultdict(list)
         for transfer in self.routes.into.get(unit, ()):
             groups[self.layout.chunks[transfer.producer.chunk].module, transfer.stream].append(transfer)
@@ -156,18 +153,18 @@ class _Problem:
 
 @dataclass(slots=True)
 class _Storage:
-    """Bytes that live until the last of those that hold a part of them lets go."""
+    """Bytes that are freed when their last holder releases them."""
 
     num_bytes: int
     num_holders: int
     counted: bool = True
-    """False: a pair's bytes have them in."""
+    """False if a pair's bytes already include them."""
     is_joint: bool = False
-    """Whether each has a view of it."""
+    """Whether every holder has a view of the same tensor."""
 
 
 class _Count:
-    """One rank's bytes along its list."""
+    """Count of one rank's bytes along its list of actions."""
 
     def __init__(self, problem: _Problem, rank: int, static_bytes: int) -> None:
         self.problem, self.rank = problem, rank
@@ -176,20 +173,20 @@ class _Count:
             for number, chunk in enumerate(problem.layout.chunks)
             if chunk.rank == rank
         }
-        """Bytes of gradients that no backward has made yet, by chunk."""
+        """Bytes of gradients not yet allocated, by chunk."""
         self.now = self.peak = static_bytes - sum(self.ungraded.values()) + 2 * _NUMBER_BYTES
         self.passes: dict[Unit, PassBytes] = {}
         self.outputs: dict[tuple[Unit, str], _Storage] = {}
         """By unit and stream."""
         self.gradients: dict[BoundaryTransfer, _Storage] = {}
         self.received: dict[tuple[bool, BoundaryTransfer], int] = {}
-        """Whether it is a gradient, and which."""
+        """Bytes of received buffers, by direction (True: gradient) and transfer."""
         self.kept: dict[Unit, list[_Storage]] = {}
-        """Storages that a unit reads a part of, until its backward ends."""
+        """Storages of which a unit holds a view until its backward ends."""
         self.covered: dict[Unit, list[_Storage]] = {}
 
-    def most(self, actions: Sequence[Action]) -> int:
-        """Walk the list."""
+    def peak_bytes(self, actions: Sequence[Action]) -> int:
+        """Count along the list and return the peak."""
         for action in actions:
             verb = action.verb
             if verb.is_unit:
@@ -199,6 +196,7 @@ class _Count:
         return self.peak
 
     def _touch(self, more: int = 0) -> None:
+        """Update the peak, with ``more`` temporary bytes."""
         self.peak = max(self.peak, self.now + more)
 
     def _release(self, storage: _Storage) -> None:
@@ -244,24 +242,24 @@ class _Count:
         problem = self.problem
         used = self.passes[unit] = problem.pass_bytes(unit, strategy)
         groups = problem.sources(unit)
-        # Pieces live beside what they are joined into.
+        # Pieces exist beside the tensor that they are concatenated into.
         self._touch(sum(problem.sent[t] for group in groups if len(group) > 1 for t in group))
         for transfer in (t for group in groups for t in group):
             if problem.rank_of(transfer.producer) != self.rank:
                 self.now -= self.received.pop((False, transfer))
             elif transfer.piece is not None:
-                # It may be a view, of which all is held.
+                # The piece may be a view, which holds the whole tensor.
                 self.kept.setdefault(unit, []).append(self.outputs[transfer.producer, transfer.stream])
             else:
                 self._release(self.outputs[transfer.producer, transfer.stream])
         held = problem.held[unit][0] + used.moved_bytes
         self.now += held
         takers = problem.takers(unit)
-        # What a layer emits lives while the layers behind it run.
+        # Emitted streams exist while later layers run.
         self._touch(used.forward_bytes + sum(problem.output_bytes(unit, stream) for stream in takers if stream))
         if not problem.trained[unit.chunk]:
             self.now -= held
-            self._let_go(unit)
+            self._release_views(unit)
         for stream, transfers in takers.items():
             storage = self.outputs[unit, stream] = _Storage(problem.output_bytes(unit, stream), len(transfers))
             self.now += storage.num_bytes
@@ -274,13 +272,13 @@ class _Count:
         takers = problem.takers(unit)
         for stream, transfers in takers.items():
             if len(transfers) > 1 or any(t.piece is not None for t in transfers):
-                # Gradients of parts live beside their sum.
+                # Gradients of parts exist beside their sum.
                 self._touch(problem.output_bytes(unit, stream))
         for transfer in itertools.chain.from_iterable(takers.values()):
             if problem.rank_of(transfer.consumer) != self.rank:
                 self.now -= self.received.pop((True, transfer))
             elif self.gradients[transfer].is_joint:
-                # A view, of which all is held.
+                # A view holds the whole tensor.
                 self.kept.setdefault(unit, []).append(self.gradients[transfer])
             else:
                 self._release(self.gradients[transfer])
@@ -289,19 +287,19 @@ class _Count:
         self._touch(used.first_half_bytes if halves else used.backward_bytes)
         held, between = problem.held[unit]
         self.now += (between if halves else 0) - held - used.moved_bytes
-        self._let_go(unit)
+        self._release_views(unit)
         for group in problem.sources(unit):
             if not group[0].gradient:
                 continue
             storage = _Storage(sum(problem.sent[t] for t in group), len(group), not halves, len(group) > 1)
             self.gradients.update(dict.fromkeys(group, storage))
             if halves:
-                # The leaf has it too, which lives until W.
+                # The leaf tensor holds it until W.
                 self.covered.setdefault(unit, []).append(storage)
             else:
                 self.now += storage.num_bytes
         self._touch()
 
-    def _let_go(self, unit: Unit) -> None:
+    def _release_views(self, unit: Unit) -> None:
         for storage in self.kept.pop(unit, ()):
             self._release(storage)

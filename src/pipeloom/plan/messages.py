@@ -1,4 +1,4 @@
-"""The messages of a plan, numbered, and which neighbouring ones are posted as one operation."""
+"""Numbers of the messages of a plan, and consecutive messages that are posted as one operation."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from pipeloom.plan.action import Action, ExecutionPlan, Verb
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Names are compared once; from then on a message is a number.
+    """Messages of a plan by number.
 
     Attributes
     ----------
     rows : tuple of tuple of int or None
-        Per rank and step the message that the action is about; None for other actions.
-    number_of : dict of tuple to int
-        By name: direction, producer chunk, microbatch, sub-microbatch, consumer chunk if needed, stream.
+        Message of each action, by rank and step; None for actions without one.
     """
 
     rows: tuple[tuple[int | None, ...], ...]
-    number_of: dict[tuple[str, str, int, int, str, str], int]
 
 
 def messages_of(plan: ExecutionPlan) -> Messages:
-    """Number the messages of all actions, in the order in which ranks name them."""
+    """Number the messages of all actions, in order of first occurrence."""
     number_of: dict[tuple[str, str, int, int, str, str], int] = {}
     return Messages(
         tuple(
@@ -33,8 +30,7 @@ def messages_of(plan: ExecutionPlan) -> Messages:
                 for action in actions
             )
             for actions in plan.ranks
-        ),
-        number_of,
+        )
     )
 
 
@@ -46,18 +42,13 @@ _End = tuple[Verb, str, int, int, str, str]
 
 
 def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
-    """Steps of a rank whose send or receive forms one operation with that of its next step.
+    """Return the steps of a rank whose send or receive is batched with the one of the next step.
 
-    Both are messages with one peer, and neighbours in the same order in the peer's list too. So the two ends of an
-    operation always consist of the same messages, as NCCL asks, and joining adds nothing that a plan could wait for:
-    whatever comes between the two on neither rank comes between them nowhere.
-
-    Parameters
-    ----------
-    plan : ExecutionPlan
-    rank : int
+    Both messages have the same peer, and are consecutive in the same order in the peer's list. So both ends of an
+    operation have the same messages, as NCCL requires. Batching adds no dependency, since nothing comes between the two
+    messages on either rank.
     """
-    steps = _neighbours(plan, rank)
+    steps = _consecutive(plan, rank)
     peers = {plan.ranks[rank][step].peer for step in steps}
     there: set[tuple[int | None, _End, _End]] = set()
     for peer in peers:
@@ -66,7 +57,7 @@ def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
         theirs = plan.ranks[peer]
         there |= {
             (peer, _end(theirs[step]), _end(theirs[step + 1]))
-            for step in _neighbours(plan, peer)
+            for step in _consecutive(plan, peer)
             if theirs[step].peer == rank
         }
     mine = plan.ranks[rank]
@@ -75,8 +66,8 @@ def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
     )
 
 
-def _neighbours(plan: ExecutionPlan, rank: int) -> list[int]:
-    """Steps at which a post is followed by another with the same peer."""
+def _consecutive(plan: ExecutionPlan, rank: int) -> list[int]:
+    """Return the steps with a post that is followed by another post with the same peer."""
     actions = plan.ranks[rank]
     return [
         step

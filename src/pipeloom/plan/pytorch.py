@@ -1,7 +1,7 @@
-"""PyTorch's schedule files: cells like ``2F0``, ``0I1``, ``3SEND_F1``, a row for each rank.
+"""PyTorch's schedule files: cells like ``2F0``, ``0I1``, ``3SEND_F1``, one row per rank.
 
-What they can say is less than a plan: one chain of stages, whole microbatches, one shape, activations kept.
-Stage numbers are chunk numbers. PyTorch names a receive by the stage that receives, plans by the one that sent.
+They express less than plans: one chain of stages, whole microbatches, one shape, and kept activations. Stage numbers
+are chunk numbers. PyTorch names a receive by the stage that receives, plans by the chunk that sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.timeline import Schedule
 _CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 _STAGE_OF_MESSAGE = {Verb.SEND_F: 0, Verb.RECV_F: 1, Verb.SEND_B: 1, Verb.RECV_B: 0}
-"""How far PyTorch's stage is from the producing chunk."""
+"""PyTorch's stage minus the producer's chunk."""
 
 
 def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool = False) -> str:
@@ -31,8 +31,8 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
     Raises
     ------
     InputError
-        When PyTorch's runtime could not run the plan: modules that form no chain, are frozen or replicated,
-        sub-microbatches, activations that are not kept, or microbatches that overtake one another.
+        PyTorch's runtime cannot run the plan: modules form no chain, or are frozen or replicated, or the plan has
+        sub-microbatches, activations that are not kept, or microbatches that overtake each other.
     """
     _check_chain(layout)
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
@@ -43,7 +43,7 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
         last_forward = -1
         for step, action in enumerate(actions):
             if action.sub_microbatch:
-                raise InputError(f"plan, rank {rank}, step {step}", "works on a sub-microbatch", "PyTorch has none")
+                raise InputError(f"plan, rank {rank}, step {step}", "is on a sub-microbatch", "PyTorch has none")
             if action.strategy not in ("", "keep") or action.verb.is_memory:
                 raise InputError(
                     f"plan, rank {rank}, step {step}", "does not keep its activations", "PyTorch keeps them"
@@ -64,16 +64,16 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
 
 
 def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
-    """Read PyTorch's schedule as one for a graph whose chunks are PyTorch's stages.
+    """Read PyTorch's schedule for a graph whose chunks are PyTorch's stages.
 
-    Communication in the file is passed over, since lowering adds what is needed; empty cells are bubbles. Where the
-    graph's backwards are split, a whole one in the file becomes its two parts.
+    Communication in the file is ignored, since lowering adds it. Empty cells are bubbles. If the graph's backwards are
+    split, a whole backward in the file becomes I and W.
 
     Raises
     ------
     InputError
-        With row and column: a cell that is no action, a task that the graph does not have, or has on another
-        rank, comes twice, or is missing.
+        A cell is not an action, or a task is unknown, on another rank, doubled or missing. The message has row and
+        column.
     """
     if graph.labels is None:
         raise InputError("graph.labels", "is null", "give a graph that was built from a layout")
@@ -112,7 +112,7 @@ def _check_chain(layout: Layout) -> None:
         if module.after != (() if before is None else (before.name,)):
             raise InputError(f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only")
         if module.emits or module.takes:
-            raise InputError(f"module {module.name!r}", "has streams", "PyTorch's stages hand on one state")
+            raise InputError(f"module {module.name!r}", "has streams", "PyTorch's stages pass on one tensor")
         if module.on_ranks == "replicated":
             raise InputError(f"module {module.name!r}", "is replicated", "PyTorch has each stage once")
         if not layout.has_backward(module.name):
@@ -130,7 +130,7 @@ def _cell(action: Action, number_of: dict[str, int], communication: bool) -> str
 
 
 def _compute_of(cell: str, where: str) -> Iterator[_Name]:
-    """The computations of one cell: none, one, or the two of an overlapped one."""
+    """Yield the computations of one cell: none, one, or two overlapped ones."""
     if not cell:
         return
     overlapped = _OVERLAPPED.fullmatch(cell)
@@ -144,7 +144,7 @@ def _compute_of(cell: str, where: str) -> Iterator[_Name]:
 
 
 def _in_parts(names: Iterator[_Name], known: dict[_Name, int]) -> Iterator[_Name]:
-    """Where the graph's backwards are split, a whole one (DualPipeV has both kinds) is I and W at once."""
+    """Replace a whole backward by I and W if the graph splits it (DualPipeV has both kinds)."""
     for stage, verb, microbatch in names:
         if verb == "B" and (stage, "I", microbatch) in known:
             yield stage, "I", microbatch

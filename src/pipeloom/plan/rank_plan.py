@@ -1,4 +1,4 @@
-"""RankPlan: what one rank needs of a plan, so that no rank receives or reads the actions of all others."""
+"""RankPlan: the part of a plan that one rank needs, so that ranks do not decode actions of other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.spec import Layout
 
 
 class RankPlan(msgspec.Struct, frozen=True):
-    """One rank's actions of a plan, and the little that it must know of the others'."""
+    """Actions of one rank, and the data that it needs about other ranks."""
 
     num_ranks: Number
     iteration: Number
@@ -21,30 +21,26 @@ class RankPlan(msgspec.Struct, frozen=True):
     rank: Number
     actions: tuple[Action, ...]
     longest: Number
-    """Most actions of any rank: all ranks send room for so many times when an iteration has run."""
+    """Largest number of actions of any rank. After an iteration, all ranks send times padded to this number."""
     joined: tuple[Number, ...] | None = None
-    """Steps whose send or receive is one operation with the next one's (`joined_posts`); None: none need be known."""
+    """Steps whose send or receive is batched with the next one (`joined_posts`); None if nothing is batched."""
     placed: tuple[Unit, ...] = ()
-    """All forwards of replicated modules on all ranks: only the plan says where each part of them is worked on."""
+    """All forwards of replicated modules on all ranks. Only the plan defines the rank of each part."""
 
 
 def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) -> RankPlan:
-    """Return what one rank needs of a plan.
+    """Return the part of a plan that one rank needs.
 
     Parameters
     ----------
-    plan : ExecutionPlan
-    layout : Layout
-        The plan's.
-    rank : int
     joins : bool
-        Whether messages that are neighbours on both ends are posted as one operation (`BACKENDS`).
+        Whether consecutive messages are batched into one operation (`BACKENDS`).
     """
     return _part(plan, rank, _placed(plan, layout), joins)
 
 
 def rank_plans(plan: ExecutionPlan, layout: Layout, *, joins: bool) -> tuple[RankPlan, ...]:
-    """Return what every rank needs of a plan; see `rank_plan`."""
+    """Return the parts of all ranks; see `rank_plan`."""
     placed = _placed(plan, layout)
     return tuple(_part(plan, rank, placed, joins) for rank in range(plan.num_ranks))
 

@@ -1,6 +1,6 @@
-"""What goes from whom to whom, and in which order collectives come: the same for lowering, checking and running.
+"""Boundary transfers between units and the order of collectives, for lowering, verification and execution.
 
-Decided by layout and packing alone.
+Both depend only on the layout and the packing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipeloom.packing import Packing, Piece, pieces
 from pipeloom.spec import Chunk, Layout, ModelSpec, Workload
 
 Shapes = Callable[[int, Workload, str], tuple[tuple[int, ...], str]]
-"""From a chunk number and a workload to shape and dtype of the chunk's output, or of a stream that it emits."""
+"""Function from chunk number, workload and stream to shape and dtype of the stream, or of the output if it is empty."""
 
 
 class Unit(NamedTuple):
-    """One chunk's work on one (sub-)microbatch; its F and its backward belong to one unit."""
+    """One chunk's work on one (sub-)microbatch: its F and its backward."""
 
     chunk: int
     microbatch: int
@@ -28,11 +28,11 @@ class Unit(NamedTuple):
 
 
 class BoundaryTransfer(NamedTuple):
-    """The output of one unit goes into another, and where ``gradient`` is set its gradient comes back.
+    """Transfer of one unit's output to another unit and, if ``gradient`` is set, of its gradient back.
 
-    ``piece`` is None where it is all of the output, else which instances of the producer's part: the first, and how
-    many. ``stream`` names what is transferred where it is not the output: the stream that a layer of the one emits and
-    layers of the other take, straight from the one to the other, and once however many of them take it.
+    ``piece`` is the first instance of the producer's part and their number; None for the whole output. ``stream`` names
+    a stream that a layer of the producer emits and layers of the consumer take; it is empty for the output. A stream is
+    transferred directly, and once for all layers that take it.
     """
 
     producer: Unit
@@ -43,7 +43,7 @@ class BoundaryTransfer(NamedTuple):
 
 
 class StreamPlace(NamedTuple):
-    """The other end of a stream that a chunk takes or gives: its module, and the chunk's place among that module's."""
+    """The other end of a stream that a chunk takes or gives: its module, and the index of its chunk in that module."""
 
     stream: str
     module: int
@@ -51,7 +51,7 @@ class StreamPlace(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a chunk stands: its module, its neighbours inside it (-1: none), the modules around it, and streams."""
+    """Connections of a chunk: its module, its neighbors in it (-1: none), adjacent modules, and streams."""
 
     module: int
     before: int
@@ -64,10 +64,10 @@ class _Place(NamedTuple):
 
 
 class Router:
-    """What is fixed about boundary transfers once a layout is: made once, asked for every unit.
+    """The part of boundary transfers that depends only on the layout, made once for all units.
 
-    Inside a module a part goes from chunk to chunk; at a module boundary parts are cut and joined as
-    `pipeloom.packing.pieces` says.
+    Inside a module, a part goes from chunk to chunk. At a module boundary, parts are cut and joined by
+    `pipeloom.packing.pieces`.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -100,38 +100,32 @@ class Router:
             )
 
     def _streams(self) -> tuple[list[list[StreamPlace]], list[list[StreamPlace]]]:
-        """Per chunk, the streams that it takes from other chunks, and those that it gives to others."""
+        """Return the streams that each chunk takes from other chunks, and those that it gives to other chunks."""
         layout, chunks_of = self.layout, self.chunks_of
 
-        def places(module: int, layer: int) -> list[int]:
-            # Of a replicated module all chunks have all layers; where a part is worked on is known later.
-            row = [place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer)]
-            return row[:1]
+        def place_of(module: int, layer: int) -> int:
+            # Every chunk of a replicated module has all layers; the rank of each part is known later.
+            return next(place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer))
 
         ends = {
-            end.stream: (m, end.layer, places(m, end.layer)[0])
-            for m, module in enumerate(layout.modules)
-            for end in module.emits
+            end.stream: (m, place_of(m, end.layer)) for m, module in enumerate(layout.modules) for end in module.emits
         }
         takes: list[list[StreamPlace]] = [[] for _ in layout.chunks]
         gives: list[list[StreamPlace]] = [[] for _ in layout.chunks]
         for m, module in enumerate(layout.modules):
             for stream in dict.fromkeys(end.stream for end in module.takes):
-                source, _, above = ends[stream]
-                layers = [end.layer for end in module.takes if end.stream == stream]
-                for below in sorted({place for layer in layers for place in places(m, layer)}):
+                source, above = ends[stream]
+                for below in sorted({place_of(m, end.layer) for end in module.takes if end.stream == stream}):
                     if (source, above) == (m, below):
                         continue
-                    everywhere = self.replicated[m]
-                    for chunk in chunks_of[m] if everywhere else (chunks_of[m][below],):
+                    for chunk in chunks_of[m] if self.replicated[m] else (chunks_of[m][below],):
                         takes[chunk].append(StreamPlace(stream, source, above))
-                    everywhere = self.replicated[source]
-                    for chunk in chunks_of[source] if everywhere else (chunks_of[source][above],):
+                    for chunk in chunks_of[source] if self.replicated[source] else (chunks_of[source][above],):
                         gives[chunk].append(StreamPlace(stream, m, below))
         return takes, gives
 
-    def of(self, packing: Packing, units: Iterable[Unit]) -> RoutesOf:
-        """Bind to one iteration; the units say on which rank each part of a replicated module is worked on."""
+    def of(self, packing: Packing, units: Iterable[Unit]) -> IterationRoutes:
+        """Bind to one iteration; ``units`` define the rank of each part of a replicated module."""
         where: dict[tuple[int, int, int], int] = {}
         if any(self.replicated):
             for unit in units:
@@ -139,16 +133,16 @@ class Router:
                 if self.replicated[m]:
                     where[m, unit.microbatch, unit.sub_microbatch] = unit.chunk
         counts = [tuple(map(len, microbatch.parts)) for microbatch in packing.microbatches]
-        return RoutesOf(self, packing, counts, where)
+        return IterationRoutes(self, packing, counts, where)
 
 
-class RoutesOf:
-    """Boundary transfers of one iteration, answered unit by unit.
+class IterationRoutes:
+    """Boundary transfers of one iteration, by unit.
 
     Attributes
     ----------
     counts : list of tuple of int
-        Per microbatch and module, its number of parts.
+        Number of parts by microbatch and module.
     """
 
     def __init__(
@@ -158,61 +152,32 @@ class RoutesOf:
         self._pieces: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
 
     def into(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
-        """What a unit takes, in the order in which it concatenates it."""
+        """Return the inputs of a unit, in the order of concatenation."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
+        found: list[BoundaryTransfer] = []
         if place.before >= 0:
-            main = BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient)
-            return (main, *self._streams_into(unit)) if place.takes else (main,)
-        found: list[BoundaryTransfer] = []
-        for source in place.sources:
-            for piece in self._boundary(microbatch, source, place.module):
-                if piece.below == sub:
-                    chunk = self._chunk(source, microbatch, piece.above, -1)
-                    producer = Unit(chunk, microbatch, piece.above)
-                    flows = self.router.places[chunk].gradient
-                    found.append(BoundaryTransfer(producer, unit, flows, _cut(piece)))
-        if place.takes:
-            found += self._streams_into(unit)
-        return tuple(found)
-
-    def _streams_into(self, unit: Unit) -> list[BoundaryTransfer]:
-        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
-        found: list[BoundaryTransfer] = []
-        for stream, source, above in place.takes:
+            found.append(BoundaryTransfer(Unit(place.before, microbatch, sub), unit, place.gradient))
+        for stream, source, above in (*(("", source, -1) for source in place.sources), *place.takes):
             for piece in self._boundary(microbatch, source, place.module):
                 if piece.below == sub:
                     chunk = self._chunk(source, microbatch, piece.above, above)
                     producer = Unit(chunk, microbatch, piece.above)
                     flows = self.router.places[chunk].gradient
                     found.append(BoundaryTransfer(producer, unit, flows, _cut(piece), stream))
-        return found
-
-    def out_of(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
-        """Where a unit's output goes."""
-        place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
-        if place.after >= 0:
-            main = BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient)
-            return (main, *self._streams_out_of(unit)) if place.gives else (main,)
-        found: list[BoundaryTransfer] = []
-        for module in place.consumers:
-            for piece in self._boundary(microbatch, place.module, module):
-                if piece.above == sub:
-                    chunk = self._chunk(module, microbatch, piece.below, 0)
-                    consumer = Unit(chunk, microbatch, piece.below)
-                    found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece)))
-        if place.gives:
-            found += self._streams_out_of(unit)
         return tuple(found)
 
-    def _streams_out_of(self, unit: Unit) -> list[BoundaryTransfer]:
+    def out_of(self, unit: Unit) -> tuple[BoundaryTransfer, ...]:
+        """Return the transfers of a unit's output and streams."""
         place, (_, microbatch, sub) = self.router.places[unit.chunk], unit
         found: list[BoundaryTransfer] = []
-        for stream, module, below in place.gives:
+        if place.after >= 0:
+            found.append(BoundaryTransfer(unit, Unit(place.after, microbatch, sub), place.gradient))
+        for stream, module, below in (*(("", module, 0) for module in place.consumers), *place.gives):
             for piece in self._boundary(microbatch, place.module, module):
                 if piece.above == sub:
                     consumer = Unit(self._chunk(module, microbatch, piece.below, below), microbatch, piece.below)
                     found.append(BoundaryTransfer(unit, consumer, place.gradient, _cut(piece), stream))
-        return found
+        return tuple(found)
 
     def _boundary(self, microbatch: int, above: int, below: int) -> tuple[Piece, ...]:
         key = (microbatch, above, below)
@@ -238,9 +203,9 @@ class Routes:
     Attributes
     ----------
     units : tuple of Unit
-        Microbatch by microbatch, in model order.
+        All units, microbatch by microbatch, in model order.
     transfers : tuple of BoundaryTransfer
-        Those of one consumer stand in the order in which it concatenates them.
+        All transfers. Those of one consumer are in the order of concatenation.
     """
 
     units: tuple[Unit, ...]
@@ -257,20 +222,19 @@ class Routes:
         return _grouped((transfer.producer, transfer) for transfer in self.transfers)
 
     def target(self, transfer: BoundaryTransfer, names: Sequence[str]) -> str:
-        """How its message names the consumer; see `target_word`."""
+        """Return the name of the consumer in the transfer's message; see `target_word`."""
         return target_word(transfer, self.out_of[transfer.producer], names)
 
 
 def target_word(transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer], names: Sequence[str]) -> str:
-    """How a message names its consumer: not at all where there is one, else its chunk, and its part if need be.
+    """Return the consumer's name in a message: empty for a single consumer, else its chunk, and its part if needed.
 
     Parameters
     ----------
-    transfer : BoundaryTransfer
     siblings : sequence of BoundaryTransfer
-        All of the same producer; those of the same stream matter.
+        All transfers of the same producer.
     names : sequence of str
-        Of the layout's chunks.
+        Names of the layout's chunks.
     """
     if len(siblings) == 1:
         return ""
@@ -288,15 +252,13 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
 
     Parameters
     ----------
-    layout : Layout
-    packing : Packing
     units : iterable of Unit
-        Every unit that has an F. (For a replicated module they say on which rank each part is worked on.)
+        Every unit with an F. For replicated modules, they define the rank of each part.
 
     Raises
     ------
     InputError
-        When a unit is missing, unknown or doubled, or parts at a module boundary match in neither way.
+        A unit is missing, unknown or doubled, or parts do not match at a module boundary.
     """
     listed = list(units)
     known = set(listed)
@@ -315,7 +277,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     stray = known - set(ordered)
     if stray:
         raise InputError(f"unit {_name(layout, min(stray))}", "is not in the packing", "plan for this packing")
-    # Both sides are asked: a part that feeds nothing shows on its own side only.
+    # Compare both sides, since a part without consumers appears only on its own side.
     transfers = [transfer for unit in ordered for transfer in routes.into(unit)]
     if len(transfers) != sum(len(routes.out_of(unit)) for unit in ordered):
         raise AssertionError("boundary transfers differ between their two sides")
@@ -323,7 +285,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
 
 
 def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Packing) -> Workload:
-    """Workload of what is transferred: with `Shapes`, shape and dtype of its message."""
+    """Return the workload of a transfer, from which `Shapes` gives the shape of its message."""
     producer = transfer.producer
     part = packing.parts_of(producer.microbatch, layout.chunks[producer.chunk].module)[producer.sub_microbatch]
     if transfer.piece is None:
@@ -333,7 +295,7 @@ def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Pa
 
 
 def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
-    """Shape and dtype of every chunk's output, as the model states it for the chunk's last layer, and of streams."""
+    """Return the shapes of outputs, as the model declares them for the last layer of each chunk, and of streams."""
     outputs = [model.module(chunk.module).flat_layers[chunk.layers[1]].output for chunk in layout.chunks]
     streams = {end.stream: end.output for module in model.modules for end in module.emits}
 
@@ -347,7 +309,7 @@ def boundary_shapes(model: ModelSpec, layout: Layout) -> Shapes:
 def _units_of(
     layout: Layout, router: Router, module: int, microbatch: int, sub: int, known: set[Unit]
 ) -> tuple[Unit, ...]:
-    """Units that one part of one module passes, in model order."""
+    """Return the units of one part of one module, in model order."""
     candidates = [Unit(chunk, microbatch, sub) for chunk in router.chunks_of[module]]
     present = tuple(unit for unit in candidates if unit in known)
     wanted = 1 if router.replicated[module] else len(candidates)
@@ -391,15 +353,15 @@ def _name(layout: Layout, unit: Unit) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOrder:
-    """Chunk numbers of one rank, in the order of their collectives.
+    """Chunks of one rank in the order of their collectives.
 
     Attributes
     ----------
     unshard : tuple of int
-        UNSHARD: where there are replicas, every chunk, as a forward comes to them.
+        Chunks of UNSHARD, in forward order: all chunks if there are replicas.
     reduce : tuple of int
-        REDUCE_GRAD: trained chunks that exist several times, as a backward comes to them. A chunk without work in an
-        iteration is reduced too: other replicas wait for its share.
+        Chunks of REDUCE_GRAD, in backward order: trained chunks that exist several times. A chunk without work in an
+        iteration is also reduced, since other replicas wait for it.
     """
 
     unshard: tuple[int, ...]
@@ -407,7 +369,7 @@ class CollectiveOrder:
 
 
 def collective_order(layout: Layout, rank: int) -> CollectiveOrder:
-    """Order of a rank's collectives: decided by the layout alone."""
+    """Return the order of a rank's collectives, which depends only on the layout."""
     several = layout.parallelism.data > 1
     unshard, reduce = [], []
     for number, chunk in enumerate(layout.chunks):

@@ -1,4 +1,4 @@
-"""Check that a plan's messages have the shapes that the model states."""
+"""Check that a plan's messages have the shapes that the model declares."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeloom.spec import Layout, ModelSpec
 
 
 def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
-    """Refuse a verified plan whose messages have other shapes than the model states for the batch at hand.
+    """Raise if messages of a verified plan have other shapes than the model declares for the batch.
 
-    A plan that is complete and free of deadlock in itself may still be one for another model or batch.
+    A plan that is complete and free of deadlock may be made for another model or batch.
 
     Raises
     ------
     PlanError
-        Naming the first message that differs, and the shape that it should have.
+        A message differs; the error names the first one and its expected shape.
     """
     shapes = boundary_shapes(model, layout)
     names = layout.chunk_names
@@ -26,21 +26,21 @@ def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing:
     everything = [action for actions in plan.ranks for action in actions]
     units = [Unit(chunks[a.chunk], a.microbatch, a.sub_microbatch) for a in everything if a.verb == "F"]
     routes = Router(layout).of(packing, units)
-    # A decoder in smaller parts takes some rows of an output, so messages of one unit may differ.
-    known: dict[Unit, dict[tuple[str, str], tuple[tuple[int, ...], str]]] = {}
+    # A consumer in smaller parts takes some rows of an output, so messages of one unit may differ in shape.
+    expected_of: dict[Unit, dict[tuple[str, str], tuple[tuple[int, ...], str]]] = {}
     for action in everything:
         if action.shape is None:
             continue
         unit = Unit(chunks[action.chunk], action.microbatch, action.sub_microbatch)
-        if unit not in known:
+        if unit not in expected_of:
             siblings = routes.out_of(unit)
-            known[unit] = {
+            expected_of[unit] = {
                 (target_word(h, siblings, names), h.stream): shapes(
                     unit.chunk, transferred_workload(h, layout, packing), h.stream
                 )
                 for h in siblings
             }
-        expected = known[unit].get((action.target, action.stream))
+        expected = expected_of[unit].get((action.target, action.stream))
         if (action.shape, action.dtype) != expected:
-            should = "goes nowhere" if expected is None else f"has another shape than {expected[0]} {expected[1]}"
+            should = "has no consumer" if expected is None else f"has another shape than {expected[0]} {expected[1]}"
             raise PlanError(f"'{action_text(action)}' {should}")

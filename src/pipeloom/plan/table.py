@@ -1,4 +1,4 @@
-"""A plan's actions as columns of numbers, for whoever looks at all of them at once."""
+"""Actions of a plan as columns of numbers, for vectorized checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CODE = {verb: code for code, verb in enumerate(VERBS)}
 
 
 def verbs_that(holds: Iterable[bool]) -> BoolArray:
-    """What is so of every verb, by its code."""
+    """Return one boolean per verb, by its code."""
     return np.fromiter(holds, np.bool_, len(VERBS))
 
 
@@ -36,33 +36,32 @@ _POST = np.fromiter((_CODE[verb.post] for verb in VERBS), np.int64, len(VERBS))
 
 
 def code(verb: Verb) -> int:
-    """Number of a verb in a table."""
+    """Return the number of a verb in a table."""
     return _CODE[verb]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanTable:
-    """All actions of a plan, rank after rank; a row is an action.
+    """All actions of a plan, one per row, rank by rank.
 
     Attributes
     ----------
     start : array, shape (num_ranks + 1,)
         Rows of rank r are ``start[r]`` to ``start[r + 1]``.
     rank, verb, chunk : array, shape (num_rows,)
-        ``verb`` and ``chunk`` are places in `VERBS` and in ``chunks``.
+        ``verb`` and ``chunk`` index `VERBS` and ``chunks``.
     chunks : tuple of str
-        Chunk names, as the plan first names them.
+        Chunk names in order of first occurrence.
     unit : array, shape (num_rows,)
-        The same number for what names the same chunk, microbatch and sub-microbatch.
+        Number of the action's chunk, microbatch and sub-microbatch.
     messages : array
-        Rows that post or await an end of a message.
+        Rows that post one end of a message or wait for it.
     message, end : array, shape (len(messages),)
-        The same number for the same message; and for the same end of it on the same rank, whether it is posted there or
-        waited for.
+        Number of the message, and number of its end. The post of an end and the wait for it have the same number.
     targets : dict of (str, str) to int
-        Numbers of the consumers and streams that messages name.
+        Numbers of the consumers and streams in names of messages.
     names : array
-        By message, what it is named by, as one number that rises (`number_of`).
+        Name of each message as one number, in increasing order (`number_of`).
     """
 
     plan: ExecutionPlan
@@ -79,7 +78,7 @@ class PlanTable:
     names: IntArray
 
     def number_of(self, units: IntArray, targets: IntArray, back: IntArray) -> IntArray:
-        """Messages by unit, by consumer and stream (a number in ``targets``) and direction; -1: there is none."""
+        """Return the messages by unit, target (consumer and stream) and direction; -1 if there is none."""
         names = (units * len(self.targets) + targets) * 2 + back
         if not len(self.names):
             return np.full(len(names), -1)
@@ -87,7 +86,7 @@ class PlanTable:
         return np.where((self.names[place] == names) & (targets >= 0), place, -1)
 
     def step(self, row: int) -> int:
-        """Step of an action in its rank's list."""
+        """Return the step of an action in its rank's list."""
         return int(row - self.start[self.rank[row]])
 
 
@@ -97,7 +96,7 @@ def table_of(plan: ExecutionPlan) -> PlanTable:
     Raises
     ------
     PlanError
-        A microbatch or sub-microbatch is no number that can be.
+        A microbatch or sub-microbatch exceeds 64 bits.
     """
     actions = [action for listed in plan.ranks for action in listed]
     lengths = [len(listed) for listed in plan.ranks]
@@ -131,13 +130,13 @@ def table_of(plan: ExecutionPlan) -> PlanTable:
 
 
 def numbered(values: Sequence[_Value]) -> tuple[IntArray, list[_Value]]:
-    """Equal values get one number, in the order in which they first come; and the values by number."""
+    """Number equal values in order of first occurrence; return the numbers and the values by number."""
     number = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return np.array([number[value] for value in values], np.int64), list(number)
 
 
 def joint_numbers(*columns: IntArray) -> IntArray:
-    """One number for equal rows of several columns, below the number of rows."""
+    """Give equal rows of several columns one number, below the number of rows."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         if not len(column):

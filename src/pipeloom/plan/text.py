@@ -1,4 +1,4 @@
-"""The text and wire forms of plans (`pipeloom.plan/2`, with streams `/3`): readable, diffable, read back exactly."""
+"""Text and binary forms of plans (`pipeloom.plan/2`, with streams `pipeloom.plan/3`). Both are lossless."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeloom.plan.action import Action, ExecutionPlan, Verb
 FORMAT = "pipeloom.plan/2"
 FORMAT_WITH_STREAMS = "pipeloom.plan/3"
 _COLUMN = 11
-"""Width of the verbs' column: the one verb that is longer stands alone on its line."""
+"""Width of the column of verbs. The only longer verb is alone on its line."""
 _SPLITS = re.compile(r"[ \t\r\n=]")
-"""What would take a name apart in the text."""
+"""Characters that would split a name in the text."""
 
 
 def to_text(plan: ExecutionPlan) -> str:
-    """Write a plan as text: a header, then for every rank its number and one action a line."""
+    """Write a plan as text: a header, then the number of every rank and its actions, one per line."""
     lines = [f"{plan.format} ranks={plan.num_ranks} iteration={plan.iteration} layout={plan.layout}"]
     for rank, actions in enumerate(plan.ranks):
         lines.append(f"rank {rank}")
@@ -29,7 +29,7 @@ def to_text(plan: ExecutionPlan) -> str:
 
 
 def action_text(action: Action) -> str:
-    """Write one action, e.g. ``SEND_F vision.0 3.0 to=1 shape=12,169,64 dtype=float32``."""
+    """Write one action, such as ``SEND_F vision.0 3.0 to=1 shape=12,169,64 dtype=float32``."""
     return _line(action, 0)
 
 
@@ -44,7 +44,7 @@ def _line(action: Action, width: int) -> str:
     if action.strategy:
         words.append(action.strategy)
     if action.peer is not None:
-        # Messages about wrong plans show actions that have what their verb does not take.
+        # Errors about invalid plans show actions with a peer that their verb does not take.
         words.append(f"{_peer_word(verb) or 'peer'}={action.peer}")
     if action.shape is not None:
         words.append("shape=" + ",".join(map(str, action.shape)))
@@ -63,7 +63,7 @@ def from_text(text: str) -> ExecutionPlan:
     Raises
     ------
     InputError
-        With the number of the line, what is wrong in it, and what is expected.
+        The text is invalid; the message has the line, the problem and the expected form.
     """
     lines = text.splitlines()
     version, num_ranks, iteration, layout = _header(lines[0] if lines else "")
@@ -77,7 +77,7 @@ def from_text(text: str) -> ExecutionPlan:
                 _refuse(number, f"{line!r}", f"rank {len(ranks)} comes next")
             ranks.append([])
         elif not ranks:
-            _refuse(number, f"{line!r} stands before any rank", "begin with 'rank 0'")
+            _refuse(number, f"{line!r} is before any rank", "begin with 'rank 0'")
         else:
             ranks[-1].append(_action(words, number, version))
     if len(ranks) != num_ranks:
@@ -86,17 +86,17 @@ def from_text(text: str) -> ExecutionPlan:
 
 
 def to_msgpack(plan: ExecutionPlan) -> bytes:
-    """Encode a plan for the wire."""
+    """Encode a plan as MessagePack."""
     return msgspec.msgpack.encode(plan)
 
 
 def from_msgpack(data: bytes) -> ExecutionPlan:
-    """Decode and validate a plan from the wire.
+    """Decode and validate a plan from MessagePack.
 
     Raises
     ------
     InputError
-        When the bytes are not a plan of this format, or an action lacks what its verb needs.
+        The bytes are not a plan of this format, or an action does not match its verb.
     """
     try:
         plan = _DECODER.decode(data)
@@ -116,7 +116,7 @@ _DECODER = msgspec.msgpack.Decoder(ExecutionPlan)
 
 
 class _Envelope(msgspec.Struct):
-    """What can be read of a plan of any version."""
+    """The part of a plan that all versions share."""
 
     format: str
 
@@ -125,20 +125,20 @@ _ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
 
 
 def _problem_of_bytes(data: bytes, error: msgspec.MsgspecError) -> tuple[str, str]:
-    """Say what is wrong with bytes that are no plan, and the remedy."""
+    """Return the problem of bytes that are not a plan, and the remedy."""
     try:
-        told = _ENVELOPE_DECODER.decode(data).format
+        version = _ENVELOPE_DECODER.decode(data).format
     except msgspec.MsgspecError:
-        told = FORMAT
-    return (str(error), f"send a {FORMAT}") if told == FORMAT else (_wrong_format(told), _remedy(told))
+        version = FORMAT
+    return (str(error), f"send a {FORMAT}") if version == FORMAT else (_wrong_format(version), _remedy(version))
 
 
-def _wrong_format(told: str) -> str:
-    return f"is a {told!r}, expected {FORMAT!r}"
+def _wrong_format(version: str) -> str:
+    return f"is a {version!r}, expected {FORMAT!r}"
 
 
-def _remedy(told: str) -> str:
-    if told == "pipeloom.plan/1":
+def _remedy(version: str) -> str:
+    if version == "pipeloom.plan/1":
         return "its verbs have other names, plan again"
     return f"write a {FORMAT}"
 
@@ -149,14 +149,14 @@ _Version = Literal["pipeloom.plan/2", "pipeloom.plan/3"]
 
 def _header(line: str) -> tuple[_Version, int, int, str]:
     words = line.split()
-    told = words[0] if words else ""
-    if told not in (FORMAT, FORMAT_WITH_STREAMS):
-        _refuse(1, _wrong_format(told), _remedy(told))
+    name = words[0] if words else ""
+    if name not in (FORMAT, FORMAT_WITH_STREAMS):
+        _refuse(1, _wrong_format(name), _remedy(name))
     fields = _fields(words[1:], ("ranks", "iteration", "layout"), 1)
-    for name in ("ranks", "iteration", "layout"):
-        if name not in fields:
-            _refuse(1, f"has no {name}=", f"write '{FORMAT} ranks=N iteration=N layout=DIGEST'")
-    version: _Version = "pipeloom.plan/2" if told == FORMAT else "pipeloom.plan/3"
+    for field in ("ranks", "iteration", "layout"):
+        if field not in fields:
+            _refuse(1, f"has no {field}=", f"write '{FORMAT} ranks=N iteration=N layout=DIGEST'")
+    version: _Version = "pipeloom.plan/2" if name == FORMAT else "pipeloom.plan/3"
     return version, _number(fields["ranks"], 1), _number(fields["iteration"], 1), fields["layout"]
 
 
@@ -215,7 +215,7 @@ def _unit_action(verb: Verb, words: list[str], line: int) -> Action:
 
 
 def _problem(action: Action, version: _Version) -> str:
-    """What an action lacks or has too much, in words; empty where it is whole."""
+    """Return the problem of an action whose fields do not match its verb; empty if they do."""
     verb = action.verb
     message = verb.is_post
     bare = not (verb.is_unit or verb.is_message or verb.is_chunk)
@@ -236,7 +236,7 @@ def _problem(action: Action, version: _Version) -> str:
     if (action.target or action.stream) and not verb.is_message:
         return f"{verb} takes no {'target' if action.target else 'stream'}"
     if action.stream and version != FORMAT_WITH_STREAMS:
-        return f"stream={action.stream} in a {version}: those with streams are {FORMAT_WITH_STREAMS}"
+        return f"stream={action.stream} in a {version}; plans with streams are {FORMAT_WITH_STREAMS}"
     numbers = (action.microbatch, action.sub_microbatch, action.peer or 0, *(action.shape or ()))
     if min(numbers) < 0:
         return f"{min(numbers)} is negative"
@@ -264,7 +264,7 @@ def _fields(words: list[str], allowed: tuple[str, ...], line: int) -> dict[str, 
 def _number(word: str, line: int) -> int:
     if not (word.isascii() and word.isdigit()):
         _refuse(line, f"{word!r} is not a whole number of at least 0", "")
-    # Thousands of digits take long to read, and Python refuses them.
+    # Python raises on numbers with thousands of digits.
     if len(word) > 20 or int(word) > MAX_COUNT:
         _refuse(line, f"{word[:20]!r} is above {MAX_COUNT}", "")
     return int(word)

@@ -1,4 +1,4 @@
-"""Prove a plan complete, free of deadlock and made for this model and batch, or say where it fails."""
+"""Verification: a plan is complete, free of deadlock and made for this model and batch."""
 
 from __future__ import annotations
 
@@ -35,35 +35,37 @@ from pipeloom.spec import Layout, word_strategies
 def verify(
     plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None, *, serial: bool = False
 ) -> tuple[str, ...]:
-    """Check a plan; return when it is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
+    """Raise unless a plan is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
 
-    Always: each rank's steps are in a possible order (a backward after its forward, every receive and send
-    posted once and waited for once), a unit recomputes, offloads and loads before its backward exactly what the
-    strategy of its forward says, and a dry run ends with every message matched, with equal shapes, in an
-    order that NCCL accepts (what NCCL accepts, gloo does too). A computation starts after what it takes from other
-    chunks has arrived, and a message is sent after it was computed, as far as the names of chunks and messages tell.
-    With a layout: every chunk is on its rank, its strategies are as many as its layers, and
-    every unit of a trained module has its backward. With a packing too: every unit of the iteration is there,
-    and every computation has what it needs before it starts, from exactly the ranks that have it. With ``serial``
-    also where a rank's messages are served one after the other, whoever the peers are, joined or not.
+    Checked for every plan:
+
+    - The steps of each rank have a valid order: each backward is after its forward, and every send and receive is
+      posted once and waited for once.
+    - Before its backward, a unit recomputes, offloads and loads exactly as the strategy of its forward requires.
+    - A dry run ends with every message matched, with equal shapes, in an order that NCCL accepts (and so gloo).
+    - A computation starts after its inputs have arrived, and a message is sent after it was computed, as far as the
+      names of chunks and messages show.
+
+    With a layout: every chunk is on its rank, the number of its strategies matches that of its layers, and every unit
+    of a trained module has its backward. With a packing as well: every unit of the iteration is present, and receives
+    its inputs before it starts, from exactly the ranks that have them.
 
     Parameters
     ----------
-    plan : ExecutionPlan
-    layout : Layout or None
     packing : Packing or None
-        Of the plan's iteration.
+        Packing of the plan's iteration.
     serial : bool
+        Also prove the plan for a single communicator, which serves a rank's messages one by one for all peers.
 
     Returns
     -------
     tuple of str
-        What was not checked, as it takes a layout or a packing.
+        Checks that were skipped without a layout or a packing.
 
     Raises
     ------
     PlanError
-        Naming rank, step and action, with the grid of ranks and steps around the place.
+        A check fails. The message names rank, step and action, and shows the surrounding steps of all ranks.
     """
     if len(plan.ranks) != plan.num_ranks:
         raise PlanError(f"the plan has {len(plan.ranks)} ranks, its header says {plan.num_ranks}")
@@ -80,26 +82,26 @@ def verify(
     for row, problem in faults[:1]:
         _fail_row(table, row, problem)
     _check_moves(table, np.array(moves, np.int64).reshape(-1, 5).T)
-    missing = ["that all samples of the batch are there: it takes a packing"]
+    missing = ["that all samples of the batch are present (needs a packing)"]
     if unknown:
         first = action_text(plan.ranks[int(table.rank[unknown[0]])][table.step(unknown[0])])
         missing.append(
-            f"which parts of their microbatch {len(unknown)} forwards take, such as {first!r}: it takes a packing"
+            f"which parts of their microbatch {len(unknown)} forwards take, such as {first!r} (needs a packing)"
         )
     if layout is None:
-        missing.append("chunks, layers, and what a rank keeps for itself between modules: it takes a layout")
+        missing.append("chunks, layers, and transfers between modules on one rank (needs a layout)")
     return tuple(missing)
 
 
 class _Faults:
-    """What is wrong, of which the first is told: the lowest rank's earliest, and of one action what was asked first."""
+    """Problems, of which the first is reported: by rank, then by step, then by the order of the checks."""
 
     def __init__(self, table: PlanTable) -> None:
         self.table = table
         self.found: list[tuple[int, int, int, str]] = []
 
     def at(self, rows: IntArray, bad: BoolArray, problem: str | Callable[[int], str]) -> None:
-        """Note the first of some rows that are bad."""
+        """Add a problem of the first bad row."""
         place = int(bad.argmax()) if len(bad) else 0
         if not len(bad) or not bad[place]:
             return
@@ -108,45 +110,45 @@ class _Faults:
         self.found.append((int(self.table.rank[row]), self.table.step(row), len(self.found), text))
 
     def at_end(self, rank: int, problem: str) -> None:
-        """Note what a rank's list ends without."""
+        """Add a problem at the end of a rank's list."""
         self.found.append((rank, len(self.table.plan.ranks[rank]), len(self.found), problem))
 
-    def tell(self) -> None:
-        """Refuse the plan where something was noted."""
+    def raise_first(self) -> None:
+        """Raise the first problem, if any."""
         if self.found:
             rank, step, _, problem = min(self.found)
             _fail(self.table.plan, rank, step, problem)
 
 
 def _check_steps(table: PlanTable) -> IntArray:
-    """Check what every rank's list can show by itself; per entry of ``table.messages`` the row that posts that end."""
+    """Check each rank's list by itself; return, per entry of ``table.messages``, the row that posts that end."""
     faults = _Faults(table)
     stepped = _check_optimizer(table, faults)
     units = np.flatnonzero(IS_UNIT[table.verb])
     group = joint_numbers(table.rank[units], table.unit[units])
     verb = table.verb[units]
     late = IS_COMPUTE[verb] & (units > stepped[table.rank[units]])
-    faults.at(units, late, "computes after the optimiser step")
-    done = _Done(units, verb, group)
+    faults.at(units, late, "computes after the optimizer step")
+    done = _UnitSteps(units, verb, group)
     _check_compute(faults, done)
     _check_memory(faults, done)
     posts = _check_messages(table, faults)
-    faults.tell()
+    faults.raise_first()
     return posts
 
 
 def _check_optimizer(table: PlanTable, faults: _Faults) -> IntArray:
-    """Check that no rank steps twice; the row of every rank's step, beyond all rows where there is none."""
+    """Check that no rank steps twice; return the row of each rank's step, or the number of rows without a step."""
     rows = np.flatnonzero(table.verb == code(Verb.OPTIMIZER_STEP))
     ranks = table.rank[rows]
-    faults.at(rows[1:], ranks[1:] == ranks[:-1], "is a second optimiser step")
+    faults.at(rows[1:], ranks[1:] == ranks[:-1], "is a second optimizer step")
     stepped = np.full(table.plan.num_ranks, len(table.verb), np.int64)
     stepped[ranks[::-1]] = rows[::-1]
     return stepped
 
 
-class _Done:
-    """What is done with every unit of a rank, and where first."""
+class _UnitSteps:
+    """First row of each verb, by unit and rank."""
 
     def __init__(self, rows: IntArray, verb: IntArray, group: IntArray) -> None:
         self.rows, self.verb, self.group = rows, verb, group
@@ -157,25 +159,25 @@ class _Done:
     def _first(self, verb: Verb) -> IntArray:
         mine = self.verb == code(verb)
         found = np.full(self.num_groups, self.never, np.int64)
-        # Of several for one place the last is kept.
+        # Reversed, since the last of several writes remains.
         found[self.group[mine][::-1]] = self.rows[mine][::-1]
         return found
 
     def before(self, verb: Verb) -> BoolArray:
-        """Per row, whether its unit did this before."""
+        """Return, per row, whether its unit has the verb in an earlier row."""
         return self.first[verb][self.group] < self.rows
 
     def ever(self, verb: Verb) -> BoolArray:
-        """Per group, whether it does this."""
+        """Return, per group, whether it has the verb."""
         return self.first[verb] < self.never
 
     def is_any(self, *verbs: Verb) -> BoolArray:
-        """Per row, whether it is one of these."""
+        """Return, per row, whether it has one of the verbs."""
         return np.isin(self.verb, [code(verb) for verb in verbs])
 
 
-def _check_compute(faults: _Faults, done: _Done) -> None:
-    """Check computations against those of their units before them."""
+def _check_compute(faults: _Faults, done: _UnitSteps) -> None:
+    """Check the order of the actions of each unit."""
     rows, before = done.rows, done.before
     twice = np.zeros(len(rows), np.bool_)
     for verb in done.first:
@@ -190,7 +192,7 @@ def _check_compute(faults: _Faults, done: _Done) -> None:
     faults.at(rows, after, "comes after its backward")
 
 
-def _check_memory(faults: _Faults, done: _Done) -> None:
+def _check_memory(faults: _Faults, done: _UnitSteps) -> None:
     """Check recomputation, offload and load of units against the strategies of their forwards."""
     table, rows = faults.table, done.rows
     steps = (rows - table.start[table.rank[rows]]).tolist()
@@ -209,7 +211,7 @@ def _check_memory(faults: _Faults, done: _Done) -> None:
     backward = done.is_any(Verb.B, Verb.I)
     lacking: dict[Verb, BoolArray] = {}
     for verb, of_group in promised.items():
-        faults.at(rows, done.is_any(verb) & ~of_group[done.group], "is not what the strategy of its F says")
+        faults.at(rows, done.is_any(verb) & ~of_group[done.group], "is not in the strategy of its F")
         lacking[verb] = backward & of_group[done.group] & ~done.before(verb)
 
     def without(row: int) -> str:
@@ -221,7 +223,7 @@ def _check_memory(faults: _Faults, done: _Done) -> None:
 
 
 def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
-    """Check that both ends of every message are posted once and waited for once; see `_check_steps`."""
+    """Check that each end of a message is posted once and waited for once; see `_check_steps`."""
     rows, plan = table.messages, table.plan
     waits = IS_WAIT[table.verb[rows]]
     _check_peers(faults, rows[~waits])
@@ -230,14 +232,14 @@ def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
     opens = np.ones(len(ends), np.bool_)
     opens[1:] = ends[1:] != ends[:-1]
     begin = np.maximum.accumulate(np.where(opens, np.arange(len(ends)), 0))
-    # Where an end was posted twice, its first post; a wait before any post is told anyway.
+    # The first row of each end; if it is not a post, a problem is reported below.
     place, posts = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     place[by_end], posts[by_end] = np.arange(len(ends)) - begin, rows[by_end[begin]]
     faults.at(rows, ~waits & (place > 0), "is posted twice")
     faults.at(rows, waits & (place == 0), "waits for what was never posted")
     faults.at(rows, waits & (place > 1), "waits twice")
     alone = np.flatnonzero((np.bincount(ends, minlength=1)[table.end] == 1) & ~waits)
-    # Of every rank the first, and only one rank's is told.
+    # Report the first one only.
     for i in alone[:1].tolist():
         row = int(rows[i])
         rank = int(table.rank[row])
@@ -248,7 +250,7 @@ def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
 
 
 def _check_peers(faults: _Faults, rows: IntArray) -> None:
-    """Check that posts say with whom, and what."""
+    """Check that posts have a peer, a shape and a dtype."""
     plan, ranks = faults.table.plan, faults.table.rank[rows].tolist()
     steps = (rows - faults.table.start[faults.table.rank[rows]]).tolist()
     num_ranks = plan.num_ranks
@@ -265,20 +267,20 @@ def _check_peers(faults: _Faults, rows: IntArray) -> None:
 
 
 def _explain_stop(plan: ExecutionPlan, serial: bool) -> None:
-    """Say where a plan stops, by running it on paper."""
+    """Raise an error that shows where a plan stops, by a dry run."""
     messages = messages_of(plan)
     stop = dry_run(plan, "nccl", messages)
     if stop is None and serial:
         stop = dry_run(plan, "nccl serial", messages)
         if stop is not None:
             raise PlanError(
-                f"the plan stops where a rank's messages are served one after the other: {stop.reason}; lower it "
-                f"with serial=True\n{grid(plan, stop.steps)}"
+                "the plan stops if a single communicator serves a rank's messages one by one: "
+                f"{stop.reason}; lower it with serial=True\n{grid(plan, stop.steps)}"
             )
     if stop is None:
         return
     lenient = dry_run(plan, "gloo", messages) is None
-    rules = "under NCCL's rules (gloo's tags would allow it)" if lenient else "under NCCL's and gloo's rules"
+    rules = "under NCCL's rules (not under gloo's, which match tags)" if lenient else "under NCCL's and gloo's rules"
     raise PlanError(f"the plan stops {rules}: {stop.reason}\n{grid(plan, stop.steps)}")
 
 
@@ -296,8 +298,8 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
     elsewhere = (IS_UNIT | IS_CHUNK)[table.verb] & (home != table.rank)
     faults.at(rows, elsewhere, lambda row: f"the chunk is on rank {home[row]}")
     for rank in set(range(plan.num_ranks)) - set(table.rank[~of_model].tolist()):
-        faults.at_end(rank, f"the list ends without an optimiser step '{Verb.OPTIMIZER_STEP}'")
-    faults.tell()
+        faults.at_end(rank, f"the list ends without an optimizer step '{Verb.OPTIMIZER_STEP}'")
+    faults.raise_first()
     collective = set(table.rank[IS_CHUNK[table.verb]].tolist())
     for rank in range(plan.num_ranks):
         order = collective_order(layout, rank)
@@ -308,22 +310,22 @@ def _check_layout(table: PlanTable, layout: Layout) -> None:
 
 
 def _check_strategies(table: PlanTable, layout: Layout) -> None:
-    """Check that a forward names one strategy for all layers of its chunk, or one for each."""
+    """Check that a forward has one strategy for all layers of its chunk, or one per layer."""
     layers_of = {name: chunk.num_layers for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)}
     for row in np.flatnonzero(table.verb == code(Verb.F)).tolist():
         layers = layers_of[table.chunks[table.chunk[row]]]
         named = len(word_strategies(table.plan.ranks[table.rank[row]][table.step(row)].strategy))
         if named not in (1, layers):
-            _fail_row(table, row, f"names {named} strategies, its chunk has {layers} layers")
+            _fail_row(table, row, f"has {named} strategies, its chunk has {layers} layers")
 
 
 def _check_complete(table: PlanTable, layout: Layout) -> None:
-    """Check that what is trained has its backwards, and nothing else has."""
+    """Check that units of trained modules have backwards, and no others."""
     trained_of = {
         name: layout.has_backward(chunk.module) for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
     }
     units = np.flatnonzero(IS_UNIT[table.verb])
-    done = _Done(units, table.verb[units], joint_numbers(table.unit[units]))
+    done = _UnitSteps(units, table.verb[units], joint_numbers(table.unit[units]))
     start = np.minimum.reduce(list(done.first.values()))
     order = np.argsort(start)
     trained = np.array([trained_of.get(name, False) for name in table.chunks], np.bool_)[table.chunk[start]]
@@ -333,11 +335,11 @@ def _check_complete(table: PlanTable, layout: Layout) -> None:
     faults = _Faults(table)
     faults.at(start[order], lacking[order], "has no complete backward: neither B, nor I and W")
     faults.at(start[order], more[order], "has a backward, but nothing in or before its module is trained")
-    faults.tell()
+    faults.raise_first()
 
 
 def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
-    """Check that parameters are whole before they are used, and gradients when they are reduced, in the one order."""
+    """Check the order of collectives: UNSHARD before any computation, REDUCE_GRAD after the last."""
     names, order = layout.chunk_names, collective_order(layout, rank)
     expected = {
         Verb.UNSHARD: [names[chunk] for chunk in order.unshard],
@@ -349,9 +351,9 @@ def _check_collectives(plan: ExecutionPlan, layout: Layout, rank: int) -> None:
         if action.verb in expected:
             following = expected[action.verb]
             if not following or following[0] != action.chunk:
-                _fail(plan, rank, step, f"is out of turn, next is {following[0] if following else 'none'}")
+                _fail(plan, rank, step, f"is out of order, next is {following[0] if following else 'none'}")
             if stepped:
-                _fail(plan, rank, step, "comes after the optimiser step")
+                _fail(plan, rank, step, "comes after the optimizer step")
             del following[0]
             if action.verb is Verb.REDUCE_GRAD:
                 reduced.add(action.chunk)
@@ -378,7 +380,7 @@ def _check_transfers(table: PlanTable, layout: Layout, packing: Packing) -> None
     except InputError as error:
         raise PlanError(f"the plan is incomplete: {error}") from error
     moves: list[tuple[int, int, int, int, int]] = []
-    """Row that gives, row that takes, a row of the producer, number of the target, and whether it is a gradient."""
+    """See `pipeloom.plan.flow.Move`."""
     for transfer in routes.transfers:
         producer, consumer = forward[transfer.producer], forward[transfer.consumer]
         target = table.targets.get((routes.target(transfer, names), transfer.stream), -1)
@@ -389,7 +391,7 @@ def _check_transfers(table: PlanTable, layout: Layout, packing: Packing) -> None
 
 
 def _rows_of(table: PlanTable, chunks: list[int], verb: Verb) -> dict[Unit, int]:
-    """Rows by unit of all that a verb is done with."""
+    """Return the rows with a verb, by unit."""
     found: dict[Unit, int] = {}
     rows = np.flatnonzero(table.verb == code(verb))
     steps = (rows - table.start[table.rank[rows]]).tolist()
@@ -403,21 +405,21 @@ def _rows_of(table: PlanTable, chunks: list[int], verb: Verb) -> dict[Unit, int]
 
 
 def _check_moves(table: PlanTable, moves: IntArray) -> None:
-    """Check that what one unit makes is with the other before it starts."""
+    """Check that the output of one unit arrives at the other before it starts."""
     gives, takes, producer, target, back = moves
     apart = table.rank[gives] != table.rank[takes]
     message = np.where(apart, table.number_of(table.unit[producer], target, back), -1)
     faults: list[tuple[int, int, Callable[[int], NoReturn]]] = []
 
-    def note(bad: BoolArray, tell: Callable[[int], NoReturn]) -> None:
+    def add(bad: BoolArray, fail: Callable[[int], NoReturn]) -> None:
         if len(bad) and bad.any():
-            faults.append((int(bad.argmax()), len(faults), tell))
+            faults.append((int(bad.argmax()), len(faults), fail))
 
     def early(i: int) -> NoReturn:
         problem = f"starts before step {table.step(int(gives[i]))}, whose result it takes"
         _fail_row(table, int(takes[i]), problem)
 
-    note(~apart & (gives > takes), early)
+    add(~apart & (gives > takes), early)
     at = {}
     for ends, here in (("send", gives), ("receive", takes), ("wait", takes)):
         at[ends] = np.full(len(gives), -1, np.int64)
@@ -433,15 +435,12 @@ def _check_moves(table: PlanTable, moves: IntArray) -> None:
             what = f"{verb} {unit.chunk} {unit.microbatch}.{unit.sub_microbatch}"
             _fail_row(table, int(here[i]), f"'{what}' is missing on rank {rank}")
 
-        note(missing, absent)
-    note(apart & (at["send"] < gives), lambda i: _fail_row(table, int(at["send"][i]), "sends before it is computed"))
-    note(
-        apart & (at["wait"] > takes),
-        lambda i: _fail_row(table, int(takes[i]), "starts before what it takes has arrived"),
-    )
+        add(missing, absent)
+    add(apart & (at["send"] < gives), lambda i: _fail_row(table, int(at["send"][i]), "sends before it is computed"))
+    add(apart & (at["wait"] > takes), lambda i: _fail_row(table, int(takes[i]), "starts before its input has arrived"))
     if faults:
-        place, _, tell = min(faults, key=lambda fault: fault[:2])
-        tell(place)
+        place, _, fail = min(faults, key=lambda fault: fault[:2])
+        fail(place)
     used = np.zeros(len(table.names), np.bool_)
     used[message[apart]] = True
     for verb in VERBS:
@@ -451,15 +450,15 @@ def _check_moves(table: PlanTable, moves: IntArray) -> None:
         again[np.unique(name, return_index=True)[1]] = False
         idle = rows[~used[name] | again]
         if len(idle):
-            _fail_row(table, int(idle[0]), "is a message that nobody needs")
+            _fail_row(table, int(idle[0]), "is a message without a consumer")
 
 
 _ENDS = {"send": (Verb.SEND_F, Verb.SEND_B), "receive": (Verb.RECV_F, Verb.RECV_B), "wait": (Verb.WAIT_F, Verb.WAIT_B)}
-"""What is done with a message, of an activation and of a gradient."""
+"""Verbs of a message with an activation, and of a message with a gradient."""
 
 
 def _last_row(table: PlanTable, verb: Verb) -> IntArray:
-    """By message, the last row with a verb; -1: none."""
+    """Return the last row with a verb, by message; -1 if there is none."""
     mine = table.verb[table.messages] == code(verb)
     rows = np.full(len(table.names), -1, np.int64)
     rows[table.message[mine]] = table.messages[mine]

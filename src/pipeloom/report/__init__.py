@@ -1,4 +1,4 @@
-"""Reports: Chrome trace, HTML timeline, SVG picture, tables. All take `Track`s and give text."""
+"""Reports of `Track`s: Chrome trace, HTML timeline, SVG picture and tables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def timeline_html(
     Raises
     ------
     InputError
-        Bokeh is not installed: it is an extra, and imported only here.
+        Bokeh, an optional dependency, is not installed.
     """
     try:
         from pipeloom.report.html_page import html_page

@@ -1,4 +1,4 @@
-"""Tables that can be read at any width: where the columns do not fit, every row becomes a block of lines."""
+"""Tables for any width. If the columns do not fit, every row becomes a block of lines."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rich.text import Text
 from pipeloom.errors import visible_line
 
 _LONGEST_WORD = 24
-"""Characters of a word, of a path say, that its column is as wide as; of longer ones, the rest is on the next line."""
+"""Words, such as paths, up to this length are never broken."""
 
 
 class Table(table.Table):
-    """A table of which nothing is ever cut.
+    """A table that never truncates its cells, which are texts.
 
-    Where it is too wide, heads and texts are broken between words, numbers never. Where it still is, every row is a
-    block: its first cell, then a line ``head: cell`` for every other cell that is not empty. Its cells are texts.
+    If it is too wide, headers and texts are broken between words, but numbers are not. If it is still too wide, every
+    row becomes a block: its first cell, then a line ``head: cell`` for every other non-empty cell.
     """
 
     def __init__(self, *headers: Any, title: Any = None, **options: Any) -> None:
         super().__init__(*headers, title=_cell(title), **options)
 
     def add_column(self, header: Any = "", *arguments: Any, **options: Any) -> None:
-        """Add a column, as to any table of rich."""
+        """Add a column, as in rich's own table."""
         super().add_column(header, *arguments, **({"overflow": "fold"} | options))
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Add a row, as to any table of rich; the text of a cell is one line without markup."""
+        """Add a row, as in rich's own table; strings become one line without markup."""
         super().add_row(*(_cell(cell) for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render as columns or as blocks, by the width that there is."""
+        """Render as columns or, if these are too wide, as blocks."""
         for column in self.columns:
             column.width = None
         whole = options.update(width=1 << 20)
@@ -51,8 +51,8 @@ class Table(table.Table):
                 column.width = width
         yield from super().__rich_console__(console, options)
 
-    def _widths(self, natural: int, room: int) -> list[int] | None:
-        """Widths of the columns that are as wide as they can be in this room; None: words or numbers do not fit."""
+    def _widths(self, natural: int, available: int) -> list[int] | None:
+        """Return the largest widths of columns that fit into ``available``; None if words or numbers do not."""
         widths, least = [], []
         for column in self.columns:
             head, cells = str(column.header), [_plain(cell) for cell in column.cells]
@@ -62,11 +62,11 @@ class Table(table.Table):
             words = [word for cell in (*cells, head) for word in cell.split()]
             longest = min(max(map(cell_len, words), default=0), _LONGEST_WORD)
             least.append(max(longest, *map(cell_len, whole), cell_len(head) if len(self.columns) == 1 else 0, 1))
-        room -= natural - sum(widths)
-        if sum(least) > room:
+        available -= natural - sum(widths)
+        if sum(least) > available:
             return None
-        while sum(widths) > room:
-            # The widest of those that can be narrower gives a character.
+        while sum(widths) > available:
+            # Narrow the widest column that can be narrower.
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]
             widths[widest] -= 1
         return widths

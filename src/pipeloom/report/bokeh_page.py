@@ -1,4 +1,4 @@
-"""A Bokeh model as one offline page, equal to the byte whenever it is made from the same numbers."""
+"""A Bokeh model as one offline page. The same model gives the same bytes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ _RANDOM = re.compile(
     r"getElementById\('([^']+)'\)\.textContent;\s*"
     r'const render_items = \[\{"docid":"([^"]+)","roots":\{"[^"]+":"([^"]+)"\}'
 )
-"""What Bokeh names at random in every page: the script that holds the document, the document, and its root."""
+"""Random names in Bokeh's pages: the script with the document, the document, and its root."""
 
 
 def bokeh_page(root: Any, title: str, template: str = "", **variables: str) -> str:
-    """Write a page with everything that it needs.
+    """Write a self-contained page.
 
     Parameters
     ----------
     root : bokeh.model.Model
-        What is shown. Its models, and those inside them, get new numbers: Bokeh counts all that a process makes.
-    title : str
+        Model to show. It and its references get new ids, since Bokeh's ids count all models of a process.
     template : str
-        Blocks that take the place of those in Bokeh's own template.
+        Blocks that replace those of Bokeh's template.
     variables
-        Of the template.
+        Variables of the template.
     """
     document = Document()
     models = root.references() | document.config.references()

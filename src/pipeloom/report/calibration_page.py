@@ -1,4 +1,4 @@
-"""Predicted against measured times of what a calibration did not fit, as one offline page."""
+"""Predicted and measured times of a calibration's validation set, as one offline page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipeloom.errors import visible_line
 
 
 def calibration_page(calibration: Calibration) -> str:
-    """A page with a point per operator and per layer; on the diagonal the prediction is exact.
+    """Draw a page with one point per operator, layer and message; predictions on the diagonal are exact.
 
     Times are in milliseconds on logarithmic axes.
     """
@@ -22,7 +22,7 @@ def calibration_page(calibration: Calibration) -> str:
         f"{calibration.mean_layer_error:.1%} over layers, none of them fitted"
     )
     plot = figure(
-        # No formula, whatever the name of the device holds
+        # Plain text, since a device name could contain a formula.
         title=Title(text=PlainText(text=visible_line(title))),
         x_axis_type="log",
         y_axis_type="log",
@@ -35,7 +35,7 @@ def calibration_page(calibration: Calibration) -> str:
     rows = [*calibration.operators, *calibration.layers, *calibration.links]
     ends = [min(r.measured_s for r in rows) * 1e3 / 2, max(r.measured_s for r in rows) * 1e3 * 2]
     plot.line(ends, ends, color="#9aa1ad", line_dash="dashed")
-    for kind, some, colour in (
+    for kind, some, color in (
         ("operators", calibration.operators, "#365f9c"),
         ("layers", calibration.layers, "#c0722b"),
         ("messages and collectives", calibration.links, "#4f8a4c"),
@@ -48,6 +48,6 @@ def calibration_page(calibration: Calibration) -> str:
             "name": [visible_line(row.name) for row in some],
             "error": [f"{row.error:+.1%}" for row in some],
         }
-        plot.scatter("x", "y", source=source, color=colour, size=8, legend_label=kind)
+        plot.scatter("x", "y", source=source, color=color, size=8, legend_label=kind)
     plot.legend.location = "top_left"
     return bokeh_page(plot, "Calibration")

@@ -19,14 +19,14 @@ def trace(tracks: Sequence[Track], *, arrows: bool = False) -> str:
     Parameters
     ----------
     tracks : sequence of Track
-        One process each; its ranks are the threads, and each rank has a memory counter.
+        Each track becomes a process, with one thread and one memory counter per rank.
     arrows : bool
         Draw an arrow for every edge between two ranks.
 
     Returns
     -------
     str
-        A JSON object; times in it are microseconds, as the format wants.
+        A JSON object with times in microseconds, as the format requires.
     """
     events: list[dict[str, Any]] = []
     other: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def _arrow_events(track: Track, process: int) -> list[dict[str, Any]]:
         if graph.rank[source] == graph.rank[target]:
             continue
         common = {"name": "message", "cat": "message", "id": f"{process}.{number}", "pid": process}
-        # Just inside the boxes, for an arrow binds to the slice that encloses its end.
+        # Arrows bind to the slice that encloses their end, so move it just inside the box.
         leave = max(int(end[source]) - 1, int(start[source])) / _NS_PER_US
         events.append(common | {"ph": "s", "tid": int(graph.rank[source]), "ts": leave})
         events.append(

@@ -1,4 +1,4 @@
-"""Show an emulated iteration as a track, so that pages and traces draw it like any other."""
+"""Conversion of an emulated iteration to a track."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PS_PER_NS = 1000
 
 
 def emulated_track(title: str, result: EmulatedStep) -> Track:
-    """Turn an emulated iteration into a track; times are emulated, and memory is known by its peaks alone."""
+    """Convert an emulated iteration to a track. Only the peaks of its memory are known."""
     tasks = result.tasks
     modules = tuple(dict.fromkeys(task.module for task in tasks))
     ranks = 1 + max(task.rank for task in tasks)

@@ -1,8 +1,7 @@
-"""Line, bar, scatter and heat figures as SVG text, from plain numbers.
+"""Line, bar and scatter figures as SVG text, drawn by Matplotlib (an optional dependency).
 
-Matplotlib (an extra) draws them; the same data gives the same text, byte for byte, with the same version of it.
-Colours are those of Okabe and Ito, which people with any form of colour blindness can tell apart; series differ in
-marker and dash as well, so that a figure can also be read in grey.
+The same data gives the same bytes with the same version of Matplotlib. Colors are those of Okabe and Ito, which people
+with any form of color blindness can distinguish. Series also differ in marker and dash, for figures in grayscale.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, Literal
 
 from pipeloom.errors import InputError
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#4d4d4d")
-"""Of series in their order; repeated past eight, with bars hatched from there on."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#4d4d4d")
+"""Colors of series in order, repeated after eight; further bars are hatched."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _REFERENCE = "#555555"
@@ -42,13 +41,13 @@ _STYLE: dict[str, Any] = {
 }
 
 Points = tuple[Sequence[float], Sequence[float]]
-"""x and y of equal length."""
+"""x and y values of equal length."""
 LineStyle = Literal["dots", "plain", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis: its label with the unit, logarithmic or not, and limits where they are not to be found."""
+    """One axis: its label with the unit, its scale, and its limits (None: automatic)."""
 
     label: str
     log: bool = False
@@ -58,7 +57,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A reference value drawn across the figure, such as a published one, with its name."""
+    """A named reference value, such as a published one, drawn as a line across the figure."""
 
     value: float
     name: str
@@ -79,14 +78,14 @@ def line_figure(
     Parameters
     ----------
     series : mapping
-        x and y by name, in the order of the legend.
+        Points by name, in the order of the legend.
     marks : sequence of Mark
         Horizontal reference lines.
     style : str
-        ``dots``: every point is marked; ``plain``: none; ``steps``: a value holds until the next one, as the
-        best so far does.
+        ``dots`` marks every point, ``plain`` marks none, ``steps`` keeps a value until the next point, as for the best
+        value so far.
     crosses : mapping, optional
-        By the name of a series, points drawn as crosses in its colour: what was not reached in time.
+        Points by series name that are drawn as crosses in its color, such as values not reached in time.
     """
     return panel_figure({title: series}, x=x, y=y, columns=1, marks=marks, style=style, crosses={title: crosses or {}})
 
@@ -101,12 +100,12 @@ def panel_figure(
     style: LineStyle = "dots",
     crosses: Mapping[str, Mapping[str, Points]] | None = None,
 ) -> str:
-    """Draw several line figures side by side under one legend, a series having one colour in all of them.
+    """Draw several line figures side by side with one legend; a series has the same color in all of them.
 
     Parameters
     ----------
     panels : mapping
-        Series by the title of the panel; the rest as in `line_figure`, ``crosses`` by panel too.
+        Series by panel title. Other parameters are those of `line_figure`, with ``crosses`` by panel.
     """
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
     if not names:
@@ -128,7 +127,7 @@ def panel_figure(
             for name, (xs, ys) in (crosses or {}).get(title, {}).items():
                 _same_length(name, xs, ys)
                 axes.plot(
-                    xs, ys, linestyle="", marker="x", markersize=7, markeredgewidth=1.8, color=_colour(number[name])
+                    xs, ys, linestyle="", marker="x", markersize=7, markeredgewidth=1.8, color=_color(number[name])
                 )
             _add_marks(axes, marks)
             _scale(axes, x, y)
@@ -149,19 +148,18 @@ def bar_figure(
     points: Mapping[str, Sequence[float | None]] | None = None,
     values: str | None = None,
 ) -> str:
-    """Draw a bar per category, or a group of bars where there is more than one series.
+    """Draw one bar per category, or a group of bars for several series.
 
     Parameters
     ----------
-    categories : sequence of str
     series : mapping
-        Heights by name, one per category; None leaves a gap.
+        Heights by series name, one per category; None leaves a gap.
     marks : sequence of Mark
         Horizontal reference lines.
     points : mapping, optional
-        By the name of a series, a reference value for each of its bars (such as a published one), drawn as a diamond.
+        Reference values of the bars (such as published ones) by series name, drawn as diamonds.
     values : str, optional
-        Format of the number over each bar, such as ``.2f``.
+        Format of the number above each bar, such as ``.2f``.
     """
     for name, heights in [*series.items(), *(points or {}).items()]:
         _same_length(name, categories, heights)
@@ -180,8 +178,8 @@ def bar_figure(
                 [a for a, _ in shown],
                 [h for _, h in shown],
                 width * 0.94,
-                color=_colour(i),
-                hatch="////" if i >= len(COLOURS) else None,
+                color=_color(i),
+                hatch="////" if i >= len(COLORS) else None,
                 edgecolor="white",
                 linewidth=0,
             )
@@ -221,7 +219,7 @@ def scatter_figure(
     diagonal: bool = False,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """Draw points; ``diagonal`` adds the line where x and y are equal."""
+    """Draw points; ``diagonal`` adds the line x = y."""
     if not series:
         raise InputError("series", "is empty", "give at least one")
 
@@ -231,7 +229,7 @@ def scatter_figure(
         handles = []
         for i, (name, (xs, ys)) in enumerate(series.items()):
             _same_length(name, xs, ys)
-            handles += axes.plot(xs, ys, linestyle="", marker=MARKERS[i % len(MARKERS)], color=_colour(i), alpha=0.75)
+            handles += axes.plot(xs, ys, linestyle="", marker=MARKERS[i % len(MARKERS)], color=_color(i), alpha=0.75)
         if diagonal:
             everything = [float(v) for xs, ys in series.values() for v in (*xs, *ys)]
             ends = [min(everything), max(everything)]
@@ -246,62 +244,12 @@ def scatter_figure(
     return _render((5.2, 4.2), draw)
 
 
-def heat_figure(
-    values: Sequence[Sequence[float | None]],
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    labels: tuple[str, str] = ("", ""),
-    colour_label: str = "",
-    title: str = "",
-    numbers: str | None = None,
-) -> str:
-    """Draw a table of numbers as colours, dark for large ones.
-
-    Parameters
-    ----------
-    values : sequence of sequences
-        One row of numbers per name in ``rows``; None leaves a cell empty.
-    labels : tuple of str
-        Of the columns' axis, and of the rows'.
-    numbers : str, optional
-        Format in which each number is also written into its cell.
-    """
-    _same_length("values", rows, values)
-    for name, row in zip(rows, values, strict=True):
-        _same_length(name, columns, row)
-    table = [[float("nan") if v is None else float(v) for v in row] for row in values]
-    known = [v for row in values for v in row if v is not None]
-    if not known:
-        raise InputError("values", "has no number", "give at least one")
-    middle = (min(known) + max(known)) / 2
-
-    def draw(figure: Any) -> None:
-        axes = figure.add_subplot(1, 1, 1)
-        axes.set_title(title)
-        image = axes.imshow(table, cmap="cividis_r", aspect="auto")
-        axes.grid(visible=False)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set_xlabel(labels[0])
-        axes.set_ylabel(labels[1])
-        if numbers is not None:
-            for i, row in enumerate(values):
-                for j, value in enumerate(row):
-                    if value is not None:
-                        ink = "white" if value > middle else "black"
-                        axes.text(j, i, format(value, numbers), ha="center", va="center", color=ink, fontsize=8)
-        figure.colorbar(image, ax=axes, label=colour_label)
-
-    return _render((max(4.4, 2.2 + 0.55 * len(columns)), max(2.6, 1.2 + 0.38 * len(rows))), draw)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
 
 
 def _line_look(number: int, style: LineStyle) -> dict[str, Any]:
-    look: dict[str, Any] = {"color": _colour(number), "linestyle": DASHES[number % len(DASHES)]}
+    look: dict[str, Any] = {"color": _color(number), "linestyle": DASHES[number % len(DASHES)]}
     if style == "dots":
         return look | {"marker": MARKERS[number % len(MARKERS)]}
     return look | ({"drawstyle": "steps-post"} if style == "steps" else {})
@@ -309,7 +257,7 @@ def _line_look(number: int, style: LineStyle) -> dict[str, Any]:
 
 def _same_length(name: str, one: Sequence[object], other: Sequence[object]) -> None:
     if len(one) != len(other):
-        raise InputError(f"figure: {name}", f"{len(one)} and {len(other)} entries", "give as many of both")
+        raise InputError(f"figure: {name}", f"{len(one)} and {len(other)} entries", "give equal numbers of both")
 
 
 def _add_marks(axes: Any, marks: Sequence[Mark]) -> None:
@@ -340,14 +288,14 @@ def _scale(axes: Any, x: Axis | None, y: Axis) -> None:
         if axis.log:
             log("log")
             ticks.set_major_formatter("{x:g}")
-            # Where there is hardly a power of ten between the ends, others have labels too: 2 and not 2 x 10^0.
+            # With few powers of ten between the limits, other ticks get labels too: 2 instead of 2 x 10^0.
             ticks.set_minor_formatter(LogFormatter())
         if axis.low is not None or axis.high is not None:
             limit(axis.low, axis.high)
 
 
 def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    # Inches of a column: its longest name, about 0.075 a letter, the line before it and the gap behind.
+    # Width of a column in inches: the longest name at about 0.075 per letter, its line, and a gap.
     column = 0.075 * max(map(len, names)) + 0.7
     across = min(len(names), max(1, int(figure.get_figwidth() / column)))
     figure.legend(handles, names, loc="outside lower center", ncols=across, handlelength=2.6)
@@ -370,7 +318,7 @@ def _matplotlib() -> Iterator[Callable[..., Any]]:
 
 
 def _render(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
-    """Draw on a canvas of so many inches; no global state, no date, fixed names."""
+    """Draw on a canvas of ``size`` inches, without global state, date or random names."""
     with _matplotlib() as make:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -383,7 +331,7 @@ def _render(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
 
 
 def best_so_far(times: Sequence[float], values: Sequence[float]) -> Points:
-    """Drop the points that are no better than an earlier one: for lines drawn with ``steps``."""
+    """Drop points that are no better than an earlier one, for lines in style ``steps``."""
     _same_length("best so far", times, values)
     best: list[tuple[float, float]] = []
     for moment, value in zip(times, values, strict=True):

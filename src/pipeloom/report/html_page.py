@@ -1,4 +1,4 @@
-"""One offline HTML page: the Gantt of every rank, with memory beneath, for any number of tracks."""
+"""One offline HTML page with Gantt charts and memory curves of tracks, drawn by Bokeh."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from bokeh.models.widgets.markups import Div
 from bokeh.plotting import figure
 
 from pipeloom.errors import InputError, visible_line
-from pipeloom.report import colours
+from pipeloom.report import colors
 from pipeloom.report.bokeh_page import bokeh_page
 from pipeloom.report.page_text import page_text
 from pipeloom.report.ranking import by_time, ranking_table
 from pipeloom.report.table_page import FONT, STYLE, VIEWPORT, Section, sections_html
-from pipeloom.report.track import Track, boxes, key_figures
+from pipeloom.report.track import KIND_WORDS, Track, boxes, key_figures
 from pipeloom.taskgraph import KIND_NAMES
 from pipeloom.timeline import memory_curve
 from pipeloom.units import share_text, size_text, size_unit, time_text, time_unit
 
 LANE_HEIGHT, MEMORY_HEIGHT, TOOLBAR_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 36, 158, 32, 78, 24
 AXIS_HEIGHT = 46
-_KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-# Labels are shown where they fit at the present zoom: "3.1", else "3", else nothing.
+# Show the longest label that fits at the current zoom: "3.1", "3" or none.
 _FIT_LABELS = """
 const width = frame.inner_width
 if (width > 0) {
@@ -51,7 +50,7 @@ if (width > 0) {
 }
 """
 
-# Blocks of Bokeh's own template: its scripts hold the tags of a page as text, so a page is not changed once it is made.
+# Blocks of Bokeh's template. A finished page must not be edited, since its scripts contain HTML tags as text.
 _TEMPLATE = """
 {% block postamble %}{{ head }}{% endblock %}
 {% block inner_body %}{{ above }}{{ super() }}{% endblock %}
@@ -61,27 +60,27 @@ _TEMPLATE = """
 def html_page(
     tracks: Sequence[Track], *, title: str, note: str = "", ranked: bool = False, sections: Sequence[Section] = ()
 ) -> str:
-    """Draw tracks under one another on one time axis.
+    """Draw tracks below each other on one time axis.
 
-    Every track is a Gantt of its ranks (light: forward, dark: backward, one hue a module, hatched: idle)
-    with its memory curve beneath where bytes are known, a dashed line at its lower bound, and its numbers above.
-    Hovering a task shows what it is; all tracks zoom and pan together.
+    Every track is a Gantt chart of its ranks (light: forward, dark: backward, one hue per module, hatched: idle) with
+    key figures above, a dashed line at the lower bound and, if sizes are known, memory curves below. Hovering over a
+    task shows its details. All tracks zoom and pan together.
 
     Parameters
     ----------
     tracks : sequence of Track
-        E.g. planned, then measured; or one per system.
+        For example planned and measured, or one per system.
     title, note : str
         Heading of the page and the line below it.
     ranked : bool
-        The tracks are systems on one batch: the page opens with their ranking, and shows them in that order.
+        Sort the tracks, which are systems on one batch, by iteration time, and show their ranking first.
     sections : sequence of Section
-        What stands above the tracks.
+        Sections above the tracks.
 
     Returns
     -------
     str
-        A whole HTML page that needs no network.
+        A complete HTML page that needs no network.
     """
     if not tracks:
         raise InputError("tracks", "is empty", "give at least one track")
@@ -92,10 +91,10 @@ def html_page(
     longest = max(track.timeline.makespan_ns for track in tracks) or 1
     unit_ns, unit = time_unit(longest)
     span = Range1d(start=0, end=longest / unit_ns * 1.01, bounds=(-0.02 * longest / unit_ns, 1.06 * longest / unit_ns))
-    hues = colours.module_hues(name for track in tracks for name in track.graph.module_names)
-    # One track's box is compared with the first track's: measured with planned, where they show one graph.
+    hues = colors.module_hues(name for track in tracks for name in track.graph.module_names)
+    # Tooltips compare a task with the first track, such as measured with planned, if both have the same tasks.
     reference = tracks[0]
-    crosshair = Span(dimension="height", line_color=colours.FAINT, line_width=1, line_dash="dotted")
+    crosshair = Span(dimension="height", line_color=colors.FAINT, line_width=1, line_dash="dotted")
     above = sections_html(sections, title=title, note=note) if sections else ""
     heading = _heading("Timelines", "", tracks, hues) if above else _heading(title, note, tracks, hues)
     children: list[Any] = [_text(heading)]
@@ -128,7 +127,7 @@ def html_page(
 
 
 def _text(made: str, **options: Any) -> Div:
-    """HTML between the plots, in which nothing is a formula."""
+    """Make an HTML block between the plots, without formulas."""
     return Div(text=made, sizing_mode="stretch_width", disable_math=True, **options)
 
 
@@ -146,7 +145,7 @@ def _gantt(
         right="end",
         height=0.84,
         source=lanes,
-        fill_color=colours.LANE,
+        fill_color=colors.LANE,
         line_color=None,
         hatch_pattern="right_diagonal_line",
         hatch_color="#c3c8d2",
@@ -162,7 +161,7 @@ def _gantt(
         fill_color="fill",
         line_color="edge",
         line_width=0.6,
-        hover_line_color=colours.INK,
+        hover_line_color=colors.INK,
         hover_fill_color="fill",
     )
     plot.text(
@@ -181,18 +180,18 @@ def _gantt(
             Span(
                 location=track.lower_bound.ns / unit_ns,
                 dimension="height",
-                line_color=colours.BOUND,
+                line_color=colors.BOUND,
                 line_dash="dashed",
                 line_width=1.6,
             )
         )
-    plot.add_layout(Span(location=end, dimension="height", line_color=colours.INK, line_width=1.4))
+    plot.add_layout(Span(location=end, dimension="height", line_color=colors.INK, line_width=1.4))
     plot.add_tools(_task_hover(bars, reference))
     return plot, source
 
 
 def _lane_plot(ranks: int, span: Range1d, *, first: bool) -> Any:
-    """An empty Gantt: a lane for every rank; the first on a page has the tools."""
+    """Make an empty Gantt chart with one lane per rank; the first one on a page has the toolbar."""
     plot = figure(
         height=LANE_HEIGHT * ranks + 8 + (TOOLBAR_HEIGHT if first else 0),
         sizing_mode="stretch_width",
@@ -208,12 +207,12 @@ def _lane_plot(ranks: int, span: Range1d, *, first: bool) -> Any:
     _plain(plot)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(ranks)))
     plot.yaxis.major_label_overrides = {rank: f"rank {rank}" for rank in range(ranks)}
-    plot.xaxis.visible = False  # the axis stands below the memory curve
+    plot.xaxis.visible = False  # the axis is below the memory curve
     return plot
 
 
 def _task_hover(bars: Any, reference: Track | None) -> HoverTool:
-    """What a task shows under the pointer."""
+    """Make the tooltip of a task."""
     compared = f"<br>{page_text(reference.title)}: @reference" if reference is not None else ""
     return HoverTool(
         renderers=[bars],
@@ -222,18 +221,18 @@ def _task_hover(bars: Any, reference: Track | None) -> HoverTool:
             f'<div style="font: 12px {FONT}; line-height: 1.45"><b>@name</b> &middot; @words'
             "<br>start @start, end @end, <b>@duration</b>"
             f"{compared}<br>rank @rank, strategy @strategy, @activation held<br>"
-            f'<span style="color:{colours.FAINT}">task @task of @module</span></div>'
+            f'<span style="color:{colors.FAINT}">task @task of @module</span></div>'
         ),
     )
 
 
 def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track | None) -> dict[str, list[Any]]:
-    """Everything that a box shows, as columns."""
+    """Return the data of all boxes as columns."""
     drawn = boxes(track)
-    fills = {(name, kind): colours.fill(hue, kind) for name, hue in hues.items() for kind in KIND_NAMES}
+    fills = {(name, kind): colors.fill(hue, kind) for name, hue in hues.items() for kind in KIND_NAMES}
     fill = [fills[box.module, box.kind] for box in drawn]
-    inks = {colour: colours.text_on(colour) for colour in set(fill)}
-    edges = {colour: colours.mix(colour, "#000000", 0.22) for colour in inks}
+    inks = {color: colors.text_on(color) for color in set(fill)}
+    edges = {color: colors.mix(color, "#000000", 0.22) for color in inks}
     planned = [""] * len(drawn)
     if reference is not None and _same_tasks(reference, track):
         start, end = reference.timeline.start_ns, reference.timeline.end_ns
@@ -249,13 +248,13 @@ def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track 
         "bottom": [box.rank + 0.42 for box in drawn],
         "rank": [box.rank for box in drawn],
         "fill": fill,
-        "edge": [edges[colour] for colour in fill],
-        "ink": [inks[colour] for colour in fill],
+        "edge": [edges[color] for color in fill],
+        "ink": [inks[color] for color in fill],
         "unit": [box.unit for box in drawn],
         "short": [str(box.microbatch) for box in drawn],
         "label": [""] * len(drawn),
         "name": [visible_line(box.name) for box in drawn],
-        "words": [_KIND_WORDS[box.kind] for box in drawn],
+        "words": [KIND_WORDS[box.kind] for box in drawn],
         "start": [time_text(box.start_ns) for box in drawn],
         "end": [time_text(box.end_ns) for box in drawn],
         "duration": [time_text(box.end_ns - box.start_ns) for box in drawn],
@@ -268,7 +267,7 @@ def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track 
 
 
 def _same_tasks(one: Track, other: Track) -> bool:
-    """Whether task numbers mean the same in both tracks."""
+    """Return whether task numbers have the same meaning in both tracks."""
     columns = ("kind", "rank", "pair", "segment", "microbatch")
     return all(np.array_equal(getattr(one.graph, name), getattr(other.graph, name)) for name in columns)
 
@@ -278,7 +277,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
     curves = [memory_curve(graph, track.timeline, rank) for rank in range(graph.num_ranks)]
     capacity = None if graph.capacity_bytes is None else int(graph.capacity_bytes.max())
     top = max(*(int(sizes.max()) for _, sizes in curves), 1)
-    # A far-away capacity would press the curves flat; then its line is left out.
+    # Leave out the capacity if it is so large that it would flatten the curves.
     shown = capacity is not None and capacity <= 3 * top
     scale, name = size_unit(max(top, capacity or 0) if shown else top)
     height = 1.08 * max(top, capacity or 0) if shown else 1.08 * top
@@ -310,7 +309,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
             mode="after",
             line_width=1.7,
             line_alpha=0.9,
-            line_color=colours.RANK_LINES[rank % len(colours.RANK_LINES)],
+            line_color=colors.RANK_LINES[rank % len(colors.RANK_LINES)],
         )
         items.append(LegendItem(label=f"rank {rank}", renderers=[line]))
         plot.add_tools(
@@ -321,7 +320,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
             Span(
                 location=capacity / scale,
                 dimension="width",
-                line_color=colours.BOUND,
+                line_color=colors.BOUND,
                 line_dash="dotted",
                 line_width=1.4,
             )
@@ -338,7 +337,7 @@ def _memory(track: Track, span: Range1d, unit_ns: int, unit: str) -> Any:
         "border_line_color": None,
         "click_policy": "mute",
     }
-    plot.add_layout(Legend(items=items, **look), "above")  # above: curves fill the plot up to the capacity
+    plot.add_layout(Legend(items=items, **look), "above")  # not inside, where the curves are
     return plot
 
 
@@ -349,12 +348,12 @@ def _plain(plot: Any) -> None:
     plot.axis.axis_line_color = None
     plot.axis.major_tick_line_color = "#c3c8d2"
     plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_color = colours.INK
+    plot.axis.major_label_text_color = colors.INK
     plot.axis.major_label_text_font = FONT
     plot.axis.axis_label_text_font = FONT
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.axis_label_text_font_size = "11px"
-    plot.axis.axis_label_text_color = colours.FAINT
+    plot.axis.axis_label_text_color = colors.FAINT
 
 
 def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str]) -> str:
@@ -363,30 +362,30 @@ def _heading(title: str, note: str, tracks: Sequence[Track], hues: dict[str, str
     entries = []
     for module, hue in hues.items():
         tones = "".join(
-            f'{swatch}background:{colours.fill(hue, KIND_NAMES[kind])};margin-right:3px" '
-            f'title="{_KIND_WORDS[KIND_NAMES[kind]]}"></span>'
+            f'{swatch}background:{colors.fill(hue, KIND_NAMES[kind])};margin-right:3px" '
+            f'title="{KIND_WORDS[KIND_NAMES[kind]]}"></span>'
             for kind in kinds
         )
         entries.append(f'<span style="margin-right:22px;white-space:nowrap">{tones} {page_text(module)}</span>')
-    order = ", ".join(_KIND_WORDS[KIND_NAMES[kind]] for kind in kinds)
+    order = ", ".join(KIND_WORDS[KIND_NAMES[kind]] for kind in kinds)
     idle = (
-        f"{swatch}background:repeating-linear-gradient(45deg,{colours.LANE},{colours.LANE} 3px,#c3c8d2 3px,"
+        f"{swatch}background:repeating-linear-gradient(45deg,{colors.LANE},{colors.LANE} 3px,#c3c8d2 3px,"
         '#c3c8d2 4px)"></span> idle'
     )
-    bound = f'<span style="color:{colours.BOUND};letter-spacing:-1px">- - -</span> lower bound'
-    note = f'<div style="color:{colours.FAINT};margin-top:3px">{page_text(note)}</div>' if note else ""
+    bound = f'<span style="color:{colors.BOUND};letter-spacing:-1px">- - -</span> lower bound'
+    note = f'<div style="color:{colors.FAINT};margin-top:3px">{page_text(note)}</div>' if note else ""
     return (
-        f'<div style="font-family:{FONT};color:{colours.INK}">'
+        f'<div style="font-family:{FONT};color:{colors.INK}">'
         f'<div style="font-size:22px;font-weight:600">{page_text(title)}</div>{note}'
         f'<div style="font-size:12.5px;margin:12px 0 4px">{"".join(entries)}'
-        f'<span style="color:{colours.FAINT};margin-right:22px;display:inline-block">({order})</span>'
+        f'<span style="color:{colors.FAINT};margin-right:22px;display:inline-block">({order})</span>'
         f'<span style="margin-right:22px;white-space:nowrap">{idle}</span>'
         f'<span style="white-space:nowrap">{bound}</span></div></div>'
     )
 
 
 def _numbers(track: Track) -> str:
-    """The line above a track: its title and its numbers."""
+    """Return the line above a track: its title and key figures."""
     n = key_figures(track)
     fields = [("iteration", time_text(n.iteration_ns))]
     if track.after_ns:
@@ -400,22 +399,22 @@ def _numbers(track: Track) -> str:
         fields.append(("peak memory", size_text(n.peak_bytes)))
     shown = "".join(
         f'<span style="display:inline-block;white-space:nowrap;margin-right:22px">'
-        f'<span style="color:{colours.FAINT}">{name}</span> <b>{value}</b></span>'
+        f'<span style="color:{colors.FAINT}">{name}</span> <b>{value}</b></span>'
         for name, value in fields
     )
     return (
-        f'<div style="font-family:{FONT};color:{colours.INK};font-size:13px">'
+        f'<div style="font-family:{FONT};color:{colors.INK};font-size:13px">'
         f'<span style="font-size:15px;font-weight:600;margin-right:22px">{page_text(track.title)}</span>'
         f"{shown}{_layers(track)}</div>"
     )
 
 
 def _layers(track: Track) -> str:
-    """Which layers lie on which rank, folded away until it is asked for."""
+    """Return a collapsed list of the layers on each rank."""
     if not track.layers:
         return ""
     rows = "".join(f"<tr><td>rank {rank}</td><td>{page_text(text)}</td></tr>" for rank, text in enumerate(track.layers))
     return (
-        f'<details style="margin:4px 0;color:{colours.FAINT}"><summary>layers on each rank</summary>'
+        f'<details style="margin:4px 0;color:{colors.FAINT}"><summary>layers on each rank</summary>'
         f'<table style="font-size:12px;margin:4px 0 6px 14px;border-spacing:10px 1px">{rows}</table></details>'
     )

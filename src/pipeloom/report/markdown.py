@@ -1,4 +1,4 @@
-"""Pages in Markdown that programs write section by section: tables, and one section replaced at a time."""
+"""Generated Markdown: tables, and pages of named sections that can be replaced one by one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ _SECTION = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)(?=^<!-- [\w-]+ -->\n|\Z)", re.
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False) -> str:
-    """A table; the first column is aligned left, the others right, or left where they are ``words``.
+    """Write a table. The first column is aligned left, the others right, or left if they are ``words``.
 
     Parameters
     ----------
-    columns : sequence of str
     rows : sequence of sequence of str
-        Each as long as ``columns``.
-    words : bool
+        Rows, each as long as ``columns``.
     """
     lines = [_row(columns), "|" + "---|" + ("---|" if words else "---:|") * (len(columns) - 1)]
     return "\n".join([*lines, *(_row(row) for row in rows)])
@@ -27,11 +25,11 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def sections(page: str) -> dict[str, str]:
-    """Sections of a page by name; each begins with a line ``<!-- name -->``, which is not part of it."""
+    """Return the sections of a page by name. Each begins with a line ``<!-- name -->``, which is not part of it."""
     return {name: body.strip() for name, body in _SECTION.findall(page)}
 
 
 def join_sections(head: str, order: Sequence[str], bodies: Mapping[str, str]) -> str:
-    """One page: ``head``, then those of the sections in ``order`` that there are."""
+    """Join ``head`` and the existing sections in ``order`` to a page."""
     parts = [f"<!-- {name} -->\n{bodies[name].strip()}\n" for name in order if name in bodies]
     return "\n".join([f"{head.strip()}\n", *parts])

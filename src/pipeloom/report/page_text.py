@@ -1,4 +1,4 @@
-"""The one way of text from files into an HTML page."""
+"""Escaping of text from files for HTML pages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import html
 
 from pipeloom.errors import visible
 
-_MEANT_FOR_OTHERS = str.maketrans({character: f"&#{ord(character)};" for character in "@${}[]\\`"})
+_BOKEH_SPECIAL = str.maketrans({character: f"&#{ord(character)};" for character in "@${}[]\\`"})
 
 
 def page_text(text: str) -> str:
-    """Return text as it stands anywhere in a page: in an element, in a quoted attribute, in a template of Bokeh.
+    """Escape text for an HTML element, a quoted attribute, or a template of Bokeh.
 
-    HTML's own characters are escaped, and so are those that start a placeholder of Bokeh's templates (``@name{safe}``)
-    or a formula that Bokeh would typeset. Characters that would change the order or the look of other text are shown as
-    escapes.
+    This escapes HTML's special characters, and those that start a placeholder (``@name{safe}``) or a formula in Bokeh.
+    Characters that change the order or the appearance of other text are shown as escape sequences.
     """
-    return html.escape(visible(text, keep="\n\t")).translate(_MEANT_FOR_OTHERS)
+    return html.escape(visible(text, keep="\n\t")).translate(_BOKEH_SPECIAL)

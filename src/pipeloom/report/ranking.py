@@ -1,10 +1,10 @@
-"""The ranking of systems on one batch, fastest first, as the comparison page opens with it."""
+"""Ranking of systems on one batch, for the comparison page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeloom.report import colours
+from pipeloom.report import colors
 from pipeloom.report.page_text import page_text
 from pipeloom.report.track import Track, key_figures
 from pipeloom.units import share_text, size_text, time_text
@@ -14,23 +14,23 @@ _TEXT_COLUMNS = 2
 
 
 def by_time(tracks: Sequence[Track]) -> list[Track]:
-    """The same tracks, fastest iteration first."""
+    """Sort tracks by iteration time, the fastest first."""
     return sorted(tracks, key=lambda track: key_figures(track).iteration_ns)
 
 
 def ranking_rows(tracks: Sequence[Track]) -> list[tuple[str, ...]]:
-    """Cells of every system, fastest first; gains are over the first one given.
+    """Return the table rows of systems, the fastest first. Gains are relative to the first track given.
 
     Parameters
     ----------
     tracks : sequence of Track
-        In the order in which the systems were named.
+        Tracks in the order of the systems' names.
 
     Returns
     -------
     list of tuple of str
-        Place, title, iteration time, gain, bubbles, peak memory of the fullest rank, tokens a second, distance from the
-        lower bound of the system's own layout.
+        Place, title, iteration time, gain, bubbles, largest peak memory, tokens per second, and gap to the lower bound
+        of the system's own layout.
     """
     first = key_figures(tracks[0]).iteration_ns
     rows: list[tuple[str, ...]] = []
@@ -55,7 +55,7 @@ def ranking_rows(tracks: Sequence[Track]) -> list[tuple[str, ...]]:
 def ranking_table(tracks: Sequence[Track]) -> str:
     """Draw the ranking as an HTML table."""
     rows = ranking_rows(tracks)
-    # What is known of no system has no column.
+    # Leave out columns without values.
     shown = [column for column in range(len(_HEADER)) if any(row[column] for row in rows)]
     head = [_HEADER[column].format(first=tracks[0].title) for column in shown]
     rows = [tuple(row[column] for column in shown) for row in rows]
@@ -64,8 +64,8 @@ def ranking_table(tracks: Sequence[Track]) -> str:
         for number, row in enumerate(rows)
     )
     return (
-        f'<table style="border-collapse:collapse;font-size:13px;color:{colours.INK};margin:8px 0 14px">'
-        f'<thead style="color:{colours.FAINT}"><tr>{_cells(head, "th")}</tr></thead><tbody>{body}</tbody></table>'
+        f'<table style="border-collapse:collapse;font-size:13px;color:{colors.INK};margin:8px 0 14px">'
+        f'<thead style="color:{colors.FAINT}"><tr>{_cells(head, "th")}</tr></thead><tbody>{body}</tbody></table>'
     )
 
 

@@ -10,14 +10,12 @@ from pipeloom.units import share_text, size_text, time_text
 
 
 def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int = 0) -> Table:
-    """Several systems side by side: time, speed-up over one of them, bubbles, distance from the bound, memory.
+    """Make a table of systems: time, speed-up, bubbles, lower bound, gap and peak memory.
 
     Parameters
     ----------
-    tracks : sequence of Track
-    title : str
     baseline : int
-        Number of the track whose time is 1.00 x.
+        Index of the reference track of the speed-up.
     """
     numbers = [key_figures(track) for track in tracks]
     table = Table(title=title or None, title_justify="left")
@@ -41,7 +39,7 @@ def comparison_table(tracks: Sequence[Track], *, title: str = "", baseline: int 
 
 
 def summary_table(fields: Mapping[str, object], *, title: str = "") -> Table:
-    """Names and values, one a row."""
+    """Make a table of names and values."""
     table = Table(title=title or None, title_justify="left", show_header=False)
     table.add_column("field")
     table.add_column("value", justify="right")

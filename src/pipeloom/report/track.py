@@ -1,4 +1,4 @@
-"""Track: one iteration on all ranks, planned or measured, ready to be shown."""
+"""Track: one iteration on all ranks, planned or measured, for reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pipeloom.spec import Layout
 from pipeloom.taskgraph import KIND_NAMES, NS_PER_S, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, bubbles, gap
 
+KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Track:
@@ -20,22 +22,23 @@ class Track:
     Attributes
     ----------
     title : str
-        What is shown, e.g. ``planned`` or ``1F1B``.
+        Title, such as ``planned`` or ``1F1B``.
     graph : TaskGraph
-        With the chosen candidates written in; `make_track` does it.
+        Graph with the chosen candidates; see `make_track`.
     timeline : Timeline
-        Planned or measured.
+        Planned or measured times.
     lower_bound : LowerBound or None
+        Lower bound of the graph, if known.
     chunk_names : tuple of str
-        Name of each chunk number in the graph's labels; empty: tasks are named by their module.
+        Names of the chunks in the graph's labels; if empty, tasks are named by their module.
     strategies : tuple of str
-        Memory strategy of each pair; empty: none is known.
+        Memory strategy of each pair; empty if unknown.
     after_ns : int
-        What the iteration needs after the pipeline: reducing gradients, updating weights.
+        Time after the pipeline: gradient reduction and weight update.
     num_tokens : int
-        Tokens of the iteration, all replicas together; 0: not known.
+        Tokens of the iteration on all replicas; 0: unknown.
     layers : tuple of str
-        Of each rank, the layers that lie on it; empty: not known.
+        Layers of each rank; empty if unknown.
     """
 
     title: str
@@ -59,7 +62,7 @@ class Box(NamedTuple):
     chunk: str
     microbatch: int
     sub_microbatch: int | None
-    """None where the microbatch goes through the module whole."""
+    """None if the module does not split the microbatch."""
     start_ns: int
     end_ns: int
     strategy: str
@@ -67,34 +70,34 @@ class Box(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Microbatch and, where it is split, sub-microbatch: ``3`` or ``3.1``."""
+        """Microbatch and, if split, sub-microbatch: ``3`` or ``3.1``."""
         return f"{self.microbatch}" if self.sub_microbatch is None else f"{self.microbatch}.{self.sub_microbatch}"
 
     @property
     def name(self) -> str:
-        """The task in short: ``F vision.0 3.1``."""
+        """Short name: ``F vision.0 3.1``."""
         return f"{self.kind} {self.chunk} {self.unit}"
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The numbers of a track."""
+    """Key figures of a track."""
 
     makespan_ns: int
-    """Of the pipeline."""
+    """Makespan of the pipeline."""
     iteration_ns: int
-    """The pipeline and what comes after it."""
+    """Makespan plus the time after the pipeline."""
     bubble_share: float
-    """Idle part of all ranks' time, 0 to 1."""
+    """Idle share of all ranks' time, between 0 and 1."""
     peak_bytes: int
-    """Of the fullest rank, static bytes included."""
+    """Largest peak memory of any rank, static bytes included."""
     lower_bound_ns: int | None
     lower_bound_name: str
     tokens_per_s: float | None = None
 
     @property
     def gap(self) -> float | None:
-        """Makespan above the lower bound, as a share of the bound; None where there is no bound."""
+        """Makespan divided by the lower bound, minus one; None without a bound."""
         return None if not self.lower_bound_ns else gap(self.makespan_ns, self.lower_bound_ns)
 
 
@@ -106,7 +109,7 @@ def make_track(
     lower_bound: LowerBound | None = None,
     chunk_names: tuple[str, ...] = (),
 ) -> Track:
-    """Prepare a schedule and its timeline for showing: write the chosen candidates into the graph."""
+    """Make the track of a schedule and its timeline, with the chosen candidates applied to the graph."""
     if schedule is None or schedule.candidate is None or graph.candidates is None:
         return Track(title, graph, timeline, lower_bound, chunk_names)
     chosen = np.asarray(schedule.candidate).tolist()
@@ -116,7 +119,7 @@ def make_track(
 
 
 def key_figures(track: Track) -> Figures:
-    """Makespan, bubbles, peak memory and distance from the bound of one track."""
+    """Compute the key figures of a track."""
     peaks, bound = track.timeline.peak_bytes, track.lower_bound
     iteration_ns = track.timeline.makespan_ns + track.after_ns
     return Figures(
@@ -131,7 +134,7 @@ def key_figures(track: Track) -> Figures:
 
 
 def layers_by_rank(layout: Layout) -> tuple[str, ...]:
-    """Of each rank the layers that lie on it, first and last of each chunk: ``vision 0-15, lm 0-3, lm 16-19``."""
+    """Return the layers of each rank, by the first and last of each chunk: ``vision 0-15, lm 0-3, lm 16-19``."""
     return tuple(
         ", ".join(
             f"{chunk.module} {chunk.layers[0]}-{chunk.layers[1]}" for chunk in layout.chunks if chunk.rank == rank
@@ -141,11 +144,11 @@ def layers_by_rank(layout: Layout) -> tuple[str, ...]:
 
 
 def boxes(track: Track) -> list[Box]:
-    """All tasks of a track in order of their start."""
+    """Return all tasks of a track, sorted by start."""
     graph, labels = track.graph, track.graph.labels
     split = _split_units(graph)
     start, end = track.timeline.start_ns.tolist(), track.timeline.end_ns.tolist()
-    made = []
+    drawn = []
     for task in np.lexsort((np.arange(graph.num_tasks), track.timeline.start_ns)).tolist():
         pair, module = int(graph.pair[task]), graph.module_names[graph.module[task]]
         microbatch, sub, chunk = int(graph.microbatch[task]), None, module
@@ -155,7 +158,7 @@ def boxes(track: Track) -> list[Box]:
                 sub = label.sub_microbatch
             if label.chunk < len(track.chunk_names):
                 chunk = track.chunk_names[label.chunk]
-        made.append(
+        drawn.append(
             Box(
                 task,
                 KIND_NAMES[graph.kind[task]],
@@ -170,11 +173,11 @@ def boxes(track: Track) -> list[Box]:
                 int(graph.activation_bytes[pair]),
             )
         )
-    return made
+    return drawn
 
 
 def _split_units(graph: TaskGraph) -> set[tuple[str, int]]:
-    """Modules and microbatches of which there is more than one sub-microbatch."""
+    """Return the modules and microbatches with several sub-microbatches."""
     subs: dict[tuple[str, int], set[int]] = defaultdict(set)
     for pair, label in enumerate(graph.labels or ()):
         task = int(graph.forward_of[pair])

@@ -8,7 +8,7 @@ from pipeloom.lazy import lazy_names
 from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.assignment import Assignable, with_delays
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks
+from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks, check_candidates
 from pipeloom.taskgraph.graph import (
     BACKWARD,
     FORWARD,
@@ -20,7 +20,6 @@ from pipeloom.taskgraph.graph import (
     make_graph,
     topological_order,
 )
-from pipeloom.taskgraph.totals import check_candidates
 from pipeloom.totals import NS_PER_S, to_ns
 
 if TYPE_CHECKING:

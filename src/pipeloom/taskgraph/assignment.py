@@ -1,4 +1,4 @@
-"""Assignment: on which rank each part of a replicated module is worked on, and how a graph changes with it."""
+"""Assignment of sub-microbatches of replicated modules to ranks, and the graph under each assignment."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from pipeloom.errors import InputError
 from pipeloom.taskgraph.candidates import Candidate
 from pipeloom.taskgraph.columns import IntArray
 from pipeloom.taskgraph.graph import NO_TASK, TaskGraph
-from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.taskgraph.rows import adjacency
 
 
 @dataclass(frozen=True, eq=False)
 class Assignable:
-    """A graph some of whose pairs could be on any rank. Make it with `build_assignable`.
+    """A graph in which some pairs may be on any rank. Make it with `build_assignable`.
 
-    Numbers of tasks, pairs and edges are the same under every assignment, so that orders and choices carry over.
+    Tasks, pairs and edges have the same numbers under every assignment, so orders and choices remain valid.
 
     Attributes
     ----------
     graph : TaskGraph
-        Under the assignment it has.
+        The graph under the current assignment.
     homes : tuple, one entry per module
-        Chunk numbers by rank of a replicated module; nothing for a pipelined one.
+        Chunk numbers by rank of a replicated module; empty for a pipelined one.
     crossing_ns : array, shape (num_edges, num_links)
-        Delay of every edge where its ends are on different ranks, by the link between these. Of no meaning for edges
-        that never change.
+        Delay of every edge over each link, for ends on different ranks. It has no meaning for edges that never change.
     link : array, shape (num_ranks, num_ranks)
         Number of the link between any two ranks.
     slowness : array, shape (num_ranks,)
-        How many times longer each rank computes than most.
+        Computing time of each rank relative to a rank of normal speed.
     options : tuple, one entry per pair
-        Candidates of every free pair by rank, nothing for the others; empty where all ranks are alike.
+        Candidates of every free pair by rank; empty for other pairs. The tuple is empty if all ranks are equally fast.
     """
 
     graph: TaskGraph
@@ -47,26 +46,26 @@ class Assignable:
 
     @cached_property
     def free(self) -> npt.NDArray[np.bool_]:
-        """Pairs that may be on any rank, shape (num_pairs,); none where there is only one rank."""
-        anywhere = np.array([bool(home) and self.graph.num_ranks > 1 for home in self.homes])
-        found: npt.NDArray[np.bool_] = anywhere[self.graph.module[self.graph.forward_of]]
-        return found
+        """Pairs that may be on any rank, shape (num_pairs,); none if there is only one rank."""
+        of_module = np.array([bool(home) and self.graph.num_ranks > 1 for home in self.homes])
+        free: npt.NDArray[np.bool_] = of_module[self.graph.module[self.graph.forward_of]]
+        return free
 
     @cached_property
     def loose(self) -> npt.NDArray[np.bool_]:
-        """Edges with a free pair at an end, shape (num_edges,): their delays depend on the assignment."""
+        """Edges to or from a free pair, shape (num_edges,). Their delays depend on the assignment."""
         pair, graph = self.graph.pair, self.graph
-        touched: npt.NDArray[np.bool_] = self.free[pair[graph.edge_source]] | self.free[pair[graph.edge_target]]
-        return touched
+        loose: npt.NDArray[np.bool_] = self.free[pair[graph.edge_source]] | self.free[pair[graph.edge_target]]
+        return loose
 
     @property
     def assignment(self) -> IntArray:
         """Rank of every pair, shape (num_pairs,)."""
-        found: IntArray = self.graph.rank[self.graph.forward_of]
-        return found
+        assignment: IntArray = self.graph.rank[self.graph.forward_of]
+        return assignment
 
     def assigned(self, assignment: IntArray) -> Assignable:
-        """Assign the free pairs anew.
+        """Return the same graph under another assignment of the free pairs.
 
         Parameters
         ----------
@@ -76,7 +75,7 @@ class Assignable:
         Raises
         ------
         InputError
-            A rank that is none, or another one for a pair of a pipelined module.
+            A rank does not exist, or a pair of a pipelined module is moved.
         """
         graph = self.graph
         assert graph.labels is not None
@@ -87,7 +86,7 @@ class Assignable:
             raise InputError(
                 f"assignment[{pair}]",
                 f"{assignment[pair]}; {graph.describe(int(graph.forward_of[pair]))}",
-                "assign parts of replicated modules, to ranks that there are",
+                f"move only parts of replicated modules, to ranks 0..{graph.num_ranks - 1}",
             )
         rank = assignment[graph.pair]
         source, target = rank[graph.edge_source], rank[graph.edge_target]
@@ -100,34 +99,34 @@ class Assignable:
         changed = replace(with_delays(graph, delay), rank=rank, labels=tuple(labels))
         return replace(self, graph=self._timed(changed, assignment))
 
-    def as_if_on(self, rank: int) -> TaskGraph:
-        """The graph where all free pairs take as long as on one rank, wherever they are."""
+    def with_speed_of(self, rank: int) -> TaskGraph:
+        """Return the graph with the durations of one rank for all free pairs, wherever they are."""
         return self._timed(self.graph, np.full(self.graph.num_pairs, rank))
 
     def _timed(self, graph: TaskGraph, rank_of: IntArray) -> TaskGraph:
-        """The graph with free pairs as fast as on these ranks, shape (num_pairs,)."""
+        """Return the graph with the durations of free pairs on the ranks ``rank_of``, shape (num_pairs,)."""
         if not self.options:
             return graph
-        given = graph.candidates or ((),) * graph.num_pairs
-        found = tuple(
+        current = graph.candidates or ((),) * graph.num_pairs
+        candidates = tuple(
             options[rank] if options else own
-            for options, own, rank in zip(self.options, given, rank_of.tolist(), strict=True)
+            for options, own, rank in zip(self.options, current, rank_of.tolist(), strict=True)
         )
         duration = graph.duration_ns.copy()
         for pair in np.flatnonzero(self.free).tolist():
-            first = found[pair][0]
+            first = candidates[pair][0]
             times = (first.forward_ns, first.backward_ns, first.weight_ns)
             for tasks, ns in zip((graph.forward_of, graph.backward_of, graph.weight_of), times, strict=True):
                 if tasks[pair] != NO_TASK:
                     duration[tasks[pair]] = ns
-        return replace(graph, duration_ns=duration, candidates=None if graph.candidates is None else found)
+        return replace(graph, duration_ns=duration, candidates=None if graph.candidates is None else candidates)
 
     def durations_ns(self, choice: npt.ArrayLike | None) -> IntArray:
-        """Nanoseconds of every task on every rank under chosen candidates, shape (num_tasks, num_ranks)."""
+        """Return the duration of every task on every rank under chosen candidates, shape (num_tasks, num_ranks)."""
         if not self.options:
             own = self.graph.with_candidates(choice).duration_ns
             return np.repeat(own[:, None], self.graph.num_ranks, axis=1)
-        columns = [self.as_if_on(r).with_candidates(choice).duration_ns for r in range(self.graph.num_ranks)]
+        columns = [self.with_speed_of(r).with_candidates(choice).duration_ns for r in range(self.graph.num_ranks)]
         return np.stack(columns, axis=1)
 
     def within(
@@ -136,7 +135,7 @@ class Assignable:
         host_capacity_bytes: IntArray | None = None,
         staging_bytes: IntArray | None = None,
     ) -> Assignable:
-        """Return the same under other limits of memory, shape (num_ranks,)."""
+        """Return the same with other memory limits, each of shape (num_ranks,)."""
         graph = replace(
             self.graph,
             capacity_bytes=capacity_bytes,
@@ -147,28 +146,16 @@ class Assignable:
 
     @cached_property
     def relaxed(self) -> TaskGraph:
-        """The graph as if nothing were ever sent to or from free pairs, and all these on the quickest rank.
+        """The graph with no delays to or from free pairs, and with the durations of the fastest rank for them.
 
-        Its longest paths bound every assignment's.
+        Its longest paths are lower bounds under every assignment.
         """
-        quickest = self.as_if_on(int(self.slowness.argmin()))
-        return with_delays(quickest, np.where(self.loose, 0, self.graph.edge_delay_ns))
+        fastest = self.with_speed_of(int(self.slowness.argmin()))
+        return with_delays(fastest, np.where(self.loose, 0, self.graph.edge_delay_ns))
 
 
 def with_delays(graph: TaskGraph, edge_delay_ns: IntArray) -> TaskGraph:
-    """Return the graph with other delays of its edges, shape (num_edges,)."""
-    source, target, delay = close_edges(
-        graph.edge_source, graph.edge_target, edge_delay_ns, graph.forward_of, graph.backward_of, graph.weight_of
-    )
-    before = compressed(target, source, delay, graph.num_tasks)
-    after = compressed(source, target, delay, graph.num_tasks)
-    return replace(
-        graph,
-        edge_delay_ns=edge_delay_ns,
-        predecessor_start=before[0],
-        predecessor=before[1],
-        predecessor_delay_ns=before[2],
-        successor_start=after[0],
-        successor=after[1],
-        successor_delay_ns=after[2],
-    )
+    """Return the graph with other edge delays, shape (num_edges,)."""
+    edges = (graph.edge_source, graph.edge_target, edge_delay_ns)
+    pairs = (graph.forward_of, graph.backward_of, graph.weight_of)
+    return replace(graph, edge_delay_ns=edge_delay_ns, **adjacency(edges, pairs, graph.num_tasks))

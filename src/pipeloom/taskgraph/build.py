@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.cost import CostModel, StrategyCost, link_table, rank_static_bytes, slowness_of
+from pipeloom.cost import CostModel, rank_static_bytes, slowness_of
 from pipeloom.cost.dealt import laid_out
 from pipeloom.limits import MAX_TASKS
 from pipeloom.packing import Packing, SubMicrobatch, pieces
-from pipeloom.spec import Chunk, Layout, StreamEnd, Workload, strategy_word
+from pipeloom.spec import Layout, StreamEnd, Workload
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.columns import Edges, IntArray, PairLabel, Pairs, Tasks
+from pipeloom.taskgraph.chunk_costs import BackwardForm, ChunkCosts, PairCosts
+from pipeloom.taskgraph.columns import Edges, PairLabel, Pairs, Tasks
 from pipeloom.taskgraph.graph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TaskGraph, make_graph
-from pipeloom.totals import check_work, summable, to_ns
-
-BackwardForm = Literal["whole", "split", "either"]
-"""How backwards are made: in one task, in two, or either, as the schedule chooses."""
+from pipeloom.totals import check_work, summable
 
 
 def build_graph(
@@ -35,41 +33,37 @@ def build_graph(
 ) -> TaskGraph:
     """Make the tasks, pairs and edges of one iteration.
 
-    Within a module each sub-microbatch passes its chunks in order, forward and back. At a module boundary
-    a part comes after all parts of the feeding module that hold rows of it (`pipeloom.packing.pieces`). A module
-    that has nothing in a microbatch (text only) has no tasks there.
+    Within a module, each sub-microbatch passes its chunks in order, forward and back. At a module boundary, a
+    sub-microbatch depends on all sub-microbatches of the source module that hold rows of it
+    (`pipeloom.packing.pieces`). A module without input in a microbatch (text only) has no tasks there.
+
+    Replicated modules run each sub-microbatch on one rank: the rank with the least work so far, pipelined modules
+    included. `build_assignable` makes a graph for searches that improve this assignment.
 
     Parameters
     ----------
-    layout : Layout
-    packing : Packing
-    costs : CostModel
-    name : str
     capacity_bytes : int or None
         Memory of each rank; None: no limit.
     backward : str
-        ``split``: backwards are I and W where the costs know the parts; ``either``: and every strategy of a split pair
-        is offered with a whole backward too, that is a W that takes no time and holds nothing.
+        ``split`` makes I and W of each backward for which the costs have separate times. ``either`` also offers every
+        strategy of a split pair with a whole backward, that is, with a W that takes no time and holds nothing.
     hold_outputs : bool
-        Count a module's output where the module that reads it is on the same rank: held from the end of the one to
-        the end of the other, as with embeddings computed ahead.
+        Count the memory of a module's output where a module that reads it is on the same rank. It is held from the
+        end of the producer to the end of the consumer, as with embeddings computed ahead.
 
     Returns
     -------
     TaskGraph
         With ``labels``, so that schedules of it can be lowered.
 
-    Replicated modules run each sub-microbatch on one rank: on the one that has least to do so far, what the
-    pipelined modules give it included. `build_assignable` is for those who can assign better.
-
     Raises
     ------
     InputError
-        For module boundaries whose parts do not match, and for times and sizes too large to be summed.
+        Sub-microbatches do not match at a module boundary, or times or sizes are too large to be summed.
     """
-    costs, holds = laid_out(costs, layout), hold_outputs or _holds_streams(layout, capacity_bytes)
-    builder = _Builder(layout, packing, costs, backward, hold_outputs, holds)
-    return builder.build().finish(name, capacity_bytes)
+    held = _HeldOutputs(hold_outputs, hold_outputs or _holds_streams(layout, capacity_bytes))
+    builder = _Builder(layout, packing, ChunkCosts(layout, laid_out(costs, layout), backward), held)
+    return builder.build(name, capacity_bytes)
 
 
 def build_assignable(
@@ -81,40 +75,38 @@ def build_assignable(
     capacity_bytes: int | None = None,
     backward: BackwardForm = "whole",
 ) -> Assignable:
-    """Make the graph of `build_graph`, and what is needed to assign the parts of replicated modules anew."""
-    costs, holds = laid_out(costs, layout), _holds_streams(layout, capacity_bytes)
-    builder = _Builder(layout, packing, costs, backward, False, holds)
-    graph = builder.build().finish(name, capacity_bytes)
+    """Make the graph of `build_graph` with the data that another assignment of replicated modules needs."""
+    chunk_costs = ChunkCosts(layout, laid_out(costs, layout), backward)
+    builder = _Builder(layout, packing, chunk_costs, _HeldOutputs(False, _holds_streams(layout, capacity_bytes)))
+    graph = builder.build(name, capacity_bytes)
     homes = tuple(
         tuple(sorted(layout.chunks_of(module.name), key=lambda c: layout.chunks[c].rank))
         if module.on_ranks == "replicated"
         else ()
         for module in layout.modules
     )
-    options = tuple(builder.options) if any(builder.options) else ()
-    slowness = np.array([slowness_of(costs, rank) for rank in range(layout.num_ranks)])
-    crossing = np.array(builder.crossing, dtype=np.int64).reshape(-1, builder.num_links)
-    return Assignable(graph, homes, crossing, builder.link, slowness, options)
+    options = tuple(builder.pairs.options) if any(builder.pairs.options) else ()
+    slowness = np.array([slowness_of(chunk_costs.costs, rank) for rank in range(layout.num_ranks)])
+    crossing = np.array(builder.edges.crossing, dtype=np.int64).reshape(-1, chunk_costs.num_links)
+    return Assignable(graph, homes, crossing, chunk_costs.link, slowness, options)
 
 
 def _holds_streams(layout: Layout, capacity_bytes: int | None) -> bool:
     return capacity_bytes is not None and all(module.on_ranks == "pipelined" for module in layout.modules)
 
 
-class _Answer(NamedTuple):
-    """What the cost model says of a chunk on a workload, as it goes into the graph."""
+class _HeldOutputs(NamedTuple):
+    """Outputs whose memory counts while consumers on the same rank wait for them."""
 
-    candidates: tuple[Candidate, ...]
-    word: str
-    """For the first of them."""
-    split: bool
-    """Whether its backward is I and W."""
+    outputs: bool
+    streams: bool
+    """Until the last consumer has run. Needs limited memory and chunks that stay on their ranks."""
 
 
-class _Path(NamedTuple):
-    """What all parts have in common that pass the same chunks, with the same of their backwards split.
+class _PassTemplate(NamedTuple):
+    """Columns shared by all passes through the same chunks with the same split backwards.
 
-    Tasks, pairs and segments are numbered from the part's first; edges alternate between forward and backward.
+    Tasks, pairs and segments are numbered from the first of the pass. Edges alternate between forward and backward.
     """
 
     kind: list[int]
@@ -123,15 +115,14 @@ class _Path(NamedTuple):
     segment: list[int]
     forward: list[int]
     backward: list[int]
-    """Per pair its backward's task; none where it has none."""
+    """Backward task of every pair; empty without backwards."""
     source: list[int]
     target: list[int]
     num_segments: int
 
 
-@dataclass
-class _Passage:
-    """The pairs that one part of one module passes, chunk by chunk, the first of them ``pair``."""
+class _Pass(NamedTuple):
+    """Pairs of one sub-microbatch of one module, one per chunk, numbered from ``pair``."""
 
     chunks: tuple[int, ...]
     pair: int
@@ -139,7 +130,7 @@ class _Passage:
 
 
 class _Ends(NamedTuple):
-    """What is joined: a module's chunk that gives (-1: the last), and one that takes, each by its place; and what."""
+    """Two connected chunks, each by its module and its index among that module's chunks (-1: the last)."""
 
     source: str
     give: int
@@ -149,14 +140,7 @@ class _Ends(NamedTuple):
 
 
 @dataclass
-class _Builder:
-    layout: Layout
-    packing: Packing
-    costs: CostModel
-    form: BackwardForm
-    hold_outputs: bool
-    holds_streams: bool
-    """Streams are held until all that take them have run; where memory is limited, and parts stay on their ranks."""
+class _TaskColumns:
     kind: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
@@ -164,328 +148,249 @@ class _Builder:
     segment: list[int] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     module: list[int] = field(default_factory=list)
+    num_segments: int = 0
+
+
+@dataclass
+class _PairColumns:
     activation: list[int] = field(default_factory=list)
     weight_gradient: list[int] = field(default_factory=list)
     candidates: list[tuple[Candidate, ...]] = field(default_factory=list)
     options: list[tuple[tuple[Candidate, ...], ...]] = field(default_factory=list)
-    """Per pair that could be on any rank, its candidates on each; nothing where it could not, or ranks are alike."""
+    """Candidates by rank; see `ChunkCosts.options_by_rank`."""
     labels: list[PairLabel] = field(default_factory=list)
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _EdgeColumns:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     delay: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     crossing: list[tuple[int, ...]] = field(default_factory=list)
-    """Per edge, the delay that it has over each link where its ends are on different ranks, if they ever are."""
-    link: IntArray = field(init=False)
-    """Of any two ranks."""
-    num_links: int = field(init=False)
-    known_ns: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    like: list[int] = field(default_factory=list)
-    """Per chunk, the first that costs alike: chunks of the same layers, and ranks as fast, recur."""
-    known_costs: dict[Workload, dict[int, tuple[StrategyCost, ...]]] = field(default_factory=dict)
-    """By workload, so that its lengths are hashed once for all chunks, and by chunk."""
-    known_answers: dict[Workload, dict[int, _Answer]] = field(default_factory=dict)
-    known_bytes: dict[Workload, dict[int, int]] = field(default_factory=dict)
-    converted: dict[tuple[int, bool], tuple[tuple[Candidate, ...], str]] = field(default_factory=dict)
-    """Answers of the cost model as candidates, with the word for the first of them."""
-    paths: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Path] = field(default_factory=dict)
-    num_segments: int = 0
-    load_s: list[float] = field(default_factory=list)
-    """Per rank: seconds of the pipelined modules in all, and of what replicated ones have been assigned to it."""
+    """Delay over each link, for ends on different ranks."""
 
-    emitted: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """By stream, the module and the layer that emits it."""
-
-    def __post_init__(self) -> None:
-        """Number the links, and find chunks that cost alike."""
-        self.link = link_table(self.costs, self.layout.num_ranks)
-        self.num_links = int(self.link.max()) + 1
-        first: dict[tuple[str, tuple[int, int], float], int] = {}
-        for number, chunk in enumerate(self.layout.chunks):
-            key = (chunk.module, chunk.layers, slowness_of(self.costs, chunk.rank))
-            self.like.append(first.setdefault(key, number))
-
-    def build(self) -> _Builder:
-        """Add everything."""
-        modules = self.layout.modules
-        chunks = [len(self.layout.chunks_of(m.name)) if m.on_ranks == "pipelined" else 1 for m in modules]
-        every = ((n, parts) for one in self.packing.microbatches for n, parts in zip(chunks, one.parts, strict=True))
-        tasks = 2 * sum(n * len(parts) for n, parts in every)
-        check_work("packing", tasks, "tasks", MAX_TASKS, "give smaller batches, or a layout of fewer chunks")
-        self.emitted = {end.stream: (m.name, end.layer) for m in self.layout.modules for end in m.emits}
-        self.weigh_ranks()
-        for microbatch in range(len(self.packing.microbatches)):
-            self.add_microbatch(microbatch)
-        return self
-
-    def weigh_ranks(self) -> None:
-        """Count what the pipelined modules give every rank; only replicated modules ask."""
-        self.load_s = [0.0] * self.layout.num_ranks
-        if all(module.on_ranks == "pipelined" for module in self.layout.modules):
-            return
-        for m, module in enumerate(self.layout.modules):
-            if module.on_ranks == "replicated":
-                continue
-            for microbatch in self.packing.microbatches:
-                for part in microbatch.parts[m]:
-                    for chunk in self.layout.chunks_of(module.name):
-                        self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, part.workload)
-
-    def chunk_costs(self, chunk: int, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Ask the cost model, once for every workload and chunk that costs alike."""
-        known = self.known_costs.setdefault(workload, {})
-        like = self.like[chunk]
-        if like not in known:
-            known[like] = self.costs.chunk_costs(self.layout.chunks[chunk], workload)
-        return known[like]
-
-    def _seconds(self, chunk: int, workload: Workload) -> float:
-        base = self.chunk_costs(chunk, workload)[0]
-        return base.forward_s + base.backward_s
-
-    def _chunks(self, m: int, workload: Workload) -> tuple[int, ...]:
-        """Chunks that a part passes: all of a pipelined module, one of a replicated one."""
-        module = self.layout.modules[m]
-        chunks = self.layout.chunks_of(module.name)
-        if module.on_ranks == "pipelined":
-            return chunks
-        own = {c: self._seconds(c, workload) if self.costs.slowness else 0.0 for c in chunks}
-        chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank] + own[c])
-        self.load_s[self.layout.chunks[chunk].rank] += self._seconds(chunk, workload)
-        return (chunk,)
-
-    def add_microbatch(self, microbatch: int) -> None:
-        """Add all modules of a microbatch, in topological order."""
-        passages: dict[str, list[_Passage]] = {}
-        for m, module in enumerate(self.layout.modules):
-            parts = self.packing.microbatches[microbatch].parts[m]
-            passages[module.name] = [self._pass(microbatch, m, sub, part) for sub, part in enumerate(parts)]
-            for source in module.after:
-                ends = _Ends(source, -1, module.name, 0)
-                self._join(passages[source], passages[module.name], microbatch, ends)
-            for end in module.takes:
-                self._add_stream(passages, microbatch, module.name, end)
-
-    def _pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Passage:
-        chunks, workload = self._chunks(m, part.workload), part.workload
-        answers = self._answers(m, chunks, microbatch, workload)
-        path = self._path(m, chunks, tuple(answer.split for answer in answers))
-        pair, task, segment = len(self.activation), len(self.kind), self.num_segments
-        self.num_segments += path.num_segments
-        self.kind += path.kind
-        self.rank += path.rank
-        self.pair += [pair + each for each in path.pair]
-        self.segment += [segment + each for each in path.segment]
-        self.microbatch += [microbatch] * len(path.kind)
-        self.module += [m] * len(path.kind)
-        self.forward += [task + each for each in path.forward]
-        self.backward += [task + each for each in path.backward] or [-1] * len(chunks)
-        for chunk, answer in zip(chunks, answers, strict=True):
-            first = answer.candidates[0]
-            self.duration.append(first.forward_ns)
-            if path.backward:
-                self.duration.append(first.backward_ns)
-                if answer.split:
-                    self.duration.append(first.weight_ns)
-            self.activation.append(first.activation_bytes)
-            self.weight_gradient.append(first.weight_gradient_bytes)
-            self.candidates.append(answer.candidates)
-            self.labels.append(PairLabel(chunk, microbatch, sub, answer.word))
-            self.options.append(self._elsewhere(chunk, workload, answer.split))
-        self.source += [task + each for each in path.source]
-        self.target += [task + each for each in path.target]
-        self.held += [0] * len(path.source)
-        both = 2 if path.backward else 1
-        for i in range(len(chunks) - 1):
-            delay, crossing = self._delay(chunks[i], chunks[i + 1], workload)
-            self.delay += [delay] * both
-            self.crossing += [crossing] * both
-        return _Passage(chunks, pair, workload)
-
-    def _answers(self, m: int, chunks: Sequence[int], microbatch: int, workload: Workload) -> list[_Answer]:
-        known, found = self.known_answers.setdefault(workload, {}), []
-        trained = self.layout.has_backward(self.layout.modules[m].name)
-        for chunk in chunks:
-            like = self.like[chunk]
-            if like not in known:
-                base = self.chunk_costs(chunk, workload)[0]
-                split = trained and self.form != "whole" and base.backward_weight_s is not None
-                name = f"{self.layout.chunks[chunk].module}, chunk {chunk}, microbatch {microbatch}"
-                known[like] = _Answer(*self._candidates(chunk, workload, split, name), split)
-            found.append(known[like])
-        return found
-
-    def _path(self, m: int, chunks: tuple[int, ...], splits: tuple[bool, ...]) -> _Path:
-        """What is the same for all parts of a module that pass these chunks."""
-        known = self.paths.get((chunks, splits))
-        if known is None:
-            trained = self.layout.has_backward(self.layout.modules[m].name)
-            known = self.paths[chunks, splits] = self._new_path(chunks, splits, trained)
-        return known
-
-    def _new_path(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _Path:
-        ranks = [self.layout.chunks[c].rank for c in chunks]
-        runs = number_runs(ranks)
-        # Forward segments of this part come first, then its backward ones, then its weight gradients.
-        per_kind = runs[-1] + 1
-        num_segments = per_kind * (1 + (2 if self.form != "whole" else 1) * trained)
-        path = _Path([], [], [], [], [], [], [], [], num_segments)
-        for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
-            kinds = [FORWARD]
-            if trained:
-                kinds += [INPUT_GRADIENT, WEIGHT_GRADIENT] if split else [BACKWARD]
-                path.backward.append(len(path.kind) + 1)
-            path.forward.append(len(path.kind))
-            path.kind.extend(kinds)
-            path.rank.extend([rank] * len(kinds))
-            path.pair.extend([position] * len(kinds))
-            path.segment.extend(k * per_kind + runs[position] for k in range(len(kinds)))
-        for i in range(len(chunks) - 1):
-            path.source.append(path.forward[i])
-            path.target.append(path.forward[i + 1])
-            if trained:
-                path.source.append(path.backward[i + 1])
-                path.target.append(path.backward[i])
-        return path
-
-    def _elsewhere(self, chunk: int, workload: Workload, split: bool) -> tuple[tuple[Candidate, ...], ...]:
-        """Its candidates on each rank that it could be on; nothing where it could not, or ranks are alike."""
-        here = self.layout.chunks[chunk]
-        if not self.costs.slowness or not self._moves(here):
-            return ()
-        chunks = sorted(self.layout.chunks_of(here.module), key=lambda c: self.layout.chunks[c].rank)
-        return tuple(self._candidates(c, workload, split, f"{here.module}, chunk {c}")[0] for c in chunks)
-
-    def _candidates(self, chunk: int, workload: Workload, split: bool, name: str) -> tuple[tuple[Candidate, ...], str]:
-        """What a chunk may do with a workload, with the word for the first of that; errors give ``name``."""
-        options = self.chunk_costs(chunk, workload)
-        # The same answer of the cost model is one object, and kept in `known_costs`.
-        known = self.converted.get((id(options), split))
-        if known is None:
-            forms = (True, False) if split and self.form == "either" else (split,)
-            made = tuple(_candidate(option, split, form, name) for option in options for form in forms)
-            known = self.converted[id(options), split] = made, strategy_word(made[0].strategy, made[0].layers)
-        return known
-
-    def _add_stream(self, passages: dict[str, list[_Passage]], microbatch: int, module: str, end: StreamEnd) -> None:
-        """Connect every part's chunk that emits a stream with those that take it, where they are not one."""
-        source, layer = self.emitted[end.stream]
-        takers = (each.layer for each in self.layout.module(module).takes if each.stream == end.stream)
-        if any(
-            self._chunk_at(module, each) == self._chunk_at(module, end.layer) for each in takers if each < end.layer
-        ):
-            # What the chunk has taken for an earlier layer.
-            return
-        ends = _Ends(source, self._chunk_at(source, layer), module, self._chunk_at(module, end.layer), end.stream)
-        if (ends.source, ends.give) != (ends.module, ends.take):
-            self._join(passages[source], passages[module], microbatch, ends)
-
-    def _chunk_at(self, module: str, layer: int) -> int:
-        """Which of a part's chunks has a layer: of a replicated module there is one."""
-        if self.layout.module(module).on_ranks == "replicated":
-            return 0
-        chunks = self.layout.chunks_of(module)
-        return next(i for i, c in enumerate(chunks) if layer <= self.layout.chunks[c].layers[1])
-
-    def _join(self, above: list[_Passage], below: list[_Passage], microbatch: int, ends: _Ends) -> None:
-        """Connect the parts on both sides of a module boundary, or at both ends of a stream."""
-        number = self.packing.modules.index
-        for piece in pieces(self.packing, microbatch, number(ends.source), number(ends.module)):
-            up = above[piece.above]
-            lengths = up.workload.lengths[piece.first : piece.first + piece.count]
-            workload = up.workload if piece.whole else Workload(lengths)
-            give = len(up.chunks) - 1 if ends.give < 0 else ends.give
-            self._edge(up, give, below[piece.below], ends.take, workload, ends.stream)
-
-    def _edge(self, above: _Passage, i: int, below: _Passage, j: int, workload: Workload, stream: str = "") -> None:
-        """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
-        source, target = above.pair + i, below.pair + j
-        upper, lower = above.chunks[i], below.chunks[j]
-        delay, crossing = self._delay(upper, lower, workload, stream)
-        held = 0
-        apart = self.layout.chunks[upper].rank != self.layout.chunks[lower].rank
-        if not apart and (self.holds_streams if stream else self.hold_outputs and above is not below):
-            held = self._num_bytes(upper, workload, stream)
-        self._add_edge(self.forward[source], self.forward[target], delay, held, crossing)
-        if self.backward[source] >= 0 and self.backward[target] >= 0:
-            self._add_edge(self.backward[target], self.backward[source], delay, held if stream else 0, crossing)
-
-    def _delay(self, upper: int, lower: int, workload: Workload, stream: str = "") -> tuple[int, tuple[int, ...]]:
-        """Nanoseconds from one chunk to the next, and over each link, were they on other ranks, if they ever are."""
-        above, below = self.layout.chunks[upper], self.layout.chunks[lower]
-        apart = above.rank != below.rank
-        if not apart and not self._moves(above) and not self._moves(below):
-            return 0, (0,) * self.num_links
-        crossing = self._crossing(self._num_bytes(upper, workload, stream))
-        return (crossing[self.link[above.rank, below.rank]] if apart else 0), crossing
-
-    def _crossing(self, num_bytes: int) -> tuple[int, ...]:
-        """Nanoseconds of a message over each link."""
-        if num_bytes not in self.known_ns:
-            name = f"a message of {num_bytes} bytes"
-            every = range(self.num_links)
-            self.known_ns[num_bytes] = tuple(to_ns(self.costs.transfer_s(num_bytes, link), name) for link in every)
-        return self.known_ns[num_bytes]
-
-    def _num_bytes(self, chunk: int, workload: Workload, stream: str) -> int:
-        if stream:
-            return self.costs.stream_bytes(stream, workload)
-        known = self.known_bytes.setdefault(workload, {})
-        like = self.like[chunk]
-        if like not in known:
-            known[like] = self.costs.boundary_bytes(self.layout.chunks[chunk], workload)
-        return known[like]
-
-    def _moves(self, chunk: Chunk) -> bool:
-        """Whether a part that is worked on here could be worked on elsewhere."""
-        return self.layout.module(chunk.module).on_ranks == "replicated"
-
-    def _add_edge(self, source: int, target: int, delay: int, held: int, crossing: tuple[int, ...]) -> None:
+    def add(self, source: int, target: int, delay: int, held: int, crossing: tuple[int, ...]) -> None:
         self.source.append(source)
         self.target.append(target)
         self.delay.append(delay)
         self.held.append(held)
         self.crossing.append(crossing)
 
-    def finish(self, name: str, capacity_bytes: int | None) -> TaskGraph:
-        """Close the lists into a graph."""
-        ranks = self.layout.num_ranks
-        several = any(len(options) > 1 for options in self.candidates)
-        # Segment numbers may have gaps (W segments of parts that are not split); close them.
-        # Parts that are assigned to other ranks have these delays instead.
-        summable("edges.delay_s", [max(each) for each in self.crossing])
-        segment = np.unique(np.array(self.segment, dtype=np.int64), return_inverse=True)[1]
+
+class _Builder:
+    """Columns of one iteration, filled microbatch by microbatch."""
+
+    def __init__(self, layout: Layout, packing: Packing, costs: ChunkCosts, held: _HeldOutputs) -> None:
+        self.layout, self.packing, self.costs, self.held = layout, packing, costs, held
+        self.tasks, self.pairs, self.edges = _TaskColumns(), _PairColumns(), _EdgeColumns()
+        self.templates: dict[tuple[tuple[int, ...], tuple[bool, ...]], _PassTemplate] = {}
+        self.emitters = {end.stream: (m.name, end.layer) for m in layout.modules for end in m.emits}
+        """Module and layer that emit each stream."""
+        self.load_s = [0.0] * layout.num_ranks
+        """Work of every rank: all of the pipelined modules, and the replicated work assigned so far."""
+
+    def build(self, name: str, capacity_bytes: int | None) -> TaskGraph:
+        """Add all microbatches and make the graph."""
+        modules = self.layout.modules
+        chunks = [len(self.layout.chunks_of(m.name)) if m.on_ranks == "pipelined" else 1 for m in modules]
+        every = ((n, parts) for one in self.packing.microbatches for n, parts in zip(chunks, one.parts, strict=True))
+        tasks = 2 * sum(n * len(parts) for n, parts in every)
+        check_work("packing", tasks, "tasks", MAX_TASKS, "give smaller batches, or a layout of fewer chunks")
+        if any(module.on_ranks == "replicated" for module in modules):
+            self._add_pipelined_load()
+        for microbatch in range(len(self.packing.microbatches)):
+            self._add_microbatch(microbatch)
+        return self._make_graph(name, capacity_bytes)
+
+    def _add_pipelined_load(self) -> None:
+        for m, module in enumerate(self.layout.modules):
+            if module.on_ranks == "replicated":
+                continue
+            for microbatch in self.packing.microbatches:
+                for part in microbatch.parts[m]:
+                    for chunk in self.layout.chunks_of(module.name):
+                        self.load_s[self.layout.chunks[chunk].rank] += self.costs.seconds(chunk, part.workload)
+
+    def _chunks(self, m: int, workload: Workload) -> tuple[int, ...]:
+        """Return all chunks of a pipelined module, or the chunk of a replicated one on the least loaded rank."""
+        module = self.layout.modules[m]
+        chunks = self.layout.chunks_of(module.name)
+        if module.on_ranks == "pipelined":
+            return chunks
+        own = {c: self.costs.seconds(c, workload) if self.costs.costs.slowness else 0.0 for c in chunks}
+        chunk = min(chunks, key=lambda c: self.load_s[self.layout.chunks[c].rank] + own[c])
+        self.load_s[self.layout.chunks[chunk].rank] += self.costs.seconds(chunk, workload)
+        return (chunk,)
+
+    def _add_microbatch(self, microbatch: int) -> None:
+        """Add all modules of a microbatch, in topological order."""
+        passes: dict[str, list[_Pass]] = {}
+        for m, module in enumerate(self.layout.modules):
+            parts = self.packing.microbatches[microbatch].parts[m]
+            passes[module.name] = [self._add_pass(microbatch, m, sub, part) for sub, part in enumerate(parts)]
+            for source in module.after:
+                ends = _Ends(source, -1, module.name, 0)
+                self._connect(passes[source], passes[module.name], microbatch, ends)
+            for end in module.takes:
+                self._add_stream(passes, microbatch, module.name, end)
+
+    def _add_pass(self, microbatch: int, m: int, sub: int, part: SubMicrobatch) -> _Pass:
+        chunks, workload = self._chunks(m, part.workload), part.workload
+        trained = self.layout.has_backward(self.layout.modules[m].name)
+        costs = self.costs.pair_costs(chunks, microbatch, workload, trained)
+        template = self._template(chunks, tuple(each.split for each in costs), trained)
+        tasks, pairs = self.tasks, self.pairs
+        pair, task, segment = len(pairs.activation), len(tasks.kind), tasks.num_segments
+        tasks.num_segments += template.num_segments
+        tasks.kind += template.kind
+        tasks.rank += template.rank
+        tasks.pair += [pair + each for each in template.pair]
+        tasks.segment += [segment + each for each in template.segment]
+        tasks.microbatch += [microbatch] * len(template.kind)
+        tasks.module += [m] * len(template.kind)
+        pairs.forward += [task + each for each in template.forward]
+        pairs.backward += [task + each for each in template.backward] or [-1] * len(chunks)
+        for chunk, each in zip(chunks, costs, strict=True):
+            self._add_pair(each, PairLabel(chunk, microbatch, sub, each.word), trained)
+            pairs.options.append(self.costs.options_by_rank(chunk, workload, each.split))
+        self.edges.source += [task + each for each in template.source]
+        self.edges.target += [task + each for each in template.target]
+        self.edges.held += [0] * len(template.source)
+        for i in range(len(chunks) - 1):
+            delay, crossing = self.costs.delay_ns(chunks[i], chunks[i + 1], workload)
+            self.edges.delay += [delay] * (1 + trained)
+            self.edges.crossing += [crossing] * (1 + trained)
+        return _Pass(chunks, pair, workload)
+
+    def _add_pair(self, costs: PairCosts, label: PairLabel, trained: bool) -> None:
+        """Add durations, sizes and candidates of a pair."""
+        first = costs.candidates[0]
+        self.tasks.duration.append(first.forward_ns)
+        if trained:
+            self.tasks.duration.append(first.backward_ns)
+            if costs.split:
+                self.tasks.duration.append(first.weight_ns)
+        self.pairs.activation.append(first.activation_bytes)
+        self.pairs.weight_gradient.append(first.weight_gradient_bytes)
+        self.pairs.candidates.append(costs.candidates)
+        self.pairs.labels.append(label)
+
+    def _template(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _PassTemplate:
+        known = self.templates.get((chunks, splits))
+        if known is None:
+            known = self.templates[chunks, splits] = self._new_template(chunks, splits, trained)
+        return known
+
+    def _new_template(self, chunks: tuple[int, ...], splits: tuple[bool, ...], trained: bool) -> _PassTemplate:
+        ranks = [self.layout.chunks[c].rank for c in chunks]
+        runs = number_runs(ranks)
+        # Forward segments come first, then those of backwards, then those of weight gradients.
+        per_kind = runs[-1] + 1
+        num_segments = per_kind * (1 + (2 if self.costs.form != "whole" else 1) * trained)
+        template = _PassTemplate([], [], [], [], [], [], [], [], num_segments)
+        for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
+            kinds = [FORWARD]
+            if trained:
+                kinds += [INPUT_GRADIENT, WEIGHT_GRADIENT] if split else [BACKWARD]
+                template.backward.append(len(template.kind) + 1)
+            template.forward.append(len(template.kind))
+            template.kind.extend(kinds)
+            template.rank.extend([rank] * len(kinds))
+            template.pair.extend([position] * len(kinds))
+            template.segment.extend(k * per_kind + runs[position] for k in range(len(kinds)))
+        for i in range(len(chunks) - 1):
+            template.source.append(template.forward[i])
+            template.target.append(template.forward[i + 1])
+            if trained:
+                template.source.append(template.backward[i + 1])
+                template.target.append(template.backward[i])
+        return template
+
+    def _add_stream(self, passes: dict[str, list[_Pass]], microbatch: int, module: str, end: StreamEnd) -> None:
+        """Connect the chunk that emits a stream with a chunk that takes it, unless both are the same."""
+        source, layer = self.emitters[end.stream]
+        chunk = self._chunk_index(module, end.layer)
+        earlier = (each.layer for each in self.layout.module(module).takes if each.stream == end.stream)
+        if any(self._chunk_index(module, each) == chunk for each in earlier if each < end.layer):
+            # The chunk already takes the stream for an earlier layer.
+            return
+        ends = _Ends(source, self._chunk_index(source, layer), module, chunk, end.stream)
+        if (ends.source, ends.give) != (ends.module, ends.take):
+            self._connect(passes[source], passes[module], microbatch, ends)
+
+    def _chunk_index(self, module: str, layer: int) -> int:
+        """Return the index of the chunk with a layer within its pass; 0 in a replicated module."""
+        if self.layout.module(module).on_ranks == "replicated":
+            return 0
+        chunks = self.layout.chunks_of(module)
+        return next(i for i, c in enumerate(chunks) if layer <= self.layout.chunks[c].layers[1])
+
+    def _connect(self, above: list[_Pass], below: list[_Pass], microbatch: int, ends: _Ends) -> None:
+        """Connect the passes on both sides of a module boundary, or at both ends of a stream."""
+        number = self.packing.modules.index
+        for piece in pieces(self.packing, microbatch, number(ends.source), number(ends.module)):
+            up = above[piece.above]
+            lengths = up.workload.lengths[piece.first : piece.first + piece.count]
+            workload = up.workload if piece.whole else Workload(lengths)
+            give = len(up.chunks) - 1 if ends.give < 0 else ends.give
+            self._add_edges(up, give, below[piece.below], ends.take, workload, ends.stream)
+
+    def _add_edges(self, above: _Pass, i: int, below: _Pass, j: int, workload: Workload, stream: str) -> None:
+        """Connect two pairs: activation forward, gradient back, each after its transfer between ranks."""
+        source, target = above.pair + i, below.pair + j
+        upper, lower = above.chunks[i], below.chunks[j]
+        delay, crossing = self.costs.delay_ns(upper, lower, workload, stream)
+        held = 0
+        same_rank = self.layout.chunks[upper].rank == self.layout.chunks[lower].rank
+        if same_rank and (self.held.streams if stream else self.held.outputs and above is not below):
+            held = self.costs.num_bytes(upper, workload, stream)
+        forward, backward = self.pairs.forward, self.pairs.backward
+        self.edges.add(forward[source], forward[target], delay, held, crossing)
+        if backward[source] >= 0 and backward[target] >= 0:
+            self.edges.add(backward[target], backward[source], delay, held if stream else 0, crossing)
+
+    def _make_graph(self, name: str, capacity_bytes: int | None) -> TaskGraph:
+        tasks, pairs, edges, num_ranks = self.tasks, self.pairs, self.edges, self.layout.num_ranks
+        # Another assignment of replicated modules may use any of these delays, so all must be summable.
+        summable("edges.delay_s", [max(each) for each in edges.crossing])
+        # Close the gaps in segment numbers, which W segments of whole backwards leave.
+        segment = np.unique(np.array(tasks.segment, dtype=np.int64), return_inverse=True)[1]
+        several = any(len(options) > 1 for options in pairs.candidates)
         return make_graph(
             name=name,
-            num_ranks=ranks,
+            num_ranks=num_ranks,
             tasks=Tasks(
-                kind=self.kind,
-                rank=self.rank,
-                duration_ns=self.duration,
-                pair=self.pair,
+                kind=tasks.kind,
+                rank=tasks.rank,
+                duration_ns=tasks.duration,
+                pair=tasks.pair,
                 segment=segment,
-                microbatch=self.microbatch,
-                module=self.module,
+                microbatch=tasks.microbatch,
+                module=tasks.module,
                 module_names=tuple(m.name for m in self.layout.modules),
             ),
             pairs=Pairs(
-                activation_bytes=self.activation,
-                weight_gradient_bytes=self.weight_gradient,
-                candidates=tuple(self.candidates) if several else None,
-                labels=tuple(self.labels),
+                activation_bytes=pairs.activation,
+                weight_gradient_bytes=pairs.weight_gradient,
+                candidates=tuple(pairs.candidates) if several else None,
+                labels=tuple(pairs.labels),
             ),
             edges=Edges(
-                source=self.source, target=self.target, delay_ns=self.delay, bytes=self.held if any(self.held) else None
+                source=edges.source,
+                target=edges.target,
+                delay_ns=edges.delay,
+                bytes=edges.held if any(edges.held) else None,
             ),
-            static_bytes=rank_static_bytes(self.costs, self.layout),
-            capacity_bytes=None if capacity_bytes is None else np.full(ranks, capacity_bytes, dtype=np.int64),
+            static_bytes=rank_static_bytes(self.costs.costs, self.layout),
+            capacity_bytes=None if capacity_bytes is None else np.full(num_ranks, capacity_bytes, dtype=np.int64),
         )
 
 
 def number_runs(ranks: Sequence[int]) -> list[int]:
-    """Number the maximal runs of consecutive chunks in which no rank comes twice: the segments of a pass."""
+    """Number the maximal runs of consecutive chunks in which no rank occurs twice: the segments of a pass."""
     numbers, seen, run = [], set[int](), 0
     for rank in ranks:
         if rank in seen:
@@ -494,27 +399,3 @@ def number_runs(ranks: Sequence[int]) -> list[int]:
         seen.add(rank)
         numbers.append(run)
     return numbers
-
-
-def _candidate(cost: StrategyCost, split: bool, halves: bool, name: str) -> Candidate:
-    """A strategy of a pair that has I and W where ``split``; with its backward in halves, or all of it in I.
-
-    Errors give the pair's ``name``.
-    """
-    weight_gradient = cost.activation_bytes if cost.weight_gradient_bytes is None else cost.weight_gradient_bytes
-    inputs, weights = cost.backward_s, 0.0
-    # A strategy whose parts are unknown keeps its backward whole.
-    if halves and cost.backward_input_s is not None:
-        inputs, weights = cost.backward_input_s, cost.backward_weight_s or 0.0
-    elif split and not halves:
-        weight_gradient = 0
-    return Candidate(
-        cost.strategy,
-        to_ns(cost.forward_s, f"{name}: forward_s"),
-        to_ns(inputs, f"{name}: backward_s"),
-        to_ns(weights, f"{name}: backward_weight_s"),
-        cost.activation_bytes,
-        weight_gradient,
-        cost.layers,
-        cost.host_bytes,
-    )

@@ -1,4 +1,4 @@
-"""Candidates of pairs, and all of them as arrays."""
+"""Candidates of pairs, also as arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FORWARD_NS, BACKWARD_NS, WEIGHT_NS, ACTIVATION_BYTES, WEIGHT_GRADIENT_BYTES, HOS
 
 
 class Candidate(NamedTuple):
-    """One memory strategy of a pair, replacing its durations and bytes when chosen.
+    """One memory strategy of a pair. When chosen, it replaces the pair's durations and bytes.
 
-    For a whole backward ``backward_ns`` is its duration and ``weight_ns`` is 0; for a split one they are
-    the durations of I and W. ``host_bytes`` lie on the host from the forward to the end of B or I.
+    For a whole backward, ``backward_ns`` is its duration and ``weight_ns`` is 0. For a split backward, they are the
+    durations of I and W. ``host_bytes`` are on the host from the forward to the end of B or I.
     """
 
     strategy: str
@@ -31,18 +31,18 @@ class Candidate(NamedTuple):
 
 Cube = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 _latest: tuple[Sequence[tuple[Candidate, ...]], Cube] | None = None
-"""Whose candidates were read last: who tries many orders of a graph asks for the same again and again."""
+"""The last candidates and their cube. A search over orders of one graph requests the same cube repeatedly."""
 
 
 def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
-    """Candidates of all pairs as arrays, not to be written to.
+    """Return the candidates of all pairs as read-only arrays.
 
     Returns
     -------
     array, shape (num_pairs, most candidates, 6)
         Nanoseconds and bytes; rows with fewer candidates repeat their first.
     array, shape (num_pairs,)
-        How many candidates each pair has.
+        Number of candidates of each pair.
     """
     global _latest
     latest = _latest
@@ -54,13 +54,12 @@ def candidate_cube(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
 
 
 def _read(candidates: Sequence[tuple[Candidate, ...]]) -> Cube:
-    """Equal chunks share one tuple, which is read once."""
-    # Told apart by what they are, not by what they hold: comparing thousands of equal ones would take longer.
+    # Pairs of equal chunks share one tuple, so each tuple is read once. Comparing contents would take longer.
     number = np.fromiter(map(id, candidates), np.int64, len(candidates))
     _, first, which = np.unique(number, return_index=True, return_inverse=True)
     distinct = [candidates[i] for i in first.tolist()]
     lengths = np.array([len(row) for row in distinct], np.int64)
-    # All fields but the words.
+    # Fields 0 and 6 are strings.
     rows = np.array([candidate[1:6] + candidate[7:] for row in distinct for candidate in row], np.int64).reshape(-1, 6)
     column = np.arange(lengths.max(initial=0))
     column = np.where(column < lengths[:, None], column, 0) + (np.cumsum(lengths) - lengths)[:, None]

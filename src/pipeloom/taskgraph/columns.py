@@ -1,4 +1,4 @@
-"""Tasks, Pairs and Edges: the columns that a `TaskGraph` is made of, validated where they are made."""
+"""Tasks, Pairs and Edges: the validated columns of a `TaskGraph`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
+from pipeloom.limits import MAX_S, MAX_TOTAL
 from pipeloom.taskgraph.candidates import Candidate
-from pipeloom.taskgraph.totals import check_candidates
-from pipeloom.totals import summable
+from pipeloom.totals import NS_PER_S, SMALLER_SIZES, SMALLER_TIMES, summable
 
 IntArray = npt.NDArray[np.int64]
 KIND_NAMES = ("F", "B", "I", "W")
 
 
 class PairLabel(NamedTuple):
-    """What a pair means in a layout: chunk number, microbatch and sub-microbatch.
+    """Chunk number, microbatch and sub-microbatch of a pair in a layout.
 
-    ``strategy`` is the memory strategy of its durations and bytes as plans write it (`spec.strategy_word`).
+    ``strategy`` is the memory strategy of its durations and bytes, as plans write it (`spec.strategy_word`).
     """
 
     chunk: int
@@ -32,21 +32,22 @@ class PairLabel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
-    """What is to be done, a row a task. Columns become arrays of integers.
+    """Columns of tasks, converted to arrays of integers.
 
     Attributes
     ----------
     kind : array, shape (num_tasks,)
         `FORWARD`, `BACKWARD`, `INPUT_GRADIENT` or `WEIGHT_GRADIENT`.
-    rank, duration_ns, pair, segment, microbatch : array, shape (num_tasks,)
+    rank, duration_ns, pair, microbatch : array, shape (num_tasks,)
+    segment : array, shape (num_tasks,)
+        Number of the pass of one sub-microbatch through one segment of chunks, forward or backward.
     module : array, shape (num_tasks,)
-        Indexes ``module_names``.
-    module_names : tuple of str
+        Index into ``module_names``.
 
     Raises
     ------
     InputError
-        No task, columns of unequal length, numbers out of range, or durations that sum to 2**62 ns or more.
+        There is no task, columns differ in length, numbers are out of range, or durations sum to 2**62 ns or more.
     """
 
     kind: npt.ArrayLike
@@ -59,12 +60,12 @@ class Tasks:
     module_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Make arrays of the columns and check each by itself."""
+        """Convert the columns to arrays and check each of them."""
         kind = np.asarray(self.kind, dtype=np.int8)
         if len(kind) == 0:
             raise InputError("tasks.kind", "is empty", "give at least one task")
         object.__setattr__(self, "kind", kind)
-        # Largest segment number below the number of tasks: kernels hold one slot a segment.
+        # Kernels hold one slot per segment, so segment numbers are below the number of tasks.
         bounds = {"module": len(self.module_names), "segment": len(kind)}
         for field in fields(self):
             if field.name in ("kind", "module_names"):
@@ -80,20 +81,20 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pairs:
-    """Forwards with their backwards, a row a pair.
+    """Columns of pairs: forwards with their backwards.
 
     Attributes
     ----------
     activation_bytes : array, shape (num_pairs,)
     weight_gradient_bytes : array, shape (num_pairs,), or None
-        None: as ``activation_bytes``.
+        None: the same as ``activation_bytes``.
     candidates : per pair a tuple of `Candidate`, or None
     labels : per pair a `PairLabel`, or None for graphs that do not come from a layout
 
     Raises
     ------
     InputError
-        Columns of unequal length, negative sizes, or sizes that sum to 2**62 bytes or more.
+        Columns differ in length, or sizes are negative or sum to 2**62 bytes or more.
     """
 
     activation_bytes: npt.ArrayLike
@@ -115,7 +116,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Edges:
-    """What comes before what, a row an edge; a pair's own order (F, I or B, W) need not be among them.
+    """Columns of edges: dependencies between tasks. The order inside a pair (F, I or B, W) may be left out.
 
     Attributes
     ----------
@@ -123,12 +124,12 @@ class Edges:
         Task numbers.
     delay_ns : array, shape (num_edges,)
     bytes : array, shape (num_edges,), or None
-        Held on the rank of both ends from the end of the one to the end of the other; None: nothing.
+        Memory held on the rank of both ends, from the end of the source to the end of the target; None: nothing.
 
     Raises
     ------
     InputError
-        Columns of unequal length, negative numbers, or delays or sizes that sum to 2**62 or more.
+        Columns differ in length, numbers are negative, or delays or sizes sum to 2**62 or more.
     """
 
     source: npt.ArrayLike
@@ -151,7 +152,7 @@ class Edges:
 
 
 def check_range(name: str, values: IntArray, bound: int | None) -> None:
-    """Refuse entries below zero, and those that are not below a bound."""
+    """Raise if an entry is negative or not below ``bound``."""
     bad = np.flatnonzero(values < 0)
     if bad.size:
         raise InputError(f"{name}[{bad[0]}]", f"{values[bad[0]]} is negative")
@@ -162,7 +163,7 @@ def check_range(name: str, values: IntArray, bound: int | None) -> None:
 
 
 def sizes(name: str, values: npt.ArrayLike, length: int) -> IntArray:
-    """Times or sizes as an array of so many, none negative, that can be summed."""
+    """Return times or sizes as an array; raise if it has another length, negative entries or too large a sum."""
     array = summable(name, values).reshape(-1)
     check_length(name, array, length)
     check_range(name, array, None)
@@ -170,6 +171,24 @@ def sizes(name: str, values: npt.ArrayLike, length: int) -> IntArray:
 
 
 def check_length(name: str, array: IntArray, length: int) -> None:
-    """Refuse a column of another length."""
+    """Raise if a column has another length."""
     if len(array) != length:
         raise InputError(name, f"has {len(array)} entries, expected {length}")
+
+
+def check_candidates(candidates: Sequence[tuple[Candidate, ...]]) -> None:
+    """Raise `InputError` if some choice of candidates sums to `MAX_TOTAL` nanoseconds or bytes, or more."""
+    # Pairs of equal chunks share one tuple, which is read once.
+    known: dict[int, tuple[int, int]] = {}
+    time = size = 0
+    for row in candidates:
+        if id(row) not in known:
+            most_ns = max(c.forward_ns + c.backward_ns + c.weight_ns for c in row)
+            known[id(row)] = most_ns, max(max(c.activation_bytes, c.weight_gradient_bytes) for c in row)
+        time, size = time + known[id(row)][0], size + known[id(row)][1]
+    if time >= MAX_TOTAL:
+        problem = f"the longest of all pairs sum to {time / NS_PER_S:g} s, which is not below {MAX_S:g} s"
+        raise InputError("pairs.candidates", problem, SMALLER_TIMES)
+    if size >= MAX_TOTAL:
+        problem = f"the largest of all pairs sum to {size} bytes, which is not below 2**62"
+        raise InputError("pairs.candidates", problem, SMALLER_SIZES)

@@ -1,8 +1,8 @@
 """Task, TaskGraph: one iteration's scheduling problem as flat arrays (structure of arrays).
 
-The arrays are what kernels loop over; `TaskGraph.task` and `TaskGraph.describe` are the readable view.
-Meaning of every field and the rules of time and memory: ``docs/formats.md``, `pipeloom.instance/1`.
-Times are integer nanoseconds and sizes integer bytes, rounded once when the graph is made.
+Kernels loop over the arrays; `TaskGraph.task` and `TaskGraph.describe` are the readable view. ``docs/formats.md``
+(`pipeloom.instance/1`) defines every field and the rules of time and memory. Times are integer nanoseconds and sizes
+integer bytes, rounded once when the graph is made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipeloom.taskgraph.columns import (
     sizes,
 )
 from pipeloom.taskgraph.labels import ChosenLabels
-from pipeloom.taskgraph.rows import close_edges, compressed
+from pipeloom.taskgraph.rows import adjacency
 
 KindArray = npt.NDArray[np.int8]
 
@@ -60,33 +60,35 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskGraph:
-    """One iteration's tasks, pairs and edges. Make it with `make_graph`, which validates and closes it.
+    """Tasks, pairs and edges of one iteration. Make it with `make_graph`, which validates them.
 
-    Columns lie flat, as kernels read them: those of `Tasks`, of `Pairs` and (with ``edge_`` before them) of `Edges`,
-    what each rank has, and what follows from them: the tasks of every pair, and what is before and after every task.
+    It has the columns of `Tasks`, `Pairs` and `Edges` (prefixed with ``edge_``) as flat arrays, as kernels read them,
+    the memory of each rank, and derived columns: the tasks of every pair, and predecessors and successors.
 
     Attributes
     ----------
     kind, rank, duration_ns, pair, segment, microbatch, module : array, shape (num_tasks,)
-        ``module`` indexes ``module_names``.
+        See `Tasks`.
     activation_bytes, weight_gradient_bytes : array, shape (num_pairs,)
     edge_source, edge_target, edge_delay_ns, edge_bytes : array, shape (num_edges,)
-        As given. The implied edges (F before its backward, I before W) are not among them; ``predecessors``
-        and ``successors`` have both.
+        Declared edges only. ``predecessor`` and ``successor`` also have the implied edges (F before its backward, I
+        before W).
     capacity_bytes : array, shape (num_ranks,), or None
-        None: no limit.
+        Memory of each rank; None: no limit.
     static_bytes : array, shape (num_ranks,)
+        Weights, gradients and optimizer state.
     candidates : per pair a tuple of `Candidate`, or None
     labels : per pair a `PairLabel`, or None for graphs that do not come from a layout
     host_capacity_bytes : array, shape (num_ranks,), or None
-        Most that candidates of a rank's pairs may hold on the host at once; None: no limit.
+        Host memory of each rank for the candidates of its pairs; None: no limit.
     staging_bytes : array, shape (num_ranks,), or None
-        Taken off the capacity of a rank where a chosen candidate holds something on the host, for what is on its way
-        there and back; None: nothing. What has no candidates stages nothing.
+        Subtracted from the capacity of a rank if a chosen candidate holds bytes on the host, for transfers to the host
+        and back; None: nothing. Graphs without candidates stage nothing.
     forward_of, backward_of, weight_of : array, shape (num_pairs,)
-        Task numbers of the pair's F, of its B or I, and of its W; -1 where there is none.
+        Task numbers of the pair's F, of its B or I, and of its W; -1 if there is none.
     predecessor_start, predecessor, predecessor_delay_ns
-        Compressed rows: the predecessors of task i are ``predecessor[start[i]:start[i+1]]``.
+        Compressed rows: the predecessors of task i are
+        ``predecessor[predecessor_start[i]:predecessor_start[i + 1]]``.
     successor_start, successor, successor_delay_ns
         The same for successors.
     """
@@ -140,30 +142,30 @@ class TaskGraph:
 
     @property
     def most_room_bytes(self) -> IntArray | None:
-        """What is left for pairs and edges beside the static bytes on ranks that stage nothing, shape (num_ranks,)."""
+        """Capacity less static bytes on ranks that stage nothing, shape (num_ranks,); None: no limit."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.static_bytes
 
     @property
     def room_bytes(self) -> IntArray | None:
-        """What is left for pairs and edges beside the static bytes, whatever is chosen, shape (num_ranks,)."""
-        room = self.most_room_bytes
-        if room is None or self.staging_bytes is None or self.candidates is None:
-            return room
-        return room - self.staging_bytes
+        """Capacity less static bytes under every choice of candidates, shape (num_ranks,); None: no limit."""
+        free_bytes = self.most_room_bytes
+        if free_bytes is None or self.staging_bytes is None or self.candidates is None:
+            return free_bytes
+        return free_bytes - self.staging_bytes
 
     @property
     def limits_offload(self) -> bool:
-        """Whether offloading may ask for more than there is: on a rank's host, or on the way to it."""
+        """Whether offloading is limited, by host memory or by staging memory."""
         return self.host_capacity_bytes is not None or self.staging_bytes is not None
 
     @property
     def chunk_of(self) -> IntArray | None:
-        """Chunk of every pair, by its label, shape (num_pairs,); None: there are no labels."""
+        """Chunk of every pair, shape (num_pairs,); None without labels."""
         labels = self.labels.given if isinstance(self.labels, ChosenLabels) else self.labels
         return None if labels is None else np.array([label.chunk for label in labels], np.int64)
 
     def task(self, number: int) -> Task:
-        """Readable view of one task."""
+        """Return a readable view of one task."""
         return Task(
             number,
             KIND_NAMES[self.kind[number]],
@@ -176,15 +178,15 @@ class TaskGraph:
         )
 
     def describe(self, number: int) -> str:
-        """A task in words, for messages: ``task 17 (B of lm, microbatch 3, rank 1)``."""
+        """Describe a task for messages: ``task 17 (B of lm, microbatch 3, rank 1)``."""
         task = self.task(number)
         return f"task {number} ({task.kind} of {task.module}, microbatch {task.microbatch}, rank {task.rank})"
 
     def with_candidates(self, choice: npt.ArrayLike | None) -> TaskGraph:
         """Return the graph with the chosen candidate of every pair written into its durations and bytes.
 
-        ``choice`` is an index per pair; None leaves the graph as it is. The result has no candidates left,
-        so that what is simulated and checked has one duration only.
+        ``choice`` is an index per pair; None returns the graph unchanged. The result has no candidates, so each task
+        has one duration.
         """
         if choice is None:
             return self
@@ -220,7 +222,7 @@ class TaskGraph:
         )
 
     def capacity_under(self, host_bytes: IntArray) -> IntArray | None:
-        """Capacity of every rank less what it stages, where pairs hold so much on the host, shape (num_pairs,)."""
+        """Return the capacity of every rank less its staging; ``host_bytes`` are per pair, shape (num_pairs,)."""
         if self.capacity_bytes is None or self.staging_bytes is None:
             return self.capacity_bytes
         away = np.bincount(self.rank[self.forward_of], weights=host_bytes > 0, minlength=self.num_ranks) > 0
@@ -238,26 +240,21 @@ def make_graph(
     static_bytes: npt.ArrayLike | None = None,
     capacity_bytes: npt.ArrayLike | None = None,
 ) -> TaskGraph:
-    """Validate the parts of a problem against each other and close them into a `TaskGraph`.
+    """Validate tasks, pairs and edges against each other and make a `TaskGraph`.
 
     Parameters
     ----------
-    name : str
-    num_ranks : int
-    tasks : Tasks
-    pairs : Pairs
-    edges : Edges
     static_bytes : array, shape (num_ranks,), or None
-        Weights, gradients and optimiser state; None: nothing.
+        Weights, gradients and optimizer state; None: nothing.
     capacity_bytes : array, shape (num_ranks,), or None
-        None: no limit.
+        Memory of each rank; None: no limit.
 
     Raises
     ------
     InputError
-        Naming the array, the entry and the bound: lengths that differ, numbers out of range, a pair without
-        exactly one F, a pair on two ranks, a segment twice on a rank or of two kinds, a cycle of edges, times or
-        sizes that sum to 2**62 nanoseconds or bytes, or more.
+        Lengths differ, numbers are out of range, a pair has not exactly one F or is on two ranks, a segment is twice
+        on a rank or has two kinds, edges form a cycle, or times or sizes sum to 2**62 nanoseconds or bytes, or more.
+        The message names the array, the entry and the bound.
     """
     check_count("num_ranks", num_ranks)
     kind = np.asarray(tasks.kind)
@@ -272,13 +269,8 @@ def make_graph(
     check_range("edges.source", source, num_tasks)
     check_range("edges.target", target, num_tasks)
     _check_held(edges, rank)
-    capacity = None
-    if capacity_bytes is not None:
-        capacity = _capacities(capacity_bytes, num_ranks)
+    capacity = None if capacity_bytes is None else _capacities(capacity_bytes, num_ranks)
     static = np.zeros(num_ranks) if static_bytes is None else static_bytes
-    full_source, full_target, full_delay = close_edges(source, target, delay, forward_of, backward_of, weight_of)
-    before = compressed(full_target, full_source, full_delay, num_tasks)
-    after = compressed(full_source, full_target, full_delay, num_tasks)
     graph = TaskGraph(
         name=name,
         num_ranks=num_ranks,
@@ -303,15 +295,14 @@ def make_graph(
         forward_of=forward_of,
         backward_of=backward_of,
         weight_of=weight_of,
-        **dict(zip(("predecessor_start", "predecessor", "predecessor_delay_ns"), before, strict=True)),
-        **dict(zip(("successor_start", "successor", "successor_delay_ns"), after, strict=True)),
+        **adjacency((source, target, delay), (forward_of, backward_of, weight_of), num_tasks),
     )
     topological_order(graph)
     return graph
 
 
 def _capacities(capacity_bytes: npt.ArrayLike, num_ranks: int) -> IntArray:
-    """Check capacities, which are never added up."""
+    """Check capacities. They are never summed, so there is no limit of their sum."""
     capacity: IntArray = np.asarray(capacity_bytes, dtype=np.int64).reshape(-1)
     check_length("memory_capacity_bytes", capacity, num_ranks)
     check_range("memory_capacity_bytes", capacity, None)
@@ -319,7 +310,7 @@ def _capacities(capacity_bytes: npt.ArrayLike, num_ranks: int) -> IntArray:
 
 
 def _check_held(edges: Edges, rank: IntArray) -> None:
-    """Refuse edges between ranks that hold bytes."""
+    """Raise if an edge between ranks holds bytes."""
     source, target, held = np.asarray(edges.source), np.asarray(edges.target), np.asarray(edges.bytes)
     crossing = np.flatnonzero((held > 0) & (rank[source] != rank[target]))
     if crossing.size:
@@ -332,7 +323,7 @@ def _check_held(edges: Edges, rank: IntArray) -> None:
 
 
 def topological_order(graph: TaskGraph) -> IntArray:
-    """Tasks in an order that respects every edge; an `InputError` names a task on a cycle."""
+    """Return the tasks in an order that respects every edge; raise `InputError` on a cycle."""
     waiting = np.diff(graph.predecessor_start)
     ready = [int(i) for i in np.flatnonzero(waiting == 0)]
     order = []
@@ -352,7 +343,7 @@ def topological_order(graph: TaskGraph) -> IntArray:
 
 
 def _pair_tasks(kind: KindArray, pair: IntArray, rank: IntArray, num_pairs: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Task numbers of each pair's F, B or I, and W; refuse pairs that are not one of the allowed forms."""
+    """Return the task numbers of each pair's F, B or I, and W; raise on an incomplete or doubled pair."""
     for task in np.flatnonzero((kind < 0) | (kind > 3))[:1].tolist():
         raise InputError(f"tasks.kind[{task}]", f"{kind[task]} is none of F, B, I, W")
     for task in np.flatnonzero(_repeated(kind.astype(np.int64) * num_pairs + pair))[:1].tolist():
@@ -387,7 +378,7 @@ def _check_segments(kind: KindArray, segment: IntArray, rank: IntArray) -> None:
 
 
 def _repeated(values: IntArray) -> npt.NDArray[np.bool_]:
-    """Which entries have an equal one before them."""
+    """Return which entries equal an earlier one."""
     again = np.ones(len(values), np.bool_)
     again[np.unique(values, return_index=True)[1]] = False
     return again

@@ -1,4 +1,4 @@
-"""The task graph of one iteration under a rank's memory."""
+"""Task graph of one iteration under memory limits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from pipeloom.units import size_text
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Memory of every rank, and what of it is put aside for the computation that runs.
+    """Memory of every rank, and the part of it reserved for the running computation.
 
     Attributes
     ----------
     capacity_bytes : int or None
-        None: no limit.
+        Memory of each rank; None: no limit.
     num_messages : int
-        Outputs that a computation has room for beside itself: those that have come early, and those that nobody has
-        taken yet. How many there are is the ranks' real speed.
+        Outputs reserved for beside each computation: those that arrived early and those not yet consumed. Their real
+        number depends on the speed of the ranks.
     host_bytes : int or None
-        Of the host's memory, what each rank may fill with offloaded activations; None: no limit.
+        Host memory that each rank may fill with offloaded activations; None: no limit.
     even : bool
-        Every rank puts aside as much as the one that needs most.
+        Reserve as much on every rank as on the rank that needs most.
     spare_bytes : tuple of int
-        Per rank, put aside beside all that: what a plan was found to need more than this. Empty: nothing.
+        Additional reserve of each rank, for plans that need more than the estimate. Empty: nothing.
     """
 
     capacity_bytes: int | None = None
@@ -45,9 +45,9 @@ class MemoryLimit:
     spare_bytes: tuple[int, ...] = ()
 
     def sparing(self, more: Sequence[int]) -> MemoryLimit:
-        """Return the same with so much more put aside on every rank."""
-        spare = self.spare_bytes or (0,) * len(more)
-        return replace(self, spare_bytes=tuple(a + b for a, b in zip(spare, more, strict=True)))
+        """Return the same with a larger reserve: ``more`` bytes per rank."""
+        reserve = self.spare_bytes or (0,) * len(more)
+        return replace(self, spare_bytes=tuple(a + b for a, b in zip(reserve, more, strict=True)))
 
 
 def iteration_graph(
@@ -59,29 +59,25 @@ def iteration_graph(
     *,
     or_whole: bool = True,
 ) -> Assignable:
-    """Task graph of an iteration under a rank's memory, less what any one computation needs while it runs.
+    """Make the task graph of an iteration under a memory limit, less the workspace of the largest computation.
 
-    Where the costs offer several strategies, or split backwards, all of them are candidates of every pair. Parts of
-    replicated modules can be assigned to ranks anew.
+    If the costs offer several strategies or split backwards, all of them are candidates of every pair. Sub-microbatches
+    of replicated modules can be assigned to other ranks.
 
     Parameters
     ----------
-    layout : Layout
-    packed : Packing
-    costs : CostModel
-    name : str
     memory : MemoryLimit or None
         None: no limit.
     or_whole : bool
-        Where backwards may be split, offer every strategy with a whole one too; False: all are split.
+        If backwards may be split, also offer every strategy with a whole backward; False: split all of them.
 
     Raises
     ------
     InfeasibleError
-        Weights, gradients, optimiser state and one computation do not fit.
+        Weights, gradients, optimizer state and one computation do not fit.
     """
     memory = memory or MemoryLimit()
-    made = build_assignable(
+    assignable = build_assignable(
         layout,
         packed,
         costs,
@@ -89,46 +85,46 @@ def iteration_graph(
         capacity_bytes=memory.capacity_bytes,
         backward="whole" if not costs.split_backward else "either" if or_whole else "split",
     )
-    ranks = made.graph.num_ranks
+    ranks = assignable.graph.num_ranks
     host = None if memory.host_bytes is None else np.full(ranks, memory.host_bytes, np.int64)
     if memory.capacity_bytes is None:
-        return made.within(None, host)
-    work, staged = put_aside(layout, packed, costs, memory)
-    room = _room_bytes(made.graph, work, memory)
-    return made.within(room, host, staged if staged.any() else None)
+        return assignable.within(None, host)
+    work, staged = _reserve_bytes(layout, packed, costs, memory)
+    capacity = _capacity_bytes(assignable.graph, work, memory)
+    return assignable.within(capacity, host, staged if staged.any() else None)
 
 
 def room_bytes(
     graph: TaskGraph, layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit
 ) -> IntArray | None:
-    """Bytes that each rank has for what is static and what pairs hold, if none offloads; None: no limit.
+    """Return the bytes of each rank for static memory and pairs if no pair offloads; None: no limit.
 
     Raises
     ------
     InfeasibleError
-        Weights, gradients, optimiser state and one computation do not fit.
+        Weights, gradients, optimizer state and one computation do not fit.
     """
     if memory.capacity_bytes is None:
         return None
-    return _room_bytes(graph, put_aside(layout, packed, costs, memory)[0], memory)
+    return _capacity_bytes(graph, _reserve_bytes(layout, packed, costs, memory)[0], memory)
 
 
-def _room_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
+def _capacity_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
     assert memory.capacity_bytes is not None
-    room: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
-    if (graph.static_bytes > room).any():
-        rank = int((graph.static_bytes - room).argmax())
+    left: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
+    if (graph.static_bytes > left).any():
+        rank = int((graph.static_bytes - left).argmax())
         capacity = memory.capacity_bytes
-        static, aside, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - room[rank]), capacity))
+        static, reserved, most = map(size_text, (int(graph.static_bytes[rank]), int(capacity - left[rank]), capacity))
         raise InfeasibleError(
-            f"rank {rank}: weights, gradients and optimiser state take {static}, the largest computation with its "
-            f"messages {aside}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"
+            f"rank {rank}: weights, gradients and optimizer state take {static}, the largest computation with its "
+            f"messages {reserved}, of {most}; use more ranks, more tensor or data parallelism, or smaller microbatches"
         )
-    return room
+    return left
 
 
-def put_aside(layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit) -> tuple[IntArray, IntArray]:
-    """What every rank puts aside for a computation, and how much more where it offloads; each of shape (num_ranks,)."""
+def _reserve_bytes(layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit) -> tuple[IntArray, IntArray]:
+    """Return the reserve of every rank, and the addition if it offloads; each of shape (num_ranks,)."""
     most = workspace_bytes(layout, packed, costs, memory.num_messages)
     if memory.even:
         most[:] = most.max(axis=1, keepdims=True)
@@ -136,16 +132,16 @@ def put_aside(layout: Layout, packed: Packing, costs: CostModel, memory: MemoryL
 
 
 def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messages: int) -> IntArray:
-    """Most that a computation uses beyond what is held, with room for so many of its outputs.
+    """Return the largest workspace of any computation, with ``num_messages`` of its outputs.
 
-    Shape (2, num_ranks): under strategies that do not offload; and under all, with what offloading stages.
+    The shape is (2, num_ranks). Row 0 is under strategies without offloading; row 1 adds what offloading stages.
     """
     most, costs = np.zeros((2, layout.num_ranks), np.int64), laid_out(costs, layout)
     for column, module in enumerate(layout.modules):
         parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
         if not parts:
             continue
-        # Bytes rise with each of the features, so one of these has the most, or nearly so.
+        # Bytes grow with both features, so one of these workloads needs the most, or nearly.
         largest = {max(parts, key=lambda w: w.num_tokens), max(parts, key=lambda w: w.num_token_pairs)}
         for number in layout.chunks_of(module.name):
             chunk = layout.chunks[number]

@@ -1,4 +1,4 @@
-"""Labels of pairs under chosen candidates, made when somebody asks for them."""
+"""Labels of pairs under chosen candidates, made on access."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipeloom.taskgraph.columns import IntArray, PairLabel
 class ChosenLabels(Sequence[PairLabel]):
     """Labels with the strategy of every pair's chosen candidate.
 
-    A search chooses candidates a hundred times for each plan that is lowered, and has no use for their words.
+    A search chooses candidates a hundred times per lowered plan and does not read the strategies.
 
     Parameters
     ----------
     labels : sequence of PairLabel
-        As they were given: ``given`` has them.
+        Original labels, also in ``given``.
     candidates : per pair a tuple of `Candidate`
     choice : array, shape (num_pairs,)
     """

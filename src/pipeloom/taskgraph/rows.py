@@ -1,6 +1,8 @@
-"""Edges as compressed rows: what comes before every task, and what after it."""
+"""Edges as compressed rows: predecessors and successors of every task."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ _NO_TASK = -1
 def close_edges(
     source: IntArray, target: IntArray, delay: IntArray, forward: IntArray, backward: IntArray, weight: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Add the implied edges: F before its backward, I before its W."""
+    """Add the implied edges: F before its backward, I before W."""
     has_backward, has_weight = backward != _NO_TASK, weight != _NO_TASK
     extra_source = np.concatenate([forward[has_backward], backward[has_weight]])
     extra_target = np.concatenate([backward[has_backward], weight[has_weight]])
@@ -23,8 +25,28 @@ def close_edges(
     )
 
 
+def adjacency(
+    edges: tuple[IntArray, IntArray, IntArray], pairs: tuple[IntArray, IntArray, IntArray], num_tasks: int
+) -> dict[str, Any]:
+    """Return the predecessors and successors of all tasks, implied edges included, as fields of `TaskGraph`.
+
+    Parameters
+    ----------
+    edges : tuple of array
+        Source, target and delay of every edge.
+    pairs : tuple of array
+        F, B or I, and W of every pair.
+    """
+    source, target, delay = close_edges(*edges, *pairs)
+    fields: dict[str, Any] = {}
+    for name, row, value in (("predecessor", target, source), ("successor", source, target)):
+        columns = compressed(row, value, delay, num_tasks)
+        fields |= dict(zip((f"{name}_start", name, f"{name}_delay_ns"), columns, strict=True))
+    return fields
+
+
 def compressed(row: IntArray, value: IntArray, delay: IntArray, num_rows: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Where each row starts, and the values and delays of all rows end to end."""
+    """Return the start of each row, and the concatenated values and delays of all rows."""
     order = np.argsort(row, kind="stable")
     start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])

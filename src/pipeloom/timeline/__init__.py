@@ -1,7 +1,6 @@
-"""Timeline: simulate a schedule, check it, bound it from below, attribute its bubbles."""
+"""Simulate a schedule, check it, compute lower bounds, and attribute bubbles to their causes."""
 
-from pipeloom.timeline.bounds import bound_of, heads_and_tails, lower_bound
-from pipeloom.timeline.bounds_assignable import assignable_bound
+from pipeloom.timeline.bounds import assignable_bound, bound_of, heads_and_tails, lower_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates

@@ -1,7 +1,7 @@
-"""Lower bounds: no schedule of a graph, under any choice of candidates, is faster.
+"""Lower bounds on the makespan of every schedule of a graph, under every choice of candidates.
 
-Each bound is an argument about one rank, and the best over all ranks and arguments is the answer. Where
-pairs have candidates, every duration below is the least over them, unless said otherwise.
+Each bound is an argument about one rank; the result is the largest over all ranks and arguments. If pairs have
+candidates, every duration below is the least over them, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.lazy import lazy_module
-from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, IntArray, TaskGraph
+from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, Assignable, IntArray, TaskGraph
 from pipeloom.timeline.bounds_memory import held_byte_ns, memory_bound
 from pipeloom.timeline.check import check
-from pipeloom.timeline.options import Options, keeping_off_host, pair_options, without_too_large
+from pipeloom.timeline.options import Options, pair_options, without_host_bytes, without_oversized
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline
 from pipeloom.timeline.simulate import within_limits
 
@@ -29,89 +29,82 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def lower_bound(graph: TaskGraph) -> LowerBound:
-    """Nanoseconds that no schedule of a graph can beat: the best of the bounds below; ``name`` is the one that binds.
+    """Return the largest of the lower bounds below; ``name`` is the bound that binds.
 
     - ``critical path``: the longest path of tasks and delays.
-    - ``head + work + tail``: on some rank, the least time before its first task, all its work, and the least
-      time after its last one.
-    - ``fill + work + drain``: the same with stronger ends, see `_fill`.
-    - ``memory``: bytes times the least time that they are held, against what the rank can hold in all; with
-      candidates, weighed against work, since a pair cannot be both lean and fast; the less of offloading, with what it
-      stages taken off the room, and of not offloading.
-
-    Parameters
-    ----------
-    graph : TaskGraph
+    - ``warm-up + work + cool-down``: on some rank, the least time before its first task, all its work, and the least
+      time after its last task. Warm-up and cool-down are longest paths or, where larger, idle time that passes over
+      all ranks cause; see `_warm_up`.
+    - ``memory``: bytes times the least time that they are held, divided by the rank's free memory. With candidates,
+      it is weighed against work, since no candidate is both the smallest and the fastest. If offloading stages bytes,
+      it is the smaller of two bounds: with offloading and less free memory, and without offloading.
     """
-    options = without_too_large(graph, pair_options(graph))
+    options = without_oversized(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)
     head, tail = heads_and_tails(graph, duration)
     found = [LowerBound(int((head + duration + tail).max()), "critical path")]
     present = [rank for rank in range(graph.num_ranks) if (graph.rank == rank).any()]
-    fill = _fill(graph, duration, longest, head)
-    drain = _drain(graph, duration, longest, tail)
+    warm_up = _warm_up(graph, duration, longest, head)
+    cool_down = _cool_down(graph, duration, longest, tail)
     total = options.forward_ns + options.backward_ns + options.weight_ns
     pair_rank = graph.rank[graph.forward_of]
-    ways = _ways_to_hold(graph, options, duration)
+    memory_cases = _memory_cases(graph, options, duration)
     for rank in present:
         mine = graph.rank == rank
         of_rank = pair_rank == rank
         first, last = int(head[mine].min()), int(tail[mine].min())
         work = int(total[of_rank].min(axis=1).sum())
-        found.append(LowerBound(first + work + last, "head + work + tail"))
-        strong = max(first, fill[rank]) + work + max(last, drain[rank])
-        found.append(LowerBound(strong, "fill + work + drain"))
-        # A way with less than no room is none.
+        ends = max(first, warm_up[rank]) + max(last, cool_down[rank])
+        found.append(LowerBound(ends + work, "warm-up + work + cool-down"))
+        # A case with negative free memory has no schedule.
         under = [
-            memory_bound(
-                way.total_ns[of_rank], way.held[of_rank], int(way.room_bytes[rank]), first, last, strong - work
-            )
-            for way in ways
-            if way.room_bytes[rank] >= 0
+            memory_bound(case.total_ns[of_rank], case.held[of_rank], int(case.free_bytes[rank]), first, last, ends)
+            for case in memory_cases
+            if case.free_bytes[rank] >= 0
         ]
         found.append(LowerBound(min(under, default=0), "memory"))
     return max(found, key=lambda bound: bound.ns)
 
 
 def bound_of(graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> LowerBound:
-    """Return the lower bound that belongs to a simulated schedule: one that exceeds a limit may beat `lower_bound`.
+    """Return the lower bound for a simulated schedule.
 
-    Its bound is that of the graph without limits.
+    A schedule that exceeds a memory limit may be faster than `lower_bound`, so its bound ignores the limits.
     """
     if not within_limits(graph, schedule, timeline) and check(graph, schedule):
         graph = replace(graph, capacity_bytes=None, host_capacity_bytes=None)
     return lower_bound(graph)
 
 
-class _Way(NamedTuple):
-    """Candidates that a rank's pairs may have, and what room it has for them."""
+class _MemoryCase(NamedTuple):
+    """Work and byte-nanoseconds by pair and candidate, and the free memory of every rank for them."""
 
     total_ns: IntArray
     held: npt.NDArray[np.float64]
-    room_bytes: IntArray
+    free_bytes: IntArray
 
 
-def _ways_to_hold(graph: TaskGraph, options: Options, duration: IntArray) -> list[_Way]:
-    """How a rank may hold its pairs: one way for all, or, where offloading stages something, with it and without.
+def _memory_cases(graph: TaskGraph, options: Options, duration: IntArray) -> list[_MemoryCase]:
+    """Return one case, or two if offloading stages bytes: with offloading and without.
 
-    Any schedule has, on every rank, pairs that hold nothing on the host, or what is staged taken off its room. So what
-    holds of a rank both ways, holds of it.
+    In any schedule, the pairs of a rank either hold nothing on the host, or the rank's memory is reduced by staging. So
+    the smaller bound of the two cases holds.
     """
-    room = graph.most_room_bytes
-    if room is None:
+    free_bytes = graph.most_room_bytes
+    if free_bytes is None:
         return []
-    each = [(options, room)]
+    each = [(options, free_bytes)]
     if graph.staging_bytes is not None:
-        each = [(options, room - graph.staging_bytes), (keeping_off_host(options), room)]
+        each = [(options, free_bytes - graph.staging_bytes), (without_host_bytes(options), free_bytes)]
     held = held_byte_ns(graph, [some for some, _ in each], duration)
     return [
-        _Way(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
+        _MemoryCase(some.forward_ns + some.backward_ns + some.weight_ns, byte_ns, left)
         for (some, left), byte_ns in zip(each, held, strict=True)
     ]
 
 
 def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, IntArray]:
-    """Least and most time of every task over the candidates of its pair."""
+    """Return the least and the largest duration of every task over the candidates of its pair."""
     least, most = graph.duration_ns.copy(), graph.duration_ns.copy()
     tables = (
         (graph.forward_of, options.forward_ns),
@@ -126,7 +119,7 @@ def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, Int
 
 
 def heads_and_tails(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntArray]:
-    """Longest path of tasks and delays up to the start of every task, and from its end to the end of all."""
+    """Return the longest path of tasks and delays to the start of every task, and from its end to the end of all."""
     everything = np.arange(graph.num_tasks, dtype=np.int64)
     no_order = np.zeros(1, np.int64)
     both = []
@@ -140,66 +133,54 @@ def heads_and_tails(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, Int
     return both[0], both[1]
 
 
-def _fill(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> list[int]:
-    """Least idle time of every rank before the first pass that ends on the last rank reaches it.
+def _warm_up(graph: TaskGraph, least: IntArray, most: IntArray, head: IntArray) -> list[int]:
+    """Return the least idle time of every rank before the first pass that ends on the last rank reaches it.
 
-    Let J be, of the forward passes that a backward waits for, the one that starts first on the last rank.
-    Until J starts there no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done
-    there before. What was done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least
-    delay d, and is not J, so with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is
-    idle_{r+1} >= idle_r + f(J, r) + d, even when passes overtake one another. Work on rank r + 1 that is
-    longer than on rank r, or has no counterpart there, is subtracted.
+    Of the forward passes that a backward waits for, let J be the one that starts first on the last rank. Until J
+    starts there, no backward runs anywhere. Let A_r be the start of J on rank r and X_r the work done there before.
+    Work done on rank r + 1 before A_{r+1} had been done on rank r by A_{r+1} less the least delay d, and is not J. So
+    with equal durations X_{r+1} <= X_r + A_{r+1} - d - A_r - f(J, r), that is,
+    idle_{r+1} >= idle_r + f(J, r) + d, even if passes overtake one another. Work on rank r + 1 that is longer than on
+    rank r, or has no counterpart there, is subtracted.
 
-    Needs: every backward descends from forwards on the last rank that are part of a pass over all ranks, in
-    rank order. Where that does not hold, the bounds are zero.
+    Every backward must descend from forwards on the last rank that are part of a pass over all ranks, in rank order.
+    Otherwise the result is zero.
     """
     first = [int(head[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(
-        graph,
-        graph.kind == FORWARD,
-        _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns),
-        least,
-        most,
-        first,
-    )
+    links = _Links(graph.predecessor_start, graph.predecessor, graph.predecessor_delay_ns)
+    return _chain(graph, graph.kind == FORWARD, links, least, most, first)
 
 
-def _drain(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
-    """Mirror image of `_fill` in time; backwards that are split fill the drain, so none is claimed for them.
+def _cool_down(graph: TaskGraph, least: IntArray, most: IntArray, tail: IntArray) -> list[int]:
+    """Mirror image of `_warm_up` in time; zero with split backwards, whose W may run in the cool-down.
 
-    The two windows of a rank do not overlap: every forward ends before the last backward pass begins on
-    the last rank, hence before it ends on this one, and the first window ends at a forward's start.
+    The two windows of a rank do not overlap. Every forward ends before the last backward pass begins on the last rank,
+    so before it ends on this rank; and the first window ends at a forward's start.
     """
     if (graph.kind >= INPUT_GRADIENT).any():
         return [0] * graph.num_ranks
     last = [int(tail[graph.rank == r].min(initial=0)) for r in range(graph.num_ranks)]
-    return _chain(
-        graph,
-        graph.kind != FORWARD,
-        _Links(graph.successor_start, graph.successor, graph.successor_delay_ns),
-        least,
-        most,
-        last,
-    )
+    links = _Links(graph.successor_start, graph.successor, graph.successor_delay_ns)
+    return _chain(graph, graph.kind != FORWARD, links, least, most, last)
 
 
 class _Links(NamedTuple):
-    """Compressed rows, by task, of what comes before it, and how long a result takes from there."""
+    """Compressed rows by task: its predecessors (successors in reversed time) and the delays from them."""
 
     rows: IntArray
-    neighbour: IntArray
+    neighbor: IntArray
     delay: IntArray
 
 
 def _chain(
     graph: TaskGraph, inside: BoolArray, links: _Links, least: IntArray, most: IntArray, floor: list[int]
 ) -> list[int]:
-    """Idle time by rank that passes of the ``inside`` tasks cause; ``links`` name what comes before them.
+    """Return the idle time by rank that passes of the ``inside`` tasks cause; ``links`` are their predecessors.
 
-    ``floor``: idle time of every rank known otherwise.
+    ``floor`` is a lower bound of the idle time of every rank, known from elsewhere.
     """
     none = [0] * graph.num_ranks
-    turning = _turning(graph, inside, links.rows, links.neighbour)
+    turning = _turning(graph, inside, links.rows, links.neighbor)
     if not turning:
         return none
     # slot[s, r]: the inside task of segment s on rank r.
@@ -224,32 +205,78 @@ def _chain(
     return answer
 
 
-def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbour: IntArray) -> list[int]:
-    """Inside tasks on the last rank, such that every outside task has one of them before it; empty: none.
+def _turning(graph: TaskGraph, inside: BoolArray, rows: IntArray, neighbor: IntArray) -> list[int]:
+    """Return inside tasks on the last rank such that every outside task descends from one of them; empty if none.
 
-    It is enough that each outside task without another outside task before it has one directly before it.
+    Only outside tasks without an outside predecessor are checked: each needs such a task as direct predecessor.
     """
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
     outside_before = np.zeros(graph.num_tasks, bool)
-    outside_before[target[~inside[neighbour]]] = True
+    outside_before[target[~inside[neighbor]]] = True
     roots = set(np.flatnonzero(~inside & ~outside_before).tolist())
-    crossing = ~inside[target] & inside[neighbour] & (graph.rank[neighbour] == graph.num_ranks - 1)
+    crossing = ~inside[target] & inside[neighbor] & (graph.rank[neighbor] == graph.num_ranks - 1)
     found: dict[int, int] = {}
-    for root, task in zip(target[crossing].tolist(), neighbour[crossing].tolist(), strict=True):
-        # Its own pair, where it is among them, serves only this root; so the set stays small.
+    for root, task in zip(target[crossing].tolist(), neighbor[crossing].tolist(), strict=True):
+        # Prefer the root's own pair, which serves only this root, so that the set stays small.
         if root in roots and (root not in found or graph.pair[root] == graph.pair[task]):
             found[root] = task
     return sorted(set(found.values())) if roots and len(found) == len(roots) else []
 
 
 def _delays_along_segments(
-    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbour: IntArray, delay: IntArray
+    graph: TaskGraph, tasks: IntArray, rows: IntArray, neighbor: IntArray, delay: IntArray
 ) -> IntArray:
-    """Per task the delay of its edge with its own segment's task on the rank before; -1: no such edge."""
+    """Return each task's delay from its own segment's task on the previous rank; -1 without such an edge."""
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
-    same = (graph.segment[target] == graph.segment[neighbour]) & (graph.rank[target] == graph.rank[neighbour] + 1)
+    same = (graph.segment[target] == graph.segment[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
     linked = np.full(graph.num_tasks, -1, np.int64)
     np.maximum.at(linked, target[same], delay[same])
     kept = np.full(graph.num_tasks, -1, np.int64)
     kept[tasks] = linked[tasks]
     return kept
+
+
+def assignable_bound(assignable: Assignable) -> LowerBound:
+    """Return a lower bound under every assignment and every choice of candidates.
+
+    - ``critical path``: the longest path without delays to or from free pairs.
+    - ``warm-up + work + cool-down``: on some rank, of the pairs that are fixed to it.
+    - ``all work``: the work of all ranks, spread evenly or by their speeds.
+
+    Without free pairs, this is `lower_bound`.
+    """
+    if not assignable.free.any():
+        return lower_bound(assignable.graph)
+    graph = assignable.relaxed
+    options = pair_options(graph)
+    duration, _ = extreme_durations(graph, options)
+    head, tail = heads_and_tails(graph, duration)
+    work = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
+    found = [
+        LowerBound(int((head + duration + tail).max()), "critical path"),
+        LowerBound(_all_work(assignable, work), "all work"),
+    ]
+    fixed = ~assignable.free
+    for rank in range(graph.num_ranks):
+        pairs = fixed & (assignable.assignment == rank)
+        tasks = np.flatnonzero(pairs[graph.pair])
+        if tasks.size:
+            ends = int(head[tasks].min()) + int(tail[tasks].min())
+            found.append(LowerBound(ends + int(work[pairs].sum()), "warm-up + work + cool-down"))
+    return max(found, key=lambda bound: bound.ns)
+
+
+def _all_work(assignable: Assignable, work: IntArray) -> int:
+    """Return the time for all work if it is divided by the speeds of the ranks; ``work`` has shape (num_pairs,)."""
+    graph, slowness = assignable.graph, assignable.slowness
+    if not assignable.options:
+        return -(-int(work.sum()) // graph.num_ranks)
+    # Weigh work by the speed of its rank. Each pair weighs least on the slowest rank, since some work (copies to the
+    # host) takes equally long on all ranks.
+    slowest = int(slowness.argmax())
+    options = pair_options(assignable.with_speed_of(slowest))
+    weighed = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
+    rank = np.where(assignable.free, slowest, assignable.assignment)
+    # Durations are rounded, by less than 1 ns per task.
+    total = float((weighed / slowness[rank]).sum()) - graph.num_tasks / float(slowness.min())
+    return max(0, int(total / float((1 / slowness).sum())))

@@ -1,4 +1,4 @@
-"""Lower bounds from memory: bytes times the time that they are held, against what a rank can hold in all."""
+"""Lower bounds from memory: bytes times the time that they are held, divided by the memory of a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) -> list[FloatArray]:
-    """Bytes times the least nanoseconds they are held, by pair and candidate, for each of several tables of candidates.
+    """Return bytes times the least time that they are held, by pair and candidate, for each of ``several`` tables.
 
-    Products of large byte counts and times leave 64-bit integers behind, hence floats.
+    The result is in float since such products exceed 64-bit integers.
 
     Parameters
     ----------
@@ -44,13 +44,13 @@ def held_byte_ns(graph: TaskGraph, several: Sequence[Options], least: IntArray) 
 
 
 def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topological: IntArray, held: FloatArray) -> None:
-    """Raise what the parts of a microbatch hold by the time that they wait for each other, where that is more.
+    """Add the time that sub-microbatches of one microbatch wait for each other, if that increases the sum.
 
     Let the pairs i of one module, microbatch and rank have bytes a_i, and all pass through tasks J and K
-    (`meetings`). Their forwards run one by one and end at least h before J begins, so going back from there, the
-    weighted sum of their starts is at least that of a single machine, which Smith's rule (shortest f_i / a_i
-    first) makes least: sum a_i (start J - start F_i) >= h sum a_i + Smith(f, a). So it is with the backwards
-    after K, and between J and K all bytes are held.
+    (`meetings`). Their forwards run one by one and end at least h before J begins. Going back from there, the weighted
+    sum of their starts is at least that of a single machine, which Smith's rule (shortest f_i / a_i first) minimizes:
+    sum a_i (start J - start F_i) >= h sum a_i + Smith(f, a). The same holds for the backwards after K. Between J and K
+    all bytes are held.
     """
     pairs = np.flatnonzero(graph.backward_of != NO_TASK)
     forward = graph.forward_of[pairs]
@@ -64,7 +64,7 @@ def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topologica
         return
     found = residence.meetings(graph, least, topological, groups)
     lengths = np.array([len(group) for group in groups])
-    # All groups of one length at once: a row each.
+    # Process all groups of one length at once, one per row.
     for length in np.unique(lengths[found[:, 1] >= 0]).tolist():
         chosen = np.flatnonzero((lengths == length) & (found[:, 1] >= 0))
         group = np.stack([groups[i] for i in chosen.tolist()])
@@ -76,28 +76,28 @@ def _add_waiting(graph: TaskGraph, options: Options, least: IntArray, topologica
 
 
 def _smith(length: IntArray, weight: FloatArray) -> FloatArray:
-    """Least weighted sum of completion times of one machine's jobs, a row each."""
+    """Return the least weighted sum of completion times on one machine, for each row."""
     order = np.argsort(length / np.maximum(weight, 1e-9), axis=1, kind="stable")
     ends = np.cumsum(np.take_along_axis(length, order, axis=1), axis=1)
     least: FloatArray = (ends * np.take_along_axis(weight, order, axis=1)).sum(axis=1)
     return least
 
 
-def memory_bound(total: IntArray, held: FloatArray, room: int, first: int, last: int, ends: int) -> int:
-    """Weigh work against memory.
+def memory_bound(total: IntArray, held: FloatArray, free: int, first: int, last: int, ends: int) -> int:
+    """Return the best weighted mean of the bounds by work and by memory.
 
-    For any choice, makespan >= ends + work and makespan >= first + held / room + last (nothing is held before
-    the first task or after the last one; without room nothing may be held, which says nothing of time). So for any
-    weight, the mean of the two is a bound, and the least over the choices of each pair is found pair by pair.
+    For any choice of candidates, makespan >= ends + work and makespan >= first + held / free + last, since nothing is
+    held before the first task or after the last one. For any weight, the mean of both is a bound, and its minimum over
+    all choices is found pair by pair. Without free memory nothing may be held, so memory gives no bound.
     """
-    if room == 0:
+    if free == 0:
         return 0
     best = 0.0
     weights = (0.0,) if total.shape[1] == 1 else np.linspace(0.0, 1.0, 21)
-    # A row a candidate: the least over few columns, pair by pair, takes numpy ten times as long.
-    work, filled = np.ascontiguousarray(total.T), np.ascontiguousarray(held.T) / room
+    # One row per candidate: numpy takes ten times as long for the minimum over a few columns.
+    work, filled = np.ascontiguousarray(total.T), np.ascontiguousarray(held.T) / free
     for weight in weights:
         mixed = weight * work + (1 - weight) * filled
         best = max(best, weight * ends + (1 - weight) * (first + last) + float(mixed.min(axis=0).sum()))
-    # A relative 1e-12 covers the rounding of floats; times are whole, so the rest is rounded up.
+    # A relative 1e-12 covers float rounding. Times are integers, so the bound is rounded up.
     return int(np.ceil(best * (1 - 1e-12)))

@@ -1,4 +1,4 @@
-"""Where the ranks' idle time goes."""
+"""Attribution of idle time to causes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from pipeloom.timeline.simulate import memory_changes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bubbles:
-    """Idle time of every rank inside the iteration, by its cause; the causes add up to all of it.
+    """Idle time of every rank in the iteration, by cause. The causes add up to all idle time.
 
     Attributes
     ----------
     makespan_ns : int
+        Duration of the iteration.
     warm_up_ns, cool_down_ns : array, shape (num_ranks,)
-        Before the first task of the rank, and after its last.
+        Time before the first task of the rank, and after its last.
     waiting_ns : array, shape (num_ranks, num_ranks)
-        Row: the idle rank; column: the rank whose task the next one waits for.
+        Waiting time; row: the idle rank; column: the rank whose task the next task waits for.
     transfer_ns : array, shape (num_ranks,)
-        Of a wait, the part after the awaited task has ended.
+        Waiting time after the awaited task has ended.
     memory_ns : array, shape (num_ranks,)
-        Another task was ready, but did not fit beside what the rank held.
+        Time in which another task was ready but did not fit into memory.
     order_ns : array, shape (num_ranks,)
-        Another task was ready and fitted: the order preferred to wait (or, in a measured timeline, the
-        rank was late without a reason that the graph knows).
+        Time in which another task was ready and fit, but was not next in the order. In a measured timeline, this
+        includes delays with no cause in the graph.
     """
 
     makespan_ns: int
@@ -43,32 +44,26 @@ class Bubbles:
     @property
     def idle_ns(self) -> IntArray:
         """Idle time of every rank, shape (num_ranks,)."""
-        total: IntArray = (
-            self.warm_up_ns
-            + self.cool_down_ns
-            + self.waiting_ns.sum(axis=1)
-            + self.transfer_ns
-            + self.memory_ns
-            + self.order_ns
-        )
+        ends, waiting = self.warm_up_ns + self.cool_down_ns, self.waiting_ns.sum(axis=1) + self.transfer_ns
+        total: IntArray = ends + waiting + self.memory_ns + self.order_ns
         return total
 
     @property
     def share(self) -> float:
-        """Idle part of all ranks' time, between 0 and 1."""
+        """Idle share of all ranks' time, between 0 and 1."""
         whole = self.makespan_ns * len(self.warm_up_ns)
         return float(self.idle_ns.sum()) / whole if whole else 0.0
 
 
 def bubbles(graph: TaskGraph, timeline: Timeline) -> Bubbles:
-    """Attribute idle time.
+    """Attribute idle time to causes.
 
     Parameters
     ----------
     graph : TaskGraph
-        With the chosen candidates written in (`TaskGraph.with_candidates`).
+        The graph with the chosen candidates (`TaskGraph.with_candidates`).
     timeline : Timeline
-        Planned or measured; the order on a rank is that of its starts.
+        Planned or measured times. Starts define the order on each rank.
     """
     start, end = timeline.start_ns, timeline.end_ns
     ready, cause = _ready(graph, timeline)
@@ -89,41 +84,41 @@ def bubbles(graph: TaskGraph, timeline: Timeline) -> Bubbles:
         changes = at_start[mine] + at_end[mine]
         used = graph.static_bytes[rank] + np.cumsum(changes) - changes
         first = _first_ready(ready[mine])
-        room = None
+        free_bytes = None
         if graph.capacity_bytes is not None:
-            room = _least_wanted(places, start[mine], ready[mine], at_start[mine]) + used[places]
-            room = graph.capacity_bytes[rank] - room
+            least = _least_ready_bytes(places, start[mine], ready[mine], at_start[mine])
+            free_bytes = graph.capacity_bytes[rank] - used[places] - least
         for number, place in enumerate(places.tolist()):
             task, free, until = int(mine[place]), int(free_at[place]), int(start[mine[place]])
-            # The longest-ready of the tasks that could have run instead says since when, and why not.
+            # Of the tasks that could have run instead, attribute the time since the first was ready.
             other = int(mine[first[place]])
             if ready[other] < until:
                 task, since = other, max(free, int(ready[other]))
-                (order if room is None or room[number] >= 0 else memory)[rank] += until - since
+                (order if free_bytes is None or free_bytes[number] >= 0 else memory)[rank] += until - since
                 until = since
             if until > free:
                 source = int(cause[task])
-                came = max(free, int(end[source])) if source >= 0 else free
-                on_wire = max(0, until - came)
-                transfer[rank] += on_wire
-                if until - free > on_wire:
-                    waiting[rank, graph.rank[source]] += until - free - on_wire
+                sent = max(free, int(end[source])) if source >= 0 else free
+                in_transfer = max(0, until - sent)
+                transfer[rank] += in_transfer
+                if until - free > in_transfer:
+                    waiting[rank, graph.rank[source]] += until - free - in_transfer
     return Bubbles(makespan, warm_up, cool_down, waiting, transfer, memory, order)
 
 
 def _first_ready(ready: IntArray) -> IntArray:
-    """For every place of a rank's order, which task from there on was ready first; of several, the one listed first."""
+    """Return, for every place of a rank's order, the task from there on that was ready first. Ties: the first."""
     backwards = ready[::-1]
     records = np.where(backwards == np.minimum.accumulate(backwards), np.arange(len(ready)), 0)
     first: IntArray = (len(ready) - 1 - np.maximum.accumulate(records))[::-1]
     return first
 
 
-def _least_wanted(places: IntArray, start: IntArray, ready: IntArray, wanted: IntArray) -> IntArray:
-    """Least bytes that a task wants which was ready before a place of the order began, and is listed there or later.
+def _least_ready_bytes(places: IntArray, start: IntArray, ready: IntArray, num_bytes: IntArray) -> IntArray:
+    """Return for each place the least bytes of a task that was ready before the place began and is not listed earlier.
 
-    Places come in the order of their starts, so that every task is looked at twice at most: going through the rest of
-    the order for every place would take half a million tasks a minute. Where no task was ready, it is any number.
+    Places are in order of their starts, so a heap visits every task at most twice. Scanning the rest of the order for
+    each place is too slow. If no task was ready, the value is arbitrary.
     """
     least = np.zeros(len(places), np.int64)
     sequence = np.argsort(ready, kind="stable")
@@ -132,7 +127,7 @@ def _least_wanted(places: IntArray, start: IntArray, ready: IntArray, wanted: In
     begin = 0
     for number, (place, count) in enumerate(zip(places.tolist(), counts, strict=True)):
         for task in sequence[begin:count].tolist():
-            heappush(found, (int(wanted[task]), task))
+            heappush(found, (int(num_bytes[task]), task))
         begin = count
         while found and found[0][1] < place:
             heappop(found)
@@ -142,13 +137,13 @@ def _least_wanted(places: IntArray, start: IntArray, ready: IntArray, wanted: In
 
 
 def _ready(graph: TaskGraph, timeline: Timeline) -> tuple[IntArray, IntArray]:
-    """When the predecessors allow every task, and which of them is the last to do so (-1: none)."""
+    """Return the time at which the predecessors allow each task, and the last of them (-1: none)."""
     ready = np.zeros(graph.num_tasks, np.int64)
     cause = np.full(graph.num_tasks, -1, np.int64)
     target = np.repeat(np.arange(graph.num_tasks), np.diff(graph.predecessor_start))
     when = timeline.end_ns[graph.predecessor] + graph.predecessor_delay_ns
     by_time = np.argsort(when, kind="stable")
-    # Later writes win, so the last predecessor stays.
+    # Later writes win, so the latest predecessor remains.
     ready[target[by_time]] = when[by_time]
     cause[target[by_time]] = graph.predecessor[by_time]
     return ready, cause

@@ -1,7 +1,7 @@
-"""An independent judge of schedules: whole columns against the format's rules, nothing shared with the simulator.
+"""Independent check of schedules against the rules of the format. It shares no code with the simulator.
 
-Every rule is stated again here, from ``docs/formats.md``: it reads a graph's given arrays, not the closed
-rows and tables that other kernels use. Only what is broken is looked at one by one, to be put into words.
+Every rule of ``docs/formats.md`` is implemented again here. The check reads the declared arrays of a graph, not the
+derived rows and tables of other kernels. It works on whole columns; only violations are visited one by one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Violation:
     Attributes
     ----------
     kind : str
-        ``missing task``, ``doubled task``, ``wrong rank``, ``order`` (it waits for itself, or contradicts the
-        given starts), ``overlap``, ``edge``, ``start`` (not the earliest), ``memory`` or ``candidate``.
+        ``missing task``, ``doubled task``, ``wrong rank``, ``order`` (a task waits for itself, or the order
+        contradicts the starts), ``overlap``, ``edge``, ``start`` (not the earliest), ``memory`` or ``candidate``.
     message : str
-        Names the task, pair or rank, the value and the bound.
+        Message with the task, pair or rank, the value and the bound.
     """
 
     kind: ViolationKind
@@ -58,7 +58,7 @@ class _Costs(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What comes before every task: row ``t`` is ``task[start[t]:start[t + 1]]``, with delays; ``target`` repeats t."""
+    """Predecessors: those of task t are ``task[start[t]:start[t + 1]]``, with delays; ``target`` repeats t."""
 
     start: IntArray
     task: IntArray
@@ -67,7 +67,7 @@ class _Before(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Tasks of every pair: its F, its B or I (its F where it is frozen), and its W (-1: none)."""
+    """Tasks of every pair: its F, its B or I (its F without a backward), and its W (-1: none)."""
 
     first: IntArray
     last: IntArray
@@ -75,21 +75,18 @@ class _Parts(NamedTuple):
 
 
 def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None) -> tuple[Violation, ...]:
-    """Judge a schedule, and where given the times that go with it.
+    """Check a schedule and, if given, its times.
 
     Parameters
     ----------
-    graph : TaskGraph
-    schedule : Schedule
     timeline : Timeline, optional
-        Times that came with the schedule. They must be the earliest that the order allows, up to one
-        nanosecond for every task on the longest path to a task (times are rounded when read).
+        Times of the schedule. They must be the earliest that the order allows, up to one nanosecond for every task on
+        the longest path to a task, since times are rounded when read.
 
     Returns
     -------
     tuple of Violation
-        Empty where the schedule is feasible. Faults of the order hide those that follow from them: times and
-        memory are judged only where every task is listed once, on its rank.
+        Empty if the schedule is feasible. Times and memory are checked only if every task is listed once, on its rank.
     """
     orders = [np.asarray(tasks, dtype=np.int64).reshape(-1) for tasks in schedule.order]
     found = _check_listing(graph, orders)
@@ -106,7 +103,7 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
     start, depth = np.full(graph.num_tasks, -1, np.int64), np.ones(graph.num_tasks, np.int64)
     done = kernels.earliest(order, rows, before.start, before.task, before.delay, costs.duration, start, depth)
     if timeline is not None:
-        # Seconds in double precision hold some fifteen digits: on very long timelines less than a nanosecond.
+        # Seconds in double precision have about 15 digits, less than nanosecond resolution on very long timelines.
         depth += timeline.makespan_ns >> 50
         found += _check_times(graph, orders, before, costs.duration, timeline, depth)
     if done < graph.num_tasks:
@@ -195,7 +192,7 @@ def _parts(graph: TaskGraph) -> _Parts:
 
 
 def _everything_before(graph: TaskGraph, parts: _Parts) -> _Before:
-    """Predecessors and delays, from the given edges and the rules F before B or I, I before W."""
+    """Return predecessors and delays, from the declared edges and the rules F before B or I, I before W."""
     trained, split = parts.last != parts.first, parts.weight >= 0
     source = np.concatenate([graph.edge_source, parts.first[trained], parts.last[split]])
     target = np.concatenate([graph.edge_target, parts.last[trained], parts.weight[split]])
@@ -208,7 +205,7 @@ def _everything_before(graph: TaskGraph, parts: _Parts) -> _Before:
 
 
 def _deadlock(graph: TaskGraph, orders: list[IntArray], before: _Before, start: IntArray) -> Violation:
-    """The first task that never starts on each rank, and the first that it waits for."""
+    """Name the first task of each rank that never starts, and the first task that it waits for."""
     waits = []
     for rank, tasks in enumerate(orders):
         stuck = np.flatnonzero(start[tasks] < 0)
@@ -258,17 +255,17 @@ def _check_times(
 
 
 def _check_earliest(graph: TaskGraph, timeline: Timeline, earliest: IntArray, depth: IntArray) -> list[Violation]:
-    given = np.asarray(timeline.start_ns, np.int64)
+    start = np.asarray(timeline.start_ns, np.int64)
     return [
         Violation(
-            "start", f"{graph.describe(task)} starts at {_s(given[task])}, its earliest start is {_s(earliest[task])}"
+            "start", f"{graph.describe(task)} starts at {_s(start[task])}, its earliest start is {_s(earliest[task])}"
         )
-        for task in np.flatnonzero(np.abs(given - earliest) > depth).tolist()
+        for task in np.flatnonzero(np.abs(start - earliest) > depth).tolist()
     ]
 
 
 class _Spans(NamedTuple):
-    """Bytes that ranks hold from a time to another one."""
+    """Bytes that ranks hold from ``begin`` to ``end``."""
 
     rank: IntArray
     begin: IntArray
@@ -277,7 +274,7 @@ class _Spans(NamedTuple):
 
 
 def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
-    """Most bytes that every rank holds at once, and when first; what ends at a time is free for what starts then."""
+    """Return the peak of every rank and its first time; bytes that end at a time are free for tasks that start then."""
     some = spans.begin < spans.end
     rank = np.tile(spans.rank[some], 2)
     time = np.concatenate([spans.begin[some], spans.end[some]])
@@ -297,7 +294,7 @@ def _most(spans: _Spans, static: IntArray) -> list[tuple[int, int]]:
 
 
 def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
-    """Sum what is held over half-open spans: what ends at a time is free for what starts then."""
+    """Check device memory over half-open spans: bytes that end at a time are free for tasks that start then."""
     if graph.capacity_bytes is None:
         return []
     split, holds = np.flatnonzero(parts.weight >= 0), np.flatnonzero(graph.edge_bytes)
@@ -327,7 +324,7 @@ def _check_memory(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArra
 
 
 def _check_host(graph: TaskGraph, costs: _Costs, parts: _Parts, start: IntArray, end: IntArray) -> list[Violation]:
-    """Sum what lies on the host, from the start of a pair's F to the end of its B or I."""
+    """Check host memory, which a pair holds from the start of its F to the end of its B or I."""
     if graph.host_capacity_bytes is None:
         return []
     spans = _Spans(graph.rank[parts.first], start[parts.first], end[parts.last], costs.host)
@@ -346,7 +343,7 @@ def _s(nanoseconds: int | np.int64) -> str:
 
 
 def require_feasible(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None) -> None:
-    """Raise an `InputError` that names the first violation, if there is one."""
+    """Raise `InputError` with the first violation, if any."""
     found = check(graph, schedule, timeline)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

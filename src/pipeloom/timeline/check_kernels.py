@@ -1,7 +1,7 @@
-"""The compiled loop of `pipeloom.timeline.check`, which shares nothing with the simulator's.
+"""Compiled loop of `pipeloom.timeline.check`. It shares no code with the simulator.
 
-It walks along the ranks, not along the edges: a rank goes on until its next task waits for one that has not run, and is
-woken by that one. Every task and edge is looked at once or twice, however many ranks there are.
+It walks along the ranks, not along the edges. A rank runs until its next task waits for a task that has not run, which
+then wakes it. Every task and edge is visited once or twice, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def earliest(
     """Write the earliest start of every task, and the number of tasks on a path to it; return how many could run.
 
     ``order[rows[r]:rows[r + 1]]`` are the tasks of rank r, ``before`` with ``delay`` the predecessors by task.
-    ``start`` is -1 on entry, and stays so where a task waits for itself; so does ``depth`` as it is.
+    ``start`` is -1 on entry. Tasks that cannot run keep their ``start`` and ``depth``.
     """
     num_ranks = len(rows) - 1
     position = rows[:-1].copy()
-    looked_at = np.full(num_ranks, -1)  # edges to a rank's next task that it need not wait for
-    waiting = np.full(len(duration), -1)  # a rank that waits for a task,
-    beside = np.full(num_ranks, -1)  # and another one that waits for the same
+    next_edge = np.full(num_ranks, -1)  # first edge of a rank's next task that may still block
+    waiting = np.full(len(duration), -1)  # one rank that waits for a task,
+    beside = np.full(num_ranks, -1)  # and the next rank that waits for the same task
     awake = np.arange(num_ranks)
     num_awake = num_ranks
     done = 0
@@ -45,15 +45,15 @@ def earliest(
         rank = awake[num_awake]
         while position[rank] < rows[rank + 1]:
             task = order[position[rank]]
-            edge = max(looked_at[rank], before_start[task])
+            edge = max(next_edge[rank], before_start[task])
             while edge < before_start[task + 1] and start[before[edge]] >= 0:
                 edge += 1
             if edge < before_start[task + 1]:
-                looked_at[rank] = edge
+                next_edge[rank] = edge
                 beside[rank] = waiting[before[edge]]
                 waiting[before[edge]] = rank
                 break
-            looked_at[rank] = -1
+            next_edge[rank] = -1
             at, deep = 0, 0
             if position[rank] > rows[rank]:
                 previous = order[position[rank] - 1]

@@ -1,6 +1,6 @@
-"""Compiled loops of the timeline: earliest starts of a fixed order, and the memory that the order needs.
+"""Compiled loops of the timeline: earliest starts of a fixed order, and its memory.
 
-Both visit every task and edge once and allocate nothing; the caller brings the arrays.
+They visit every task and edge once and allocate nothing; the caller passes the arrays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def retime(
     """Write the earliest start and end of every task; return how many tasks could run.
 
     ``order[order_start[r]:order_start[r+1]]`` are the tasks of rank r in running order. ``waiting`` holds the
-    number of predecessors of every task and is used up; ``after`` (task that follows on the rank) and
-    ``queue`` are scratch. Fewer tasks than there are means that the order deadlocks: ``waiting`` of a task
-    that could not run is above zero.
+    number of predecessors of every task and is overwritten; ``after`` (next task on the rank) and ``queue`` are
+    scratch. If fewer than all tasks could run, the order deadlocks, and ``waiting`` of the others is above zero.
     """
     head = 0
     tail = 0
@@ -72,10 +71,10 @@ def retime(
 
 @kernel
 def peaks(order: Array, order_start: Array, at_start: Array, at_end: Array, static: Array, peak: Array) -> None:
-    """Write the largest memory of every rank under a fixed order; see `pipeloom.timeline.memory_changes`.
+    """Write the peak memory of every rank under a fixed order; see `pipeloom.timeline.memory_changes`.
 
-    Memory only falls or rises where a task starts or ends, and a rank runs one task at a time, so the peak
-    depends on the order alone, not on the times.
+    Memory changes only when a task starts or ends, and a rank runs one task at a time. So the peak depends only on the
+    order, not on the times.
     """
     for rank in range(len(order_start) - 1):
         used = static[rank]
@@ -89,7 +88,7 @@ def peaks(order: Array, order_start: Array, at_start: Array, at_end: Array, stat
 
 @kernel
 def sort_topologically(start: Array, successor: Array, waiting: Array, stack: Array, order: Array) -> None:
-    """Write the tasks depth first into ``order``; ``waiting``, numbers of predecessors, is used up."""
+    """Write the tasks depth first into ``order``; ``waiting``, numbers of predecessors, is overwritten."""
     top = 0
     for task in range(len(waiting)):
         if waiting[task] == 0:

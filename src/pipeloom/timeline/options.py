@@ -15,7 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Costs of every pair by candidate, padded by repeating the first; shape (num_pairs, most candidates)."""
+    """Costs of every pair by candidate, each of shape (num_pairs, most candidates), padded with the first candidate."""
 
     forward_ns: IntArray
     backward_ns: IntArray
@@ -25,12 +25,12 @@ class Options:
     host_bytes: IntArray
 
     def only(self, column: IntArray) -> Options:
-        """The same with every candidate replaced by a copy of the one that ``column``, of the same shape, names."""
+        """Return the same with each candidate replaced by the one at index ``column``, of the same shape."""
         return Options(*(np.take_along_axis(getattr(self, field.name), column, axis=1) for field in fields(self)))
 
 
 def pair_options(graph: TaskGraph) -> Options:
-    """Candidates of all pairs as arrays; one column with the graph's own costs where it has none."""
+    """Return the candidates of all pairs as arrays; one column with the graph's own costs if it has none."""
     if graph.candidates is None:
         backward = np.where(graph.backward_of == NO_TASK, 0, graph.duration_ns[graph.backward_of])
         weight = np.where(graph.weight_of == NO_TASK, 0, graph.duration_ns[graph.weight_of])
@@ -51,9 +51,9 @@ def pair_options(graph: TaskGraph) -> Options:
 
 
 def least_held(graph: TaskGraph, options: Options) -> IntArray:
-    """Bytes that a pair holds for some time under each candidate, in whatever order; shape as the options'.
+    """Return the bytes that each candidate holds for some time, in any order; the shape is that of the options.
 
-    What is held from one moment to the same one does not count, as what a task without duration holds may be.
+    Bytes of tasks without duration do not count, since they may be held for no time.
     """
     split = (graph.weight_of != NO_TASK)[:, None]
     activation = np.where(_lasts(graph, options), options.activation_bytes, 0)
@@ -68,17 +68,17 @@ def _lasts(graph: TaskGraph, options: Options) -> BoolArray:
 
 
 def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
-    """Return which candidates keep to the limits of device and host if no other pair holds anything.
+    """Return which candidates fit into device and host memory alone; the shape is that of the options.
 
-    The shape is that of the options. A candidate that does not is in no schedule.
+    Other candidates are in no feasible schedule.
     """
     home = graph.rank[graph.forward_of]
     fits: BoolArray = np.ones(options.host_bytes.shape, np.bool_)
     if graph.most_room_bytes is not None:
-        room = graph.most_room_bytes[home][:, None]
+        free_bytes = graph.most_room_bytes[home][:, None]
         if graph.staging_bytes is not None:
-            room = room - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
-        fits &= least_held(graph, options) <= room
+            free_bytes = free_bytes - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
+        fits &= least_held(graph, options) <= free_bytes
     if graph.host_capacity_bytes is not None:
         held = np.where(_lasts(graph, options), options.host_bytes, 0)
         fits &= held <= graph.host_capacity_bytes[home][:, None]
@@ -86,15 +86,15 @@ def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
 
 
 def usable(graph: TaskGraph, options: Options) -> BoolArray:
-    """Return which candidates fit alone, or all candidates of a pair of which none does."""
+    """Return which candidates fit alone, or all candidates of a pair if none fits."""
     fits = fits_alone(graph, options)
     return fits | ~fits.any(axis=1, keepdims=True)
 
 
 def off_host(graph: TaskGraph, options: Options) -> BoolArray:
-    """Return which candidates to prefer: the usable ones, and where offloading is limited, those without host bytes.
+    """Return the preferred candidates: the usable ones, without host bytes if offloading is limited.
 
-    The shape is that of the options. A pair whose usable candidates all hold something on the host keeps them all.
+    The shape is that of the options. If all usable candidates of a pair hold host bytes, it keeps all of them.
     """
     fits = usable(graph, options)
     if not graph.limits_offload:
@@ -103,26 +103,20 @@ def off_host(graph: TaskGraph, options: Options) -> BoolArray:
     return np.where(free.any(axis=1, keepdims=True), free, fits)
 
 
-def keeping_off_host(options: Options) -> Options:
-    """The same, with candidates that hold something on the host replaced by a copy of one that does not.
-
-    A pair that has none of these keeps all.
-    """
+def without_host_bytes(options: Options) -> Options:
+    """Return the same with candidates that hold host bytes replaced by one that does not, if the pair has one."""
     return options.only(first_of(options.host_bytes == 0))
 
 
-def without_too_large(graph: TaskGraph, options: Options) -> Options:
-    """The same, with candidates that alone exceed a limit of device or host replaced by a copy of one that does not.
-
-    A pair of which none fits keeps all; it has no schedule anyway.
-    """
+def without_oversized(graph: TaskGraph, options: Options) -> Options:
+    """Return the same with candidates that do not fit alone replaced by one that does, if the pair has one."""
     if graph.most_room_bytes is None and graph.host_capacity_bytes is None:
         return options
     return options.only(first_of(fits_alone(graph, options)))
 
 
 def first_of(fits: BoolArray) -> IntArray:
-    """Per pair and candidate its own number where it fits; else that of the pair's first that does, if there is one."""
+    """Return each candidate's own index if it fits, else the index of the pair's first that fits, if any."""
     column: IntArray = np.where(fits, np.arange(fits.shape[1]), fits.argmax(axis=1)[:, None])
     column[~fits.any(axis=1)] = np.arange(fits.shape[1])
     return column

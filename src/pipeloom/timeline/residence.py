@@ -1,4 +1,4 @@
-"""How long activations stay at least: between a pair's two tasks, and over the pairs of one module's parts."""
+"""Least time that activations are held: between the tasks of a pair, and over all sub-microbatches of a module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeloom.timeline.kernels import sort_topologically
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 200_000_000
-"""Steps after which what is left gets zero: a weaker bound, but never a wrong one."""
+"""Limit of steps. The remaining pairs get zero, which is a weaker but valid bound."""
 
 
 def quick_topological_order(graph: TaskGraph) -> IntArray:
-    """The same as `topological_order`, compiled."""
+    """Return a `topological_order` by a compiled loop, without a check for cycles."""
     order = np.empty(graph.num_tasks, np.int64)
     stack = np.empty(graph.num_tasks, np.int64)
     sort_topologically(graph.successor_start, graph.successor, np.diff(graph.predecessor_start), stack, order)
@@ -25,13 +25,13 @@ def quick_topological_order(graph: TaskGraph) -> IntArray:
 
 
 def middles(graph: TaskGraph, duration: IntArray, topological: IntArray) -> IntArray:
-    """Least time from the end of a pair's F to the start of its B or I, shape (num_pairs,); frozen: 0.
+    """Return the least time from the end of a pair's F to the start of its B or I, shape (num_pairs,); else 0.
 
-    It is the longest path between the two; or the work between them that their own rank must do one by one, with the
-    least path before its first and after its last task.
+    It is the longest path between both tasks or, if larger, the work between them on their own rank, plus the least
+    path before its first and after its last task.
 
-    The work grows with the distance of the two in ``topological``, which is short when that order finishes
-    one microbatch before the next.
+    The running time grows with the distance of both tasks in ``topological``. It is short if that order finishes one
+    microbatch before the next.
     """
     middle = np.zeros(graph.num_pairs, np.int64)
     has = np.flatnonzero(graph.backward_of != NO_TASK)
@@ -41,11 +41,11 @@ def middles(graph: TaskGraph, duration: IntArray, topological: IntArray) -> IntA
 
 
 def meetings(graph: TaskGraph, duration: IntArray, topological: IntArray, groups: list[IntArray]) -> IntArray:
-    """Where groups of pairs meet: shape (num_groups, 3), or -1 where they do not.
+    """Return the tasks that all pairs of a group have in between, as times of shape (num_groups, 3); -1 without any.
 
-    Let J be the first and K the last task, in ``topological``, that lie between the two tasks of every pair of the
-    group. The columns are the least path from the end of one of its F to J, the time from the start of J to the
-    end of K, and the least path from the end of K to one of its B or I.
+    Let J be the first and K the last task in ``topological`` that lie between both tasks of every pair of the group.
+    The columns are the least path from the end of an F to J, the time from the start of J to the end of K, and the
+    least path from the end of K to a B or I.
     """
     start = np.zeros(len(groups) + 1, np.int64)
     np.cumsum([len(group) for group in groups], out=start[1:])
@@ -57,7 +57,7 @@ def meetings(graph: TaskGraph, duration: IntArray, topological: IntArray, groups
 
 
 class _Paths(NamedTuple):
-    """A graph in an order of its tasks, and the paths that were found last."""
+    """A graph in topological order, and scratch arrays for path lengths."""
 
     topological: Array
     position: Array
@@ -86,7 +86,7 @@ def _paths(graph: TaskGraph, duration: IntArray, topological: IntArray) -> _Path
 
 @inlined
 def _reach(paths: _Paths, source: int, last: int) -> None:
-    """Longest path from the end of ``source`` to the start of its descendants up to place ``last``; else -1."""
+    """Write longest paths from the end of ``source`` to the start of its descendants up to ``last``; else -1."""
     position, reach = paths.position, paths.reach
     first = position[source]
     reach[source] = -paths.duration[source]
@@ -103,7 +103,7 @@ def _reach(paths: _Paths, source: int, last: int) -> None:
 
 @inlined
 def _reach_back(paths: _Paths, target: int, first: int) -> None:
-    """Longest path from the end of a task from place ``first`` on to the start of ``target``; else -1."""
+    """Write longest paths from the ends of tasks from ``first`` on to the start of ``target``; else -1."""
     position, left = paths.position, paths.left
     last = position[target]
     left[target] = -paths.duration[target]
@@ -116,8 +116,8 @@ def _reach_back(paths: _Paths, target: int, first: int) -> None:
 
 
 @inlined
-def _forget(paths: _Paths, first: int, last: int) -> None:
-    """Make the tasks from place ``first`` to ``last`` unreached again."""
+def _reset(paths: _Paths, first: int, last: int) -> None:
+    """Reset path lengths of the tasks from place ``first`` to ``last``."""
     for i in range(first, last + 1):
         paths.reach[paths.topological[i]] = -1
         paths.left[paths.topological[i]] = -1
@@ -127,13 +127,8 @@ def _forget(paths: _Paths, first: int, last: int) -> None:
 def _middles(
     paths: _Paths, forward: Array, backward: Array, pair: Array, rank: Array, middle: Array, limit: int
 ) -> None:
-    topological, position, duration, reach, left = (
-        paths.topological,
-        paths.position,
-        paths.duration,
-        paths.reach,
-        paths.left,
-    )
+    topological, position, duration = paths.topological, paths.position, paths.duration
+    reach, left = paths.reach, paths.left
     steps = 0
     for k in range(len(pair)):
         first, last = position[forward[k]], position[backward[k]]
@@ -143,38 +138,33 @@ def _middles(
         _reach(paths, forward[k], last)
         _reach_back(paths, backward[k], first)
         work = 0
-        head = reach[backward[k]]
-        tail = head
+        before = reach[backward[k]]
+        after = before
         for i in range(first + 1, last):
             task = topological[i]
             if rank[task] == rank[forward[k]] and reach[task] >= 0 and left[task] >= 0:
                 work += duration[task]
-                head = min(head, reach[task])
-                tail = min(tail, left[task])
+                before = min(before, reach[task])
+                after = min(after, left[task])
         middle[pair[k]] = reach[backward[k]]
         if work > 0:
-            middle[pair[k]] = max(middle[pair[k]], head + work + tail)
-        _forget(paths, first, last)
+            middle[pair[k]] = max(middle[pair[k]], before + work + after)
+        _reset(paths, first, last)
 
 
 @kernel
 def _meetings(
     paths: _Paths, forward: Array, backward: Array, start: Array, count: Array, found: Array, limit: int
 ) -> None:
-    topological, position, duration, reach, left = (
-        paths.topological,
-        paths.position,
-        paths.duration,
-        paths.reach,
-        paths.left,
-    )
+    topological, position, duration = paths.topological, paths.position, paths.duration
+    reach, left = paths.reach, paths.left
     steps = 0
     for g in range(len(start) - 1):
         lowest = len(topological)
         highest = 0
         meet = -1
         part = -1
-        # First pass: what lies between the tasks of all pairs. Second: how far it is from them.
+        # Turn 0 finds the tasks between those of all pairs, turn 1 the paths to them.
         for turn in range(2):
             before = 1 << 62
             after = 1 << 62
@@ -185,7 +175,7 @@ def _meetings(
                 steps += 2 * (last - first)
                 if steps > limit:
                     return
-                # The second time only as far as where they meet: no path there goes beyond.
+                # In turn 1, no path to the common tasks goes beyond them.
                 _reach(paths, forward[k], last if turn == 0 else position[meet])
                 _reach_back(paths, backward[k], first if turn == 0 else position[part])
                 if turn == 0:
@@ -195,7 +185,7 @@ def _meetings(
                 else:
                     before = min(before, reach[meet])
                     after = min(after, left[part])
-                _forget(paths, first, last)
+                _reset(paths, first, last)
             if turn == 0:
                 for i in range(lowest, highest + 1):
                     task = topological[i]
@@ -216,6 +206,6 @@ def _meetings(
             if reach[part] >= 0:
                 found[g, 1] = duration[meet] + reach[part] + duration[part]
             else:
-                # No path between the two: they may run at once, in any order.
+                # Without a path between them, both may run at once, in any order.
                 found[g, 1] = -1
-            _forget(paths, position[meet], last)
+            _reset(paths, position[meet], last)

@@ -1,4 +1,4 @@
-"""Resolve: what is left of a scheduling problem once strategies are chosen."""
+"""Reduction of a task graph to the chosen candidates."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from pipeloom.timeline.schedule import Schedule, Timeline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """A graph whose pairs have one candidate each, and the way to it.
+    """A graph with one candidate per pair, and the map from the original graph.
 
     Attributes
     ----------
     graph : TaskGraph
-    number : array, shape (num_tasks of the graph before,)
-        What a task is called now; -1: it is gone.
+        Graph with the chosen candidates.
+    number : array, shape (num_tasks of the original graph,)
+        New task number; -1 for a removed task.
     """
 
     graph: TaskGraph
     number: IntArray
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        """A schedule of the graph before, as one of this graph."""
+        """Convert a schedule of the original graph to this graph."""
         renamed = (self.number[tasks] for tasks in schedule.order)
         choice = None if self.graph.candidates is None else np.zeros(self.graph.num_pairs, np.int64)
         return Schedule(tuple(tasks[tasks != NO_TASK] for tasks in renamed), choice, schedule.method)
 
     def timeline(self, timeline: Timeline) -> Timeline:
-        """A timeline of the graph before, as one of this graph."""
+        """Convert a timeline of the original graph to this graph."""
         left = self.number != NO_TASK
         return Timeline(timeline.start_ns[left], timeline.end_ns[left], timeline.peak_bytes)
 
 
 def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
-    """Write the chosen candidates into a graph, and make one task of every backward that they keep whole.
+    """Apply the chosen candidates to a graph, and merge I and W of every backward that they keep whole.
 
-    A pair with I and W may choose a candidate whose W takes no time: its backward is whole, as one B where I was.
+    If a pair with I and W chooses a candidate whose W takes no time, its backward is whole: one B replaces I.
 
     Parameters
     ----------
-    graph : TaskGraph
     choice : array, shape (num_pairs,), or None
-        Index of every pair's candidate; None where the graph has none.
+        Candidate index of every pair; None if the graph has no candidates.
     """
     if graph.candidates is None or choice is None:
         return Resolved(graph, np.arange(graph.num_tasks))
@@ -67,7 +67,7 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
     kind[graph.backward_of[whole]] = BACKWARD
     left = ~(whole[graph.pair] & (graph.kind == WEIGHT_GRADIENT))
     number = np.where(left, np.cumsum(left) - 1, NO_TASK)
-    # Of one pass, some backwards may be whole and others not: those are segments of their own.
+    # A pass may have whole and split backwards; each kind is a segment of its own.
     segment = np.unique(graph.segment[left] * len(KIND_NAMES) + kind[left], return_inverse=True)[1]
     resolved = make_graph(
         name=graph.name,

@@ -1,4 +1,4 @@
-"""Schedule and Timeline: an answer as data, and what it gives when run."""
+"""Schedule, Timeline and LowerBound."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pipeloom.taskgraph import IntArray, TaskGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """An order of tasks per rank, and the memory strategy of every pair.
+    """The order of tasks on each rank, and the memory strategy of every pair.
 
     Attributes
     ----------
     order : tuple of array
         Task numbers per rank, in running order.
     candidate : array, shape (num_pairs,), or None
-        Index of the chosen candidate of each pair; None where the graph has none.
+        Index of the chosen candidate of each pair; None if the graph has no candidates.
     method : str
-        Who made it, e.g. ``1f1b`` or ``local search``.
+        Method that made it, such as ``1f1b`` or ``local search``.
     """
 
     order: tuple[IntArray, ...]
@@ -36,8 +36,9 @@ class Timeline:
     Attributes
     ----------
     start_ns, end_ns : array, shape (num_tasks,)
+        Start and end of every task.
     peak_bytes : array, shape (num_ranks,)
-        Largest memory in use on each rank, static bytes included.
+        Peak memory of each rank, static bytes included.
     """
 
     start_ns: IntArray
@@ -46,25 +47,25 @@ class Timeline:
 
     @property
     def makespan_ns(self) -> int:
-        """From time zero to the end of the last task."""
+        """Time from zero to the end of the last task."""
         return int(self.end_ns.max())
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """No schedule is faster than ``ns``; ``name`` says which argument shows it."""
+    """A lower bound ``ns`` on the makespan; ``name`` is the argument that proves it."""
 
     ns: int
     name: str
 
 
 def gap(makespan_ns: int, bound_ns: int) -> float:
-    """Return how far a makespan lies above a lower bound, relative to the bound; 0 if the bound is 0.
+    """Return the makespan divided by the lower bound, minus one; 0 if the bound is 0.
 
     Raises
     ------
     AssertionError
-        The makespan is below the bound, so the bound is none. Python's ``-O`` does not skip this check.
+        The makespan is below the bound, so the bound is wrong. Python's ``-O`` does not skip this check.
     """
     if makespan_ns < bound_ns:
         raise AssertionError(f"the makespan of {makespan_ns} ns is below its lower bound of {bound_ns} ns")
@@ -72,9 +73,9 @@ def gap(makespan_ns: int, bound_ns: int) -> float:
 
 
 def random_schedule(rng: random.Random, graph: TaskGraph) -> Schedule:
-    """A random topological order, seen by each rank, and a random strategy for every pair: to check what runs plans.
+    """Return a random topological order and a random strategy for every pair, for tests of execution.
 
-    It keeps to no limit of memory.
+    Memory limits are ignored.
     """
     waiting = np.diff(graph.predecessor_start).tolist()
     ready = [t for t, n in enumerate(waiting) if n == 0]

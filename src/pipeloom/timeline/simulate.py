@@ -1,4 +1,4 @@
-"""Schedule -> Timeline: earliest starts of a fixed order, and the memory it needs."""
+"""Simulation of a schedule: earliest starts of a fixed order, and its memory."""
 
 from __future__ import annotations
 
@@ -19,48 +19,33 @@ else:
 
 
 def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
-    """Run a schedule: every task starts as early as its rank and its predecessors allow.
+    """Simulate a schedule: every task starts as early as its rank and its predecessors allow.
 
     Parameters
     ----------
-    graph : TaskGraph
     schedule : Schedule
-        Where ``candidate`` is None, the graph's own durations and bytes hold.
+        If ``candidate`` is None, the graph's own durations and bytes apply.
 
     Returns
     -------
     Timeline
-        What is held for no time does not count in ``peak_bytes``. Capacity is not judged here; `check` does.
+        Bytes held for no time do not count in ``peak_bytes``. Use `check` to check capacities.
 
     Raises
     ------
     InputError
-        The order is not one permutation of each rank's tasks.
+        The order of some rank is not a permutation of its tasks.
     PlanError
-        The order waits for itself; the message gives the circle of tasks.
+        The order deadlocks; the message gives the cycle of tasks.
     """
     flat, rows = flatten_order(graph, schedule)
     chosen = graph.with_candidates(schedule.candidate)
-    start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    waiting = np.diff(graph.predecessor_start)
-    done = kernels.retime(
-        flat,
-        rows,
-        chosen.duration_ns,
-        graph.successor_start,
-        graph.successor,
-        graph.successor_delay_ns,
-        waiting,
-        start,
-        end,
-        after,
-        queue,
-    )
+    start, end, _, waiting, done = _retime(graph, flat, rows, chosen.duration_ns)
     if done < graph.num_tasks:
-        raise PlanError("order deadlocks: " + _circle(graph, flat, rows, waiting))
+        raise PlanError("order deadlocks: " + _cycle(graph, flat, rows, waiting))
     at_start, at_end = memory_changes(chosen)
     if ((chosen.duration_ns == 0) & ((at_start | at_end) != 0)).any():
-        # Only times say which changes are of one moment.
+        # Only the times show which changes coincide.
         timeline = Timeline(start, end)
         peaks = [int(memory_curve(chosen, timeline, rank)[1].max()) for rank in range(graph.num_ranks)]
         return Timeline(start, end, np.array(peaks, np.int64))
@@ -68,7 +53,7 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
 
 
 def peaks_with_instants(graph: TaskGraph, schedule: Schedule) -> IntArray:
-    """Most bytes of every rank if what is held for no time counts too, shape (num_ranks,)."""
+    """Return the peak bytes of every rank, bytes held for no time included, shape (num_ranks,)."""
     return _peaks(graph.with_candidates(schedule.candidate), *flatten_order(graph, schedule))
 
 
@@ -79,7 +64,7 @@ def _peaks(chosen: TaskGraph, flat: IntArray, rows: IntArray) -> IntArray:
 
 
 def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntArray]:
-    """Orders of all ranks end to end, and where each rank begins; refuse what is not a permutation."""
+    """Return the concatenated orders and the start of each rank; raise if a task is not listed exactly once."""
     if len(schedule.order) != graph.num_ranks:
         raise InputError("order", f"has {len(schedule.order)} ranks, the instance {graph.num_ranks}")
     rows = np.zeros(graph.num_ranks + 1, np.int64)
@@ -102,39 +87,34 @@ def flatten_order(graph: TaskGraph, schedule: Schedule) -> tuple[IntArray, IntAr
 
 
 def running_order(graph: TaskGraph, schedule: Schedule) -> IntArray:
-    """All tasks in one order that respects the edges and the order of every rank."""
+    """Return all tasks in one order that respects the edges and the order of every rank."""
     flat, rows = flatten_order(graph, schedule)
+    return _retime(graph, flat, rows, graph.duration_ns)[2]
+
+
+def _retime(
+    graph: TaskGraph, flat: IntArray, rows: IntArray, duration: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray, int]:
+    """Return starts, ends, running order, unfinished predecessors, and the number of tasks that could run."""
     start, end, after, queue = (np.empty(graph.num_tasks, np.int64) for _ in range(4))
-    kernels.retime(
-        flat,
-        rows,
-        graph.duration_ns,
-        graph.successor_start,
-        graph.successor,
-        graph.successor_delay_ns,
-        np.diff(graph.predecessor_start),
-        start,
-        end,
-        after,
-        queue,
+    waiting, successors = np.diff(graph.predecessor_start), (graph.successor_start, graph.successor)
+    done = kernels.retime(
+        flat, rows, duration, *successors, graph.successor_delay_ns, waiting, start, end, after, queue
     )
-    return queue
+    return start, end, queue, waiting, done
 
 
 def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
-    """Bytes that every task adds to its rank when it starts, and adds or frees when it ends.
+    """Return the bytes that every task adds to its rank when it starts, and adds or frees when it ends.
 
-    A frozen F frees at its end what it took; bytes of an edge come with the end of its source and go with
+    An F without a backward frees its bytes at its end. Bytes of an edge are added at the end of its source and freed at
     the end of its target.
 
     Returns
     -------
     at_start, at_end : array, shape (num_tasks,)
     """
-    at_start = np.where(graph.kind == FORWARD, graph.activation_bytes[graph.pair], 0)
-    at_end = np.zeros(graph.num_tasks, np.int64)
-    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
-    at_end[last] -= graph.activation_bytes
+    at_start, at_end = _held_until_backward(graph, graph.activation_bytes)
     split = np.flatnonzero(graph.weight_of != NO_TASK)
     at_end[graph.backward_of[split]] += graph.weight_gradient_bytes[split]
     at_end[graph.weight_of[split]] -= graph.weight_gradient_bytes[split]
@@ -143,23 +123,26 @@ def memory_changes(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     return at_start, at_end
 
 
+def _held_until_backward(graph: TaskGraph, size: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the changes at starts and ends of tasks if pairs hold ``size`` bytes from F to the end of B or I."""
+    at_end = np.zeros(graph.num_tasks, np.int64)
+    at_end[np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)] = -size
+    return np.where(graph.kind == FORWARD, size[graph.pair], 0), at_end
+
+
 def host_peaks(graph: TaskGraph, schedule: Schedule) -> IntArray:
-    """Most bytes that the chosen candidates of every rank's pairs hold on the host at once, shape (num_ranks,)."""
+    """Return the peak host bytes of every rank under the chosen candidates, shape (num_ranks,)."""
     peak = np.zeros(graph.num_ranks, np.int64)
     held = _on_host(graph, schedule)
     if not held.any():
         return peak
     flat, rows = flatten_order(graph, schedule)
-    at_start = np.where(graph.kind == FORWARD, held[graph.pair], 0)
-    at_end = np.zeros(graph.num_tasks, np.int64)
-    last = np.where(graph.backward_of == NO_TASK, graph.forward_of, graph.backward_of)
-    at_end[last] = -held
-    kernels.peaks(flat, rows, at_start, at_end, np.zeros(graph.num_ranks, np.int64), peak)
+    kernels.peaks(flat, rows, *_held_until_backward(graph, held), np.zeros(graph.num_ranks, np.int64), peak)
     return peak
 
 
 def _on_host(graph: TaskGraph, schedule: Schedule) -> IntArray:
-    """Bytes of every pair on the host."""
+    """Return the host bytes of every pair."""
     if graph.candidates is None or schedule.candidate is None:
         return np.zeros(graph.num_pairs, np.int64)
     held: IntArray = pair_options(graph).host_bytes[np.arange(graph.num_pairs), schedule.candidate]
@@ -167,28 +150,27 @@ def _on_host(graph: TaskGraph, schedule: Schedule) -> IntArray:
 
 
 def within_limits(graph: TaskGraph, schedule: Schedule, timeline: Timeline) -> bool:
-    """Whether a simulated schedule keeps to the limits of memory, on the ranks and on the host."""
-    room, host = graph.capacity_under(_on_host(graph, schedule)), graph.host_capacity_bytes
-    fits = room is None or bool((timeline.peak_bytes <= room).all())
+    """Return whether a simulated schedule fits into the memory of devices and host."""
+    capacity, host = graph.capacity_under(_on_host(graph, schedule)), graph.host_capacity_bytes
+    fits = capacity is None or bool((timeline.peak_bytes <= capacity).all())
     return fits and (host is None or bool((host_peaks(graph, schedule) <= host).all()))
 
 
 def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntArray, IntArray]:
-    """Memory in use on one rank over time, as steps.
+    """Return the memory of one rank over time, as steps.
 
     Parameters
     ----------
     graph : TaskGraph
-        With the chosen candidates written in (`TaskGraph.with_candidates`).
+        The graph with the chosen candidates (`TaskGraph.with_candidates`).
     timeline : Timeline
-        Planned or measured.
-    rank : int
+        Planned or measured times.
 
     Returns
     -------
     times_ns, bytes : array
-        ``bytes[i]`` are in use from ``times_ns[i]`` until ``times_ns[i + 1]``; the first time is 0. What ends
-        at a time is freed before what starts then, and what lasts no time does not show.
+        ``bytes[i]`` are in use from ``times_ns[i]`` until ``times_ns[i + 1]``; the first time is 0. Bytes that end at a
+        time are freed before tasks that start then, so bytes held for no time do not appear.
     """
     mine = np.flatnonzero(graph.rank == rank)
     at_start, at_end = memory_changes(graph)
@@ -200,8 +182,8 @@ def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntAr
     return times, np.cumsum(steps)
 
 
-def _circle(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray) -> str:
-    """Walk back from a task that never ran along predecessors that never ran, until one comes twice."""
+def _cycle(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray) -> str:
+    """Walk back from a task that never ran along predecessors that never ran, until a task repeats."""
     position = np.empty(graph.num_tasks, np.int64)
     position[flat] = np.arange(len(flat))
     first_of_rank = set(rows[:-1].tolist())
@@ -216,7 +198,6 @@ def _circle(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray)
         if position[task] not in first_of_rank:
             blockers.append(int(flat[position[task] - 1]))
         task = next(b for b in blockers if waiting[b] > 0)
-    circle = path[seen[task] :]
-    words = [graph.describe(t) for t in circle]
+    words = [graph.describe(t) for t in path[seen[task] :]]
     shown = words if len(words) <= 6 else [*words[:3], f"{len(words) - 5} more", *words[-2:]]
     return " waits for ".join([*shown, "the first again"])

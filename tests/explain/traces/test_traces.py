@@ -129,7 +129,7 @@ def test_ranges_that_overlap_by_much_are_refused(tmp_path: Path) -> None:
     made = documents(random_pipeline(0))
     late = next(event for event in made[0]["traceEvents"] if computation_of(event["name"]))
     late["dur"] += 100_000
-    with pytest.raises(InputError, match=r"rank0.json: PP:.* goes on for 100 ms after PP:.* begins; record ranges"):
+    with pytest.raises(InputError, match=r"rank0.json: PP:.* continues for 100 ms after PP:.* begins; record ranges"):
         run_of(write(tmp_path / "t", made))
 
 
@@ -268,7 +268,7 @@ def odd_time(made: list[dict[str, Any]]) -> None:
         (other_steps, "no iteration is in all of them"),
         (other_run, "give traces of one run"),
         (other_speed, "would end before they began"),
-        (no_backward, "has no whole iteration"),
+        (no_backward, "has no complete iteration"),
         (no_events, "is no trace of torch.profiler"),
         (overlapped, "a forward and a backward in one"),
         (odd_time, "is no trace of torch.profiler"),

@@ -12,17 +12,15 @@ from pipeloom.spec import Layout
 
 
 def dip_layout(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
-    """DIP's layout as published: sizes and segments by its rules, equal numbers of layers."""
-    places = _placements_by_rule(case, batches)
-    return separate(case.model, case.num_ranks, places, by_count)
+    """Return DIP's layout as published: sizes and segments by its rules, equal numbers of layers."""
+    return separate(case.model, case.num_ranks, _placements_by_rule(case, batches), by_count)
 
 
 def our_layout(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
-    """The paper's sizes and segments, with layers dealt so that all ranks have equal time."""
-    places = _placements_by_rule(case, batches)
-    return even_layout(case.model, case.num_ranks, places, by_time(case, batches))
+    """Return the paper's sizes and segments, with layers assigned so that all ranks take equal time."""
+    return even_layout(case.model, case.num_ranks, _placements_by_rule(case, batches), by_time(case, batches))
 
 
 def _placements_by_rule(case: ModelOnCluster, batches: Sequence[Microbatches]) -> dict[str, ModulePlacement]:
-    typical = typical_lengths(case.model, [group for groups in batches for group in groups])
+    typical = typical_lengths(case.model, [microbatch for microbatches in batches for microbatch in microbatches])
     return modality_placements(case.model, case.costs, case.num_ranks, typical)

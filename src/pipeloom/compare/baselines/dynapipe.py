@@ -1,11 +1,13 @@
-"""DynaPipe as its users run it: microbatches of samples of like length, and a schedule that takes unlike ones.
+"""DynaPipe: microbatches of samples of similar length, and a schedule for microbatches of different lengths.
 
-Source: arXiv 2311.10418, and the public code of its authors. What is ours: packed documents attend to themselves
-alone and nothing is padded here, so a sample's time does not depend on what it is put together with, and the gain over
-padding that the paper is about is had by every system. A stage is a run of layers of encoders and language model,
-cut by time, where the paper has as many layers on each. A sample's length is that of its sequence, images in it. Times
-of samples are linear in tokens and squared lengths, and activations in tokens, read off the cost model. Clusters of
-microbatches are equal parts of them by time, in place of k-means.
+Source: arXiv 2311.10418 and its authors' public code. Differences from the paper:
+
+- Packed documents attend only to themselves and there is no padding. So a sample's time does not depend on its
+  microbatch, and every system has the gain over padding that the paper reports.
+- Stages consist of encoder and language model layers, balanced by time; the paper has equal numbers of layers.
+- A sample's length is that of its sequence, images included.
+- Times are linear in tokens and squared lengths, and activations in tokens, both taken from the cost model.
+- Clusters of microbatches are equal parts by time, instead of k-means.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pipeloom.compare.baselines.dynapipe_batches import StageLoads, dynamic_micr
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.gain import packs_anew
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.cost import rank_static_bytes
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
@@ -33,17 +35,17 @@ from pipeloom.timeline import Schedule, Timeline, lower_bound, simulate, within_
 
 NAME = "DynaPipe"
 RECOMPUTED = (ChunkStrategy("keep"), ChunkStrategy("selective"), ChunkStrategy("recompute", 1.0))
-"""For which microbatches are made: the paper's none, selective and full."""
+"""Recomputation for which microbatches are made: none, selective and full, as in the paper."""
 MANY, CLUSTERS = 20, (4, 3)
-"""Clusters of microbatches that change places: of up to so many microbatches, and of more."""
+"""Number of clusters that are permuted, for up to `MANY` microbatches and for more."""
 
 
 def dynapipe(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
-    """One chain of stages, and for every iteration the microbatches, order and recomputation that are fastest.
+    """Make DynaPipe: one chain of stages, and the fastest microbatches, order and recomputation for every iteration.
 
-    Tried are microbatches made for each kind of recomputation, with as much memory for one as lets every rank hold as
-    many as there are ranks, or with all of it, and those that were given. Where stages of equal time do not fit, they
-    are cut partly by parameters, or as nnScaler does with one setting of recomputation for all.
+    Tried are the given microbatches, and microbatches made for each kind of recomputation, where each may use all
+    memory or an equal share for as many microbatches as ranks. If stages of equal time do not fit, they are balanced
+    partly by parameters, or by nnScaler's algorithm with one recomputation setting.
     """
     chains = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads_by_time(case, batches)]
     layouts = dict.fromkeys([*chains, *stages_that_fit(case, batches)])
@@ -51,24 +53,22 @@ def dynapipe(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
 
 
 def _system(case: ModelOnCluster, layout: Layout) -> System:
-    def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
-        for tried in _packings(case, layout, groups):
+        for tried in _packings(case, layout, microbatches):
             with suppress(InfeasibleError):
                 found.append(_scheduled(layout, graph_of(case, layout, tried, NAME, case.levels)))
-        if not found:
-            raise InfeasibleError(f"{NAME}: does not fit even with full recomputation")
-        return min(found, key=lambda one: one.iteration_s)
+        return fastest(NAME, found)
 
     return System(NAME, layout, run)
 
 
-def _packings(case: ModelOnCluster, layout: Layout, groups: Microbatches) -> Iterator[Microbatches]:
-    """The microbatches given, and those that dynamic programming makes for each kind of recomputation."""
-    yield groups
+def _packings(case: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Iterator[Microbatches]:
+    """Yield the given microbatches, and those of dynamic programming for each kind of recomputation."""
+    yield microbatches
     if not packs_anew(case):
         return
-    samples = sorted((s for group in groups for s in group), key=lambda s: -s.sequence_tokens)
+    samples = sorted((s for microbatch in microbatches for s in microbatch), key=lambda s: -s.sequence_tokens)
     known = set()
     for strategy in RECOMPUTED:
         for together in (case.num_ranks, 1):
@@ -82,7 +82,7 @@ def _packings(case: ModelOnCluster, layout: Layout, groups: Microbatches) -> Ite
 def stage_loads(
     case: ModelOnCluster, layout: Layout, samples: Sequence[Sample], strategy: ChunkStrategy, together: int
 ) -> StageLoads:
-    """What samples take on every rank of a chain of stages, if so many microbatches have room together."""
+    """Return the loads of samples on every rank of a chain of stages, if ``together`` microbatches share memory."""
     shape = layout.num_ranks, len(samples)
     seconds, held, fixed = np.zeros(shape), np.zeros(shape), np.zeros(layout.num_ranks)
     static = rank_static_bytes(case.levels, layout)
@@ -97,17 +97,17 @@ def stage_loads(
         typical = Workload((mean,) * 8)
         costs = case.levels.chunk_costs(chunk, typical)
         base = costs[0].forward_s + costs[0].backward_s
-        # Recomputation lengthens a stage by the same factor for all samples.
+        # Recomputation increases the time of a stage by the same factor for all samples.
         factor = (costs[level].forward_s + costs[level].backward_s) / base
         fixed[chunk.rank] += factor * max(0.0, base - marginal.of(typical.lengths))
         seconds[chunk.rank] += factor * np.array([marginal.of(each) for each in lengths])
         held[chunk.rank] += costs[level].activation_bytes / typical.num_tokens * np.array([sum(n) for n in lengths])
-    room = (case.capacity_bytes - static - _work_bytes(case, layout, samples)) / together
-    return StageLoads(seconds, fixed, held, room)
+    free_bytes = (case.capacity_bytes - static - _work_bytes(case, layout, samples)) / together
+    return StageLoads(seconds, fixed, held, free_bytes)
 
 
 def _work_bytes(case: ModelOnCluster, layout: Layout, samples: Sequence[Sample]) -> int:
-    """What the longest sample's pass needs on any rank; larger microbatches need more, and may then not fit."""
+    """Return the largest workspace of the longest sample; larger microbatches need more and may not fit."""
 
     def need(chunk: Chunk) -> int:
         lengths = case.model.module(chunk.module).instance_lengths(samples[0])
@@ -117,12 +117,12 @@ def _work_bytes(case: ModelOnCluster, layout: Layout, samples: Sequence[Sample])
 
 
 def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
-    """The fastest order and setting of recomputation for some microbatches.
+    """Return the fastest order and recomputation setting for given microbatches.
 
     Raises
     ------
     InfeasibleError
-        None fits.
+        No setting fits.
     """
     best: tuple[Timeline, Schedule] | None = None
     for setting in uniform_settings(graph):
@@ -130,7 +130,7 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
         fixed = graph.with_candidates(choice)
         free = False
         for injection in _injections(graph):
-            # First as if there were memory enough, then with forwards put off.
+            # Try without a memory limit first, then with delayed forwards.
             for limit in (None, graph.room_bytes):
                 try:
                     order = memory_aware_1f1b(fixed, injection, limit)
@@ -145,7 +145,7 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
                 if fits:
                     break
         if free:
-            # With less held nothing could be faster.
+            # Settings that hold less cannot be faster.
             break
     if best is None:
         raise InfeasibleError(f"{NAME}: does not fit even with full recomputation")
@@ -153,9 +153,9 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
 
 
 def _injections(graph: TaskGraph) -> list[tuple[int, ...]]:
-    """Orders of the microbatches: as they are, and clusters of like time in every order."""
+    """Return orders of the microbatches: the given one, and all permutations of clusters of similar time."""
     seconds = np.bincount(graph.microbatch, weights=graph.duration_ns)
-    given = tuple(range(len(seconds)))
+    original = tuple(range(len(seconds)))
     ranked = np.argsort(seconds, kind="stable")
-    clusters = [part.tolist() for part in np.array_split(ranked, CLUSTERS[len(given) > MANY]) if part.size]
-    return list(dict.fromkeys([given, *(tuple(i for c in some for i in c) for some in permutations(clusters))]))
+    clusters = [part.tolist() for part in np.array_split(ranked, CLUSTERS[len(original) > MANY]) if part.size]
+    return list(dict.fromkeys([original, *(tuple(i for c in some for i in c) for some in permutations(clusters))]))

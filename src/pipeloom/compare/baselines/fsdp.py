@@ -1,4 +1,4 @@
-"""FSDP2 with ZeRO-3 on the devices of a case: no pipeline, whole microbatches on every device (`dip.txt` Table 4)."""
+"""FSDP2 with ZeRO-3 on the same devices: no pipeline, whole microbatches on every device (`dip.txt` Table 4)."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from pipeloom.timeline import Schedule, lower_bound, simulate
 
 NAME = "FSDP2, ZeRO-3"
 Pass = tuple[float, float]
-"""Seconds of a module's forward and backward on one microbatch, gathers and reductions overlapped."""
+"""Seconds of a module's forward and backward on one microbatch, with overlapped gathers and reductions."""
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A model whole on every device, weights sharded.
+    """A whole model on every device, with sharded weights.
 
-    ``rows``: per microbatch and module, per part the costs under every strategy.
+    ``rows`` has the costs under every strategy, by microbatch, module and part.
     """
 
     layout: Layout
     rows: list[list[list[tuple[StrategyCost, ...]]]]
     static_bytes: int
-    room_bytes: int
-    """For activations."""
+    free_bytes: int
+    """Memory for activations."""
 
 
-def fsdp_time(case: ModelOnCluster, groups: Microbatches, num_devices: int) -> tuple[float, str]:
-    """Seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data, slowest replica first.
+def fsdp_time(case: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
+    """Return seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
 
-    Microbatches are dealt out in turn; the fastest strategy whose largest microbatch fits is taken.
+    Microbatches are assigned to replicas in turn. The strategy is the fastest under which the largest microbatch fits.
 
     Raises
     ------
     InfeasibleError
         The largest microbatch does not fit.
     """
-    seconds, level = _fastest(_whole(case, groups, num_devices), num_devices)
+    seconds, level = _fastest(_whole(case, microbatches, num_devices), num_devices)
     return seconds, str(LEVELS[level])
 
 
 def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
-    """FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
+    """Make FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
 
-    All replicas begin a module's pass together, since they gather its weights together. What the update takes beyond
-    the pipeline's is counted.
+    All replicas begin a module's pass together, since they gather its weights together. The difference of its update
+    time from that of the pipeline is counted.
     """
     devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
     degrees = Degrees(data=devices * case.degrees.data, zero=3, state=case.degrees.state)
 
-    def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        whole = _whole(case, groups, degrees.num_devices)
+    def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+        whole = _whole(case, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
         update_s = put_on_cluster(case.architecture, case.cluster, degrees).update_s
         return _timeline(case, whole, devices, level, update_s - case.update_s)
@@ -79,28 +79,28 @@ def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
 
 
-def _whole(case: ModelOnCluster, groups: Microbatches, num_replicas: int) -> _Whole:
+def _whole(case: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
     degrees = Degrees(data=num_replicas, zero=3, state=case.degrees.state)
     costs = EmulatedCosts(case.architecture, case.cluster, degrees, LEVELS, split=False)
     modules = case.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
-    packing = pack_microbatches(case, layout, groups)
+    packing = pack_microbatches(case, layout, microbatches)
     static = sum(costs.static_bytes(c) for c in wholes)
     rows = [
         [[costs.chunk_costs(c, part.workload) for part in parts] for c, parts in zip(wholes, m.parts, strict=True)]
         for m in packing.microbatches
     ]
-    room = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
-    return _Whole(layout, rows, static, room)
+    free_bytes = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
+    return _Whole(layout, rows, static, free_bytes)
 
 
 def _fastest(whole: _Whole, num_replicas: int) -> tuple[float, int]:
-    """Seconds and number of the fastest strategy that fits."""
+    """Return seconds and number of the fastest strategy that fits."""
     steps = -(-len(whole.rows) // num_replicas)
     best: tuple[float, int] | None = None
     for level in range(len(LEVELS)):
-        if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.room_bytes:
+        if max(sum(_held(column, level) for column in row) for row in whole.rows) > whole.free_bytes:
             continue
         passes = [[_pass(column, level) for column in row] for row in whole.rows]
         empty = [(0.0, 0.0)] * len(whole.layout.chunks)
@@ -121,13 +121,9 @@ def _pass(column: list[tuple[StrategyCost, ...]], level: int) -> tuple[float, fl
 
 
 def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
-    """Every device a rank; a pass begins when all of the pass before have ended."""
-    kind: list[int] = []
-    rank: list[int] = []
-    duration: list[int] = []
-    pair: list[int] = []
-    microbatch: list[int] = []
-    module: list[int] = []
+    """Make the timeline with one rank per device; a pass begins when all passes of the previous module have ended."""
+    tasks: list[tuple[int, int, int, int, int, int]] = []
+    """Kind, rank, nanoseconds, pair, microbatch and module of every task."""
     held: list[int] = []
     labels: list[PairLabel] = []
     source: list[int] = []
@@ -147,34 +143,26 @@ def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int
                     pairs[device, m] = len(held)
                     held.append(_held(row[m], level))
                     labels.append(PairLabel(m, first + device, 0))
-                now.append(len(kind))
-                order[device].append(len(kind))
-                kind.append(BACKWARD if backward else FORWARD)
-                rank.append(device)
-                duration.append(to_ns(_pass(row[m], level)[backward]))
-                pair.append(pairs[device, m])
-                microbatch.append(first + device)
-                module.append(m)
+                now.append(len(tasks))
+                order[device].append(len(tasks))
+                kind, duration = BACKWARD if backward else FORWARD, to_ns(_pass(row[m], level)[backward])
+                tasks.append((kind, device, duration, pairs[device, m], first + device, m))
             source += [a for a in before for _ in now]
             target += [b for _ in before for b in now]
             before = now or before
+    columns = np.array(tasks, np.int64).reshape(-1, 6).T
     graph = make_graph(
         name=NAME,
         num_ranks=num_replicas,
         tasks=Tasks(
-            kind=kind,
-            rank=rank,
-            duration_ns=duration,
-            pair=pair,
-            segment=np.arange(len(kind)),
-            microbatch=microbatch,
-            module=module,
+            **dict(zip(("kind", "rank", "duration_ns", "pair", "microbatch", "module"), columns, strict=True)),
+            segment=np.arange(len(tasks)),
             module_names=tuple(m.name for m in case.model.modules),
         ),
         pairs=Pairs(activation_bytes=held, weight_gradient_bytes=None, labels=tuple(labels)),
         edges=Edges(source=source, target=target, delay_ns=np.zeros(len(source), np.int64)),
         static_bytes=[whole.static_bytes] * num_replicas,
-        capacity_bytes=[whole.room_bytes + whole.static_bytes] * num_replicas,
+        capacity_bytes=[whole.free_bytes + whole.static_bytes] * num_replicas,
     )
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None, NAME)
     timeline = simulate(graph, schedule)
@@ -182,10 +170,10 @@ def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int
 
 
 def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:
-    """Time of an iteration of sharded data parallelism.
+    """Return the seconds of an iteration of sharded data parallelism.
 
-    Weights are gathered by all replicas together, so no replica begins a module before the slowest has come to
-    it: a step takes, module by module, what its slowest replica takes.
+    All replicas gather weights together, so no replica begins a module before the slowest one reaches it. The time of a
+    step is the sum over modules of the slowest replica's time.
 
     Parameters
     ----------
@@ -195,7 +183,7 @@ def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:
     Raises
     ------
     InputError
-        No replica, or unequal numbers of microbatches.
+        There is no replica, or numbers of microbatches differ.
     """
     if not replicas:
         raise InputError("replicas", "is empty", "give at least one")

@@ -1,4 +1,4 @@
-"""Costs of encoders that are not parallel as the backbone is: each device of a rank encodes samples of its own."""
+"""Costs of encoders with other parallelism than the backbone: each device of a rank encodes its own samples."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from pipeloom.spec import Chunk, Layout, Workload
 
 
 class LongShortCosts(EmulatedCosts):
-    """Costs of `ModelOnCluster.levels`, with encoders as MegaScale-Omni has them (arXiv 2605.08962).
+    """Costs of `ModelOnCluster.levels`, with the encoders of MegaScale-Omni (arXiv 2605.08962).
 
-    Short and long sequences are encoded in different ways. A part of short ones is dealt to the tensor-parallel devices
-    of a rank, longest first, and takes as long as the device that has most; each device has the whole encoder. A part
-    of long ones is divided inside its sequences: its time and memory are taken to be those of the rank's tensor
-    parallelism, which moves as many bytes. Whichever is faster for a part is taken. The encoders' optimiser state is
-    sharded over all devices. What is left out, in its favour: handing encodings from device to device inside a rank.
-
-    Parameters
-    ----------
-    case : ModelOnCluster
+    Short and long sequences are encoded in different ways. Short sequences of a part are assigned to the
+    tensor-parallel devices of a rank, longest first; the part takes as long as its most loaded device, and each device
+    has the whole encoder. Long sequences are divided among the devices: time and memory are assumed to be those of the
+    rank's tensor parallelism, which transfers as many bytes. Each part uses the faster way. The encoders' optimizer
+    state is sharded over all devices. Transfers of encodings between the devices of a rank are not counted, in its
+    favor.
     """
 
     def __init__(self, case: ModelOnCluster) -> None:
@@ -37,46 +34,46 @@ class LongShortCosts(EmulatedCosts):
         self._encoders = {module.name for module in case.model.modules[:-1]}
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk on a workload, one per strategy; of an encoder, in the faster of the two ways."""
+        """Return the costs of a chunk on a workload, one per strategy; an encoder uses the faster way."""
         divided = super().chunk_costs(chunk, workload)
         if chunk.module not in self._encoders or workload.given:
             return divided
-        dealt = self._whole.chunk_costs(chunk, self._largest_share(workload))
-        return min(divided, dealt, key=lambda costs: costs[0].forward_s + costs[0].backward_s)
+        shared = self._whole.chunk_costs(chunk, self._largest_share(workload))
+        return min(divided, shared, key=lambda costs: costs[0].forward_s + costs[0].backward_s)
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass uses beyond what is held, in the one way and in the other."""
+        """Return the workspace of a pass; for an encoder, the larger of both ways."""
         divided = super().workspace_bytes(chunk, workload)
         if chunk.module not in self._encoders or workload.given:
             return divided
         return max(divided, self._whole.workspace_bytes(chunk, self._largest_share(workload)))
 
     def static_bytes(self, chunk: Chunk) -> int:
-        """Bytes of weights, gradients and optimiser state on one device: of encoders, whole."""
+        """Return the bytes of weights, gradients and optimizer state on one device; encoders are not divided."""
         if chunk.module in self._encoders:
             return self._whole.static_bytes(chunk)
         return super().static_bytes(chunk)
 
     def reduction_s(self, layout: Layout, parameters: dict[str, int]) -> float:
-        """Seconds to add up the encoders' gradients over all devices of a pipeline, after the last backward.
+        """Return the time to reduce the encoders' gradients over all devices of a pipeline, after the last backward.
 
-        First inside each rank, then over the ranks with each device having a share, then back.
+        The reduction runs inside each rank, then over the ranks with one share per device, then back inside each rank.
 
         Parameters
         ----------
         parameters : dict
-            Of every module.
+            Number of parameters of every module.
         """
         degrees = self.placement.degrees
         tensor = degrees.tensor
         shares = {name: count * degrees.state.gradient // tensor for name, count in parameters.items()}
         inside = sum(shares[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
         over_ranks = ring_seconds(layout, shares, self)
-        # Inside a rank devices are as near as ranks ever are.
+        # Devices of one rank use the fastest link between ranks.
         return over_ranks + (2 * (tensor - 1) * self.transfer_s(inside, 1) if inside and tensor > 1 else 0.0)
 
     def _largest_share(self, workload: Workload) -> Workload:
-        """What the device with most tokens has, where sequences are dealt longest first to the one with least."""
+        """Return the share of the most loaded device, with sequences assigned longest first to the least loaded."""
         tensor = self.placement.degrees.tensor
         shares: list[tuple[int, int, tuple[int, ...]]] = [(0, device, ()) for device in range(tensor)]
         heapify(shares)

@@ -1,11 +1,11 @@
-"""MegaScale-Omni's joint pipeline: every rank encodes a group of microbatches as the backbone comes to it.
+"""MegaScale-Omni's joint pipeline: every rank encodes a group of microbatches before the backbone needs it.
 
 From the abstract of "MegaScale-Omni: A Hyper-Scale, Workload-Resilient System for MultiModal LLM Training in
-Production" (arXiv 2605.08962, EuroSys 2026): encoders and language model share all ranks, and are run in one joint
-pipeline whose idle time does not grow with the encoders' share of the work. There is no public code, and how passes
-follow each other in detail is not known to us. Assumed: all ranks encode a group of microbatches together right
-before the backbone's first pass of any of them, and take their gradients right after its last; the backbone itself is
-interleaved 1F1B. A group of all microbatches is Optimus' coarse order.
+Production" (arXiv 2605.08962, EuroSys 2026): encoders and language model share all ranks and run in one joint pipeline
+whose idle time does not grow with the encoders' share of the work. There is no public code, and the exact order of
+passes is unknown. Assumption: all ranks encode a group of microbatches together right before the backbone's first pass
+of the group, and run their backwards right after its last pass. The backbone runs interleaved 1F1B. One group of all
+microbatches is Optimus' coarse order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def joint_pipeline(graph: TaskGraph, group_size: int) -> Schedule:
     Parameters
     ----------
     graph : TaskGraph
-        Of a layout whose last module is the backbone; usually with encoders whole on every rank.
+        Graph of a layout whose last module is the backbone, usually with whole encoders on every rank.
     group_size : int
-        Microbatches that are encoded together.
+        Number of microbatches that are encoded together.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def joint_pipeline(graph: TaskGraph, group_size: int) -> Schedule:
         mine = group == number
         start[mine & encodes & forward] = start[mine & ~encodes].min()
         start[mine & encodes & ~forward] = end[mine & ~encodes].max()
-    # Every edge goes from an earlier time and place to a later one, so the order of all ranks respects it.
+    # Both start times and places respect every edge, so the orders do too.
     listed = np.lexsort((place, start))
     order = [listed[graph.rank[listed] == rank].tolist() for rank in range(graph.num_ranks)]
     return as_schedule(graph, order, "joint pipeline")

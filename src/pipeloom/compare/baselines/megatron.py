@@ -1,4 +1,4 @@
-"""Megatron-LM: 1F1B and interleaved 1F1B, stages of equal parameters or of equal time."""
+"""Megatron-LM's 1F1B and interleaved 1F1B, with stages of equal parameters or equal time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeloom.search import interleaved_as_megatron, one_f_one_b
 
 
 def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
-    """Megatron-LM's 1F1B: one chain of stages.
+    """Make Megatron-LM's 1F1B with one chain of stages.
 
-    Where stages of equal time do not fit, it cuts partly by parameters, or as nnScaler does with one setting of
-    recomputation for all; where those of equal parameters do not, as nnScaler does.
+    If stages of equal time do not fit, stages are also balanced partly by parameters, or by nnScaler's algorithm with
+    one recomputation setting. If stages of equal parameters do not fit, nnScaler's are used.
     """
     name = f"1F1B by {balance}"
     layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads_by(case, batches, balance)]
@@ -29,12 +29,12 @@ def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance
 
 
 def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
-    """Megatron-LM's interleaved 1F1B, with the number of chunks that is best on the sampled iterations.
+    """Make Megatron-LM's interleaved 1F1B, with the best number of chunks on the sampled iterations.
 
-    Every number from two up to as many as there are layers for is tried, with every cut: the time of an iteration jumps
-    from one number to the next, where stages divide evenly or less has to be recomputed, so no few of them stand for
-    the rest. Groups of microbatches are the smallest that Megatron takes. An iteration that fits none of these runs by
-    1F1B, which holds less.
+    Every possible number of chunks from two on is tried, with every balance. The time of an iteration depends on
+    whether stages divide evenly and on recomputation, so no few numbers represent the others. Groups of microbatches
+    have the smallest size that Megatron accepts. An iteration that fits under none of these runs by 1F1B, which holds
+    less.
     """
     name = f"interleaved by {balance}"
     counts = chunk_counts(case.num_ranks, case.model.modules)[1:] or [1]

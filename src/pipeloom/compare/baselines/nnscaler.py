@@ -1,4 +1,4 @@
-"""nnScaler*: the best static stages for one representative microbatch, for 1F1B (`dip.txt` §7.1)."""
+"""nnScaler*: the best static stages for 1F1B on one representative microbatch (`dip.txt` §7.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class StaticStages(NamedTuple):
-    """Stages of a chain of layers: ``cuts`` has one more entry than stages, ``levels`` one strategy each."""
+    """Stages of a chain of layers: ``cuts`` has one more entry than stages, ``levels`` one strategy per stage."""
 
     cuts: tuple[int, ...]
     levels: tuple[int, ...]
@@ -39,24 +39,24 @@ class StaticStages(NamedTuple):
 def best_stages(
     seconds: FloatArray, activation_bytes: FloatArray, static_bytes: FloatArray, num_stages: int, capacity_bytes: float
 ) -> StaticStages:
-    """Cut a chain of layers for 1F1B so that the slowest stage is as fast as can be and every stage fits.
+    """Cut a chain of layers for 1F1B so that the slowest stage is as fast as possible and every stage fits.
 
-    Stage s of p holds p - s microbatches. Dynamic programming over (stages so far, layers so far), each stage with
-    the fastest of its strategies that fits; exact for this model of time and memory.
+    Stage s of p holds p - s microbatches. The search is dynamic programming over (stages so far, layers so far), with
+    the fastest strategy that fits for each stage. It is exact for this model of time and memory.
 
     Parameters
     ----------
     seconds : array, shape (num_levels, num_layers)
-        Forward and backward of every layer under every memory strategy, on the representative microbatch.
+        Time of forward and backward of every layer under every memory strategy, on the representative microbatch.
     activation_bytes : array, shape (num_levels, num_layers)
     static_bytes : array, shape (num_layers,)
     capacity_bytes : float
-        Infinite: no limit.
+        Memory of a rank; infinite: no limit.
 
     Raises
     ------
     InputError
-        Fewer layers than stages, or arrays that do not belong together.
+        There are fewer layers than stages, or shapes do not match.
     InfeasibleError
         No cut fits.
     """
@@ -95,43 +95,43 @@ def best_stages(
 
 
 def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
-    """nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B.
+    """Make nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B.
 
-    Stages made for the mean may leave too little memory for an iteration of large microbatches, so others are made for
-    less memory, to be taken where the first do not fit; and at last stages of equal parameters.
+    Stages made for the mean may leave too little memory for large microbatches. So stages for less memory are used if
+    the first do not fit, and finally stages of equal parameters.
     """
 
     def system(layout: Layout, levels: tuple[int, ...]) -> System:
-        def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, groups, "nnScaler*", case.levels)
+        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+            graph = graph_of(case, layout, microbatches, "nnScaler*", case.levels)
             return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(levels))
 
         return System("nnScaler*", layout, run)
 
     planned = [static_stages(case, batches)]
-    for share in ROOMS:
+    for share in MEMORY_SHARES:
         with suppress(InfeasibleError):
-            planned.append(static_stages(case, batches, room_share=share))
+            planned.append(static_stages(case, batches, memory_share=share))
     even = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
     last = fixed_systems("nnScaler*", case, [even], one_f_one_b)
     return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
 
 
-ROOMS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
-"""Shares of memory that static stages are also planned for, to leave room for microbatches larger than the mean."""
+MEMORY_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Shares of memory for which static stages are also planned, so that microbatches above the mean fit."""
 
 
 def static_stages(
-    case: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, room_share: float = 1.0
+    case: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, memory_share: float = 1.0
 ) -> tuple[Layout, tuple[int, ...]]:
-    """The best stages for 1F1B on the mean microbatch that fit, and the setting of recomputation of each.
+    """Return the best stages for 1F1B that fit on the mean microbatch, and the recomputation setting of each.
 
     Parameters
     ----------
     alike : bool
-        All stages have one setting.
-    room_share : float
-        Of the devices' memory, to plan with.
+        Use one setting for all stages.
+    memory_share : float
+        Share of the devices' memory to plan with.
 
     Raises
     ------
@@ -143,14 +143,14 @@ def static_stages(
     kept = np.array([case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
     plain = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
     need = most_workspace_bytes(case.levels, plain, pack_microbatches(case, plain, batches[0]))
-    room = int(room_share * case.capacity_bytes) - need
+    capacity = int(memory_share * case.capacity_bytes) - need
     found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
     for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
         with suppress(InfeasibleError):
-            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, room)
+            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, capacity)
             found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
     if not found:
-        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(int(room))} on the mean microbatch")
+        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(capacity)} on the mean microbatch")
     _, cuts, levels = min(found)
     chunks: list[Chunk] = []
     for rank in range(case.num_ranks):
@@ -163,9 +163,9 @@ def static_stages(
 
 
 def stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
-    """The best stages with one setting of recomputation for all, in all memory and in less and less; what there is."""
+    """Return the best stages with one recomputation setting, for each of `MEMORY_SHARES` with a solution."""
     found = []
-    for share in (1.0, *ROOMS) if batches else ():
+    for share in (1.0, *MEMORY_SHARES) if batches else ():
         with suppress(InfeasibleError):
-            found.append(static_stages(case, batches, alike=True, room_share=share)[0])
+            found.append(static_stages(case, batches, alike=True, memory_share=share)[0])
     return found

@@ -1,10 +1,10 @@
 """Optimus' schedules (Feng et al., ATC 2025): encoder work before the backbone's, or in the bubbles of its pipeline.
 
-The backbone's timeline stands as if encoders took no time. A microbatch's encoder forward may run in any bubble
-before the backbone's first pass of that microbatch (its forward dependency point), and its backward in any bubble
-after the backbone's last (its backward dependency point). What finds no bubble stays where the coarse schedule has
-it: before the backbone begins, or after it ended. Optimus also fills the waits for tensor-parallel messages inside a
-pass; here these are a part of the pass, so only the bubbles between passes are filled.
+The backbone's timeline is fixed as if encoders took no time. A microbatch's encoder forward may run in any bubble
+before the backbone's first pass of that microbatch (its forward dependency point), and its backward in any bubble after
+the backbone's last pass (its backward dependency point). Work that fits in no bubble stays in its place of the coarse
+schedule: before the backbone begins, or after it ends. Optimus also fills waits for tensor-parallel messages inside a
+pass. Here these are part of the pass, so only bubbles between passes are filled.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FAR = 1 << 60
 
 
 def optimus_coarse(graph: TaskGraph) -> Schedule:
-    """Run every encoder's forward for all microbatches, then the backbone by 1F1B, then the encoders' backwards.
+    """Run the encoders' forwards for all microbatches, then the backbone by 1F1B, then the encoders' backwards.
 
-    The last module is the backbone; its chunks may be interleaved. A rank goes on as soon as its next task is
-    ready, so the encoders' work fills the ramps of the backbone's pipeline.
+    The last module is the backbone; its chunks may be interleaved. A rank continues as soon as its next task is ready,
+    so the encoders' work fills the warm-up and cool-down of the backbone's pipeline.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def optimus_coarse(graph: TaskGraph) -> Schedule:
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
     if len(graph.module_names) < 2:
-        raise InputError("graph", "has one module", "Optimus wants encoders and a backbone")
+        raise InputError("graph", "has one module", "Optimus needs encoders and a backbone")
     encoders, backbone = graph.module_names[:-1], graph.module_names[-1]
     middle = interleaved_orders(chain_of(graph, [backbone]), graph.num_ranks)
     around = chain_of(graph, encoders)
@@ -55,9 +55,9 @@ def optimus_coarse(graph: TaskGraph) -> Schedule:
 def optimus_fine(graph: TaskGraph) -> Schedule:
     """Fill the bubbles of the backbone's pipeline with the encoders' work.
 
-    Forwards take the latest bubbles they can, the last microbatch first; backwards the earliest, the first
-    microbatch first. So whatever has only a few bubbles open to it still finds them, and encodings and gradients are
-    held no longer than they must.
+    Forwards take the latest possible bubbles, the last microbatch first; backwards the earliest, the first microbatch
+    first. So work with few possible bubbles still finds one, and encodings and gradients are held as briefly as
+    possible.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
     place = np.empty(graph.num_tasks, np.int64)
     place[running_order(graph, coarse)] = np.arange(graph.num_tasks)
     start = backbone_alone(graph, coarse)
-    # Whatever nothing reads may wait until the backbone has ended.
+    # Forwards without a consumer may run until the backbone has ended.
     end = int((start + graph.duration_ns)[~encodes].max(initial=0))
     bubbles = [
         _Bubbles(graph, start, np.flatnonzero(~encodes & (graph.rank == rank))) for rank in range(graph.num_ranks)
@@ -87,14 +87,14 @@ def optimus_fine(graph: TaskGraph) -> Schedule:
         before = graph.predecessor[rows]
         ends = start[before] + graph.duration_ns[before] + graph.predecessor_delay_ns[rows]
         start[task] = bubbles[rank[task]].earliest(duration[task], int(ends.max(initial=-_FAR)))
-    # Both times and places respect every edge, so the order of all ranks does.
+    # Both start times and places respect every edge, so the orders do too.
     listed = np.lexsort((place, start))
     order = [listed[graph.rank[listed] == r].tolist() for r in range(graph.num_ranks)]
     return as_schedule(graph, order, "optimus fine")
 
 
 def backbone_alone(graph: TaskGraph, coarse: Schedule) -> IntArray:
-    """Starts of the last module's tasks under an order, as if all others took no time; these others' mean nothing."""
+    """Return start times as if only the last module's tasks took time; those of other tasks have no meaning."""
     encodes = graph.module != len(graph.module_names) - 1
     touched = encodes[graph.edge_source] | encodes[graph.edge_target]
     alone = replace(
@@ -106,14 +106,14 @@ def backbone_alone(graph: TaskGraph, coarse: Schedule) -> IntArray:
 
 
 def _in_turn(graph: TaskGraph, tasks: IntArray, place: IntArray) -> list[int]:
-    """Microbatch by microbatch, in an order that respects the edges."""
-    found: list[int] = tasks[np.lexsort((place[tasks], graph.microbatch[tasks]))].tolist()
-    return found
+    """Sort tasks by microbatch, then in an order that respects the edges."""
+    ordered: list[int] = tasks[np.lexsort((place[tasks], graph.microbatch[tasks]))].tolist()
+    return ordered
 
 
 @dataclass
 class _Bubbles:
-    """When one rank is idle, as (from, until); also before the backbone begins, and after it ended."""
+    """Idle intervals of one rank, also before the backbone begins and after it ends."""
 
     free: list[tuple[int, int]]
 
@@ -124,7 +124,7 @@ class _Bubbles:
         self.free = [(a, b) for a, b in edges if a < b]
 
     def latest(self, duration: int, until: int) -> int:
-        """Take the latest time that ends by ``until``; return its start."""
+        """Reserve the latest interval that ends by ``until``; return its start."""
         last = bisect_right(self.free, (until - duration, _FAR)) - 1
         for i in range(last, -1, -1):
             a, b = self.free[i]
@@ -132,10 +132,10 @@ class _Bubbles:
             if begin >= a:
                 self._take(i, begin, begin + duration)
                 return begin
-        raise AssertionError("the time before all is endless")
+        raise AssertionError("the time before the backbone is unlimited")
 
     def earliest(self, duration: int, since: int) -> int:
-        """Take the earliest time that begins at ``since`` or later; return its start."""
+        """Reserve the earliest interval that begins at ``since`` or later; return its start."""
         first = max(0, bisect_right(self.free, (since, _FAR)) - 1)
         for i in range(first, len(self.free)):
             a, b = self.free[i]
@@ -143,7 +143,7 @@ class _Bubbles:
             if begin + duration <= b:
                 self._take(i, begin, begin + duration)
                 return begin
-        raise AssertionError("the time after all is endless")
+        raise AssertionError("the time after the backbone is unlimited")
 
     def _take(self, i: int, begin: int, end: int) -> None:
         a, b = self.free.pop(i)

@@ -1,4 +1,4 @@
-"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards, later ranks delaying more weight gradients."""
+"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards, where later ranks delay more weight gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeloom.compare.baseline import System, distinct, fixed_systems, in_turn, 
 from pipeloom.compare.baselines.nnscaler import stages_that_fit
 from pipeloom.compare.model_on_cluster import LEVELS, Microbatches, ModelOnCluster, graph_of
 from pipeloom.compare.recomputation import per_rank_recomputation
-from pipeloom.compare.result import BaselineResult
+from pipeloom.compare.result import BaselineResult, fastest
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages
@@ -21,28 +21,24 @@ from pipeloom.spec import Layout
 
 
 def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "time") -> System:
-    """Zero-bubble H1: 1F1B's chain of stages with split backwards, weight gradients filling the idle time.
+    """Make zero-bubble H1: 1F1B's chain of stages with split backwards, whose weight gradients fill idle time.
 
-    Recomputed activations wait for the weight gradients, so these come as late as memory allows, whichever number
-    of microbatches behind is best for the iteration. Every rank recomputes as little as fits. An iteration that does
-    not fit so runs by 1F1B with whole backwards.
+    Recomputed activations are held until the weight gradients, so their delay is limited by memory. Every iteration
+    uses its best number of delayed microbatches. Every rank recomputes as little as fits. An iteration that does not
+    fit runs by 1F1B with whole backwards.
     """
     costs = EmulatedCosts(case.architecture, case.cluster, case.degrees, LEVELS)
 
     def system(layout: Layout) -> System:
-        def run(groups: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, groups, "zero-bubble H1", costs)
-            fastest = np.full(case.num_ranks, uniform_settings(graph)[0])
-            best: BaselineResult | None = None
+        def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
+            graph = graph_of(case, layout, microbatches, "zero-bubble H1", costs)
+            settings = np.full(case.num_ranks, uniform_settings(graph)[0])
+            found = []
             for behind in range(case.num_ranks):
                 with suppress(InfeasibleError):
                     order = zero_bubble_h1(graph, behind)
-                    found = per_rank_recomputation("zero-bubble H1", layout, graph, order, fastest)
-                    if best is None or found.timeline.makespan_ns < best.timeline.makespan_ns:
-                        best = found
-            if best is None:
-                raise InfeasibleError("zero-bubble H1: does not fit even with full recomputation")
-            return best
+                    found.append(per_rank_recomputation("zero-bubble H1", layout, graph, order, settings))
+            return fastest("zero-bubble H1", found)
 
         return System("zero-bubble H1", layout, run)
 

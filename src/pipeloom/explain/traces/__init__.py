@@ -1,1 +1,1 @@
-"""Traces of runs that are not ours: from a profiler's events to tasks, a replay, bubbles by cause, and costs."""
+"""Traces of other trainers: tasks from profiler events, a replay, bubbles by cause, and costs."""

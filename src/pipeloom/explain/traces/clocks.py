@@ -1,31 +1,30 @@
-"""One clock for all ranks: a message cannot be received before what it carries was computed."""
+"""Alignment of clocks: a message cannot be received before its content was computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.dependencies import input_of
-from pipeloom.explain.traces.traced import Iteration
+from pipeloom.explain.traces.traced import Iteration, input_of
 from pipeloom.io.kineto import RankTrace
 
 SLACK_NS = 20_000
-"""What times of one clock may contradict one another by."""
+"""Tolerated contradiction between times of one clock."""
 _MOST_NS = 1_000_000_000
 
 
 def clock_shifts(
     traces: Sequence[RankTrace], iterations: Sequence[Iteration], stage_rank: Sequence[int]
 ) -> tuple[int, ...]:
-    """Nanoseconds to add to every rank's clock; all 0 where times already agree, as on one host.
+    """Return the nanoseconds to add to every rank's clock; all 0 if times already agree, as on one host.
 
-    Between two clocks messages in one direction bound the difference from above, those in the other from below; where
-    0 is not between the bounds, their middle is taken, as if both directions were equally fast.
+    Messages in one direction bound the difference of two clocks from above, those in the other direction from below. If
+    0 is not between the bounds, the shift is their middle, which assumes that both directions are equally fast.
 
     Raises
     ------
     InputError
-        No shift makes all messages causal, or clocks differ by more than a second and an iteration: ranks of two runs.
+        No shift makes all messages causal, or clocks differ by more than a second and an iteration.
     """
     bounds = _bounds(iterations, stage_rank)
     shifts = {0: 0}
@@ -35,7 +34,7 @@ def clock_shifts(
         for (source, target), least in bounds.items():
             if source != rank or target in shifts:
                 continue
-            # Of the target's clock against the source's: at least this, at most that.
+            # Limits of the target's clock relative to the source's.
             lowest, highest = -least, bounds.get((target, source))
             if highest is not None and highest + 2 * SLACK_NS < lowest:
                 raise InputError(
@@ -59,7 +58,7 @@ def clock_shifts(
 
 
 def _rows(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Each rank by itself, so that lengths do not depend on clocks."""
+    """Return each rank as an iteration of its own, so that durations do not depend on clocks."""
     return [
         Iteration(iteration.number, (rank,), (posted,))
         for iteration in iterations
@@ -74,7 +73,7 @@ def _between(lowest: int, highest: int | None) -> int:
 
 
 def _bounds(iterations: Sequence[Iteration], stage_rank: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Least time from the end of a computation to the start of what it feeds, of every two ranks with messages."""
+    """Return the least time from the end of a computation to the start of its consumer, by source and target rank."""
     least: dict[tuple[int, int], int] = {}
     for iteration in iterations:
         ends = {one.unit: one.end_ns for rank in iteration.ranks for one in rank}

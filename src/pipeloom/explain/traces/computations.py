@@ -1,4 +1,4 @@
-"""From one rank's trace to its computations and the waits between them."""
+"""Computations of one rank's trace, and the waits between them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import prod
 from typing import NamedTuple
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.names import Found, Named, computation_of, message_of, step_of
-from pipeloom.explain.traces.traced import Computation, Posted, Unit
+from pipeloom.explain.traces.names import ComputationName, NamedRange, computation_of, message_of, step_of
+from pipeloom.explain.traces.traced import Computation, PostedReceive, Unit
 from pipeloom.explain.traces.unnamed import find_unnamed
 from pipeloom.io.kineto import Kernel, RankTrace, TraceEvent
 from pipeloom.taskgraph import FORWARD, KIND_NAMES, WEIGHT_GRADIENT
@@ -18,51 +18,50 @@ from pipeloom.taskgraph import FORWARD, KIND_NAMES, WEIGHT_GRADIENT
 _SEND, _RECEIVE = "c10d::send", "c10d::recv_"
 _ENDS = {"gloo:send": _SEND, "gloo:recv": _RECEIVE}
 _VIEWS = frozenset({"detach", "aten::detach", "detach_", "aten::detach_"})
-"""Bookkeeping of messages, no computation."""
+"""Operators for messages, which are not computation."""
 _SIZES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2}
-"""Bytes of what gloo sends, by the profiler's names of types."""
+"""Bytes of elements sent by gloo, by the profiler's names of types."""
 _CUT_NS, _CUT_SHARE = 100_000, 0.1
-"""A range may reach into the next one by this much, or by this share of its length: whoever leaves it is late."""
+"""Tolerated overlap with the next range, absolute or as a share of its length, for ranges that end late."""
 _WAIT_NS = 50_000
-"""Shorter waits are calls that found their message there."""
+"""Shorter waits are calls whose message had already arrived."""
 
 
 class _Transfer(NamedTuple):
-    """A message on its rank: posted, and waited for until ``done_ns``."""
+    """One end of a message, posted and waited for until ``done_ns``."""
 
     is_send: bool
     posted_ns: int
     call_end_ns: int
     done_ns: int | None
     label: tuple[bool, int, int] | None
-    """Whether of a forward, stage, microbatch, where the trace names it."""
+    """Whether it is of a forward, stage and microbatch, if the trace names them."""
     shape: tuple[int, ...]
     num_bytes: int
 
 
 class RankRun(NamedTuple):
-    """A rank's computations by iteration, and the posting of its receives."""
+    """Computations, posted receives and allocations of a rank, by iteration."""
 
     iterations: dict[int, tuple[Computation, ...]]
-    posted: dict[int, dict[Unit, Posted]]
+    posted: dict[int, dict[Unit, PostedReceive]]
     allocated: dict[int, dict[Unit, int]]
 
 
 def rank_run(trace: RankTrace, stage: int) -> RankRun:
-    """Find what a rank computed.
+    """Find the computations of a rank.
 
     Parameters
     ----------
-    trace : RankTrace
     stage : int
-        The rank's stage, where ranges do not name one.
+        The rank's stage, if ranges do not name one.
 
     Raises
     ------
     InputError
-        Naming the file: it has no computations of a pipeline, or none of a whole iteration.
+        The file has no computations of a pipeline, or no complete iteration.
     """
-    by_step = _by_step(trace, _found(trace))
+    by_step = _by_step(trace, _computations(trace))
     transfers = _transfers(trace)
     ranges = [event.start_ns for event in trace.events if event.is_range and not event.name.startswith("gloo:")]
     iterations, posted, allocated = {}, {}, {}
@@ -75,28 +74,28 @@ def rank_run(trace: RankTrace, stage: int) -> RankRun:
             allocated[number] = _allocated(trace, found, iterations[number])
         before_ns = last_ns
     if not iterations:
-        raise InputError(trace.source, "has no whole iteration of a pipeline", "record at least one whole step")
+        raise InputError(trace.source, "has no complete iteration of a pipeline", "record at least one complete step")
     return RankRun(iterations, posted, allocated)
 
 
-def _allocated(trace: RankTrace, found: Sequence[Found], made: Sequence[Computation]) -> dict[Unit, int]:
-    """Bytes that each computation leaves allocated, from when the host enters its range to when it leaves it."""
+def _allocated(trace: RankTrace, found: Sequence[NamedRange], computations: Sequence[Computation]) -> dict[Unit, int]:
+    """Return the bytes that each computation leaves allocated, between the host's entry and exit of its range."""
     if not trace.allocations:
         return {}
     moments = [one.at_ns for one in trace.allocations]
     sums = [0, *accumulate(one.num_bytes for one in trace.allocations)]
     taken = {}
-    for one, computation in zip(found, made, strict=True):
-        # A loss that belongs to its forward may be computed behind the range; a device runs behind the host.
+    for one, computation in zip(found, computations, strict=True):
+        # The loss of a forward may be computed after its range. A device runs behind the host, so use the host's time.
         until = one.left_ns if trace.kernels else max(one.left_ns, one.end_ns)
         taken[computation.unit] = sums[bisect_right(moments, until)] - sums[bisect_left(moments, one.entered_ns)]
     return taken
 
 
-def _found(trace: RankTrace) -> list[Found]:
-    """All computations in order of their starts."""
+def _computations(trace: RankTrace) -> list[NamedRange]:
+    """Return all computations, sorted by start."""
     named = [
-        Found(what, event.start_ns, event.end_ns, event.start_ns, event.end_ns)
+        NamedRange(what, event.start_ns, event.end_ns, event.start_ns, event.end_ns)
         for event in trace.events
         if event.is_range and (what := computation_of(event.name))
     ]
@@ -120,13 +119,13 @@ def _found(trace: RankTrace) -> list[Found]:
     return _in_turn(_with_losses(found, trace, work, starts), on_host=True)
 
 
-def _cut(trace: RankTrace, found: Sequence[Found]) -> list[Found]:
-    """Sort ranges, and cut each where the next one begins.
+def _cut(trace: RankTrace, found: Sequence[NamedRange]) -> list[NamedRange]:
+    """Sort ranges, and end each where the next one begins.
 
     Raises
     ------
     InputError
-        Two ranges overlap by so much that a cut would not tell which computation the time belongs to.
+        Two ranges overlap too much to attribute the time.
     """
     ordered = sorted(found, key=lambda one: one.entered_ns)
     for i, (one, after) in enumerate(pairwise(ordered)):
@@ -134,22 +133,22 @@ def _cut(trace: RankTrace, found: Sequence[Found]) -> list[Found]:
         if over > max(_CUT_NS, _CUT_SHARE * (one.left_ns - one.entered_ns)):
             raise InputError(
                 trace.source,
-                f"{_text(one.named)} goes on for {over / 1e6:.3g} ms after {_text(after.named)} begins",
-                "record ranges that follow one another",
+                f"{_text(one.named)} continues for {over / 1e6:.3g} ms after {_text(after.named)} begins",
+                "record ranges that do not overlap",
             )
         if over > 0:
             ordered[i] = one._replace(end_ns=after.entered_ns, left_ns=after.entered_ns)
     return ordered
 
 
-def _text(named: Named) -> str:
-    """Name a computation as traces do."""
+def _text(named: ComputationName) -> str:
+    """Return the name of a computation, as in traces."""
     stage = "" if named.stage is None else named.stage
     return f"PP:{stage}{KIND_NAMES[named.kind]}{named.microbatch}"
 
 
-def _in_turn(found: list[Found], *, on_host: bool = False) -> list[Found]:
-    """End each computation before the next one: a rank computes one at a time, and its host is in one range."""
+def _in_turn(found: list[NamedRange], *, on_host: bool = False) -> list[NamedRange]:
+    """End each computation before the next one, since a rank computes one at a time."""
     for i, (one, after) in enumerate(pairwise(found)):
         end = max(one.start_ns, min(one.end_ns, after.entered_ns if on_host else after.start_ns))
         found[i] = one._replace(end_ns=end)
@@ -161,16 +160,16 @@ def _is_message(event: TraceEvent) -> bool:
     return event.name in (_SEND, _RECEIVE)
 
 
-def _on_host(one: Found, work: Sequence[TraceEvent], starts: Sequence[int]) -> Found:
-    """From the first operator in a range to the end of the last one."""
+def _on_host(one: NamedRange, work: Sequence[TraceEvent], starts: Sequence[int]) -> NamedRange:
+    """Limit a range to the time from its first operator to the end of its last."""
     inside = work[bisect_left(starts, one.start_ns) : bisect_left(starts, one.end_ns)]
     if not inside:
         return one._replace(start_ns=one.end_ns)
     return one._replace(start_ns=inside[0].start_ns, end_ns=max(event.end_ns for event in inside))
 
 
-def _on_device(one: Found, kernels: Sequence[Kernel]) -> Found:
-    """From the first kernel launched in a range to the end of the last one, but for messages."""
+def _on_device(one: NamedRange, kernels: Sequence[Kernel]) -> NamedRange:
+    """Replace a range by the time from its first kernel to the end of its last, without those of messages."""
     inside = [kernel for kernel in kernels if one.start_ns <= kernel.launched_ns < one.end_ns and not _is_nccl(kernel)]
     if not inside:
         return one._replace(start_ns=one.end_ns)
@@ -182,9 +181,9 @@ def _is_nccl(kernel: Kernel) -> bool:
 
 
 def _with_losses(
-    found: list[Found], trace: RankTrace, work: Sequence[TraceEvent], starts: Sequence[int]
-) -> list[Found]:
-    """Take losses into the forwards that they follow: some schedules compute them after the range."""
+    found: list[NamedRange], trace: RankTrace, work: Sequence[TraceEvent], starts: Sequence[int]
+) -> list[NamedRange]:
+    """Extend forwards by their losses, which some schedules compute after the range."""
     if not trace.links:
         return found
     forward_ns = [link.forward_ns for link in trace.links]
@@ -192,7 +191,7 @@ def _with_losses(
     for i, one in enumerate(found):
         until = found[i + 1].entered_ns if i + 1 < len(found) else one.end_ns
         lo, hi = bisect_left(forward_ns, one.end_ns), bisect_left(forward_ns, until)
-        # What no computation of the iteration differentiates is something else.
+        # Ignore operators that no backward of the iteration differentiates.
         after = [link for link in trace.links[lo:hi] if _inside_any(link.backward_ns, found)]
         if one.named.kind == FORWARD and after:
             last = max(link.forward_ns for link in after)
@@ -202,15 +201,15 @@ def _with_losses(
     return longer
 
 
-def _inside_any(moment: int, found: Sequence[Found]) -> bool:
+def _inside_any(moment: int, found: Sequence[NamedRange]) -> bool:
     before = bisect_right(found, moment, key=lambda one: one.entered_ns) - 1
     return before >= 0 and moment <= found[before].end_ns
 
 
-def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]:
-    """Cut computations into iterations: at the profiler's steps, or else where one comes again."""
+def _by_step(trace: RankTrace, found: Sequence[NamedRange]) -> dict[int, list[NamedRange]]:
+    """Split computations into iterations, at the profiler's steps or else at repeated computations."""
     steps = [(event.start_ns, number) for event in trace.events if (number := step_of(event.name)) is not None]
-    cut: dict[int, list[Found]] = {}
+    cut: dict[int, list[NamedRange]] = {}
     if steps:
         begins = [start for start, _ in steps]
         for one in found:
@@ -218,7 +217,7 @@ def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]
             if at >= 0:
                 cut.setdefault(steps[at][1], []).append(one)
     else:
-        seen: set[Named] = set()
+        seen: set[ComputationName] = set()
         number = 0
         for one in found:
             if one.named in seen:
@@ -228,8 +227,8 @@ def _by_step(trace: RankTrace, found: Sequence[Found]) -> dict[int, list[Found]]
     return {number: _numbered(part) for number, part in cut.items()}
 
 
-def _numbered(found: list[Found]) -> list[Found]:
-    """Count microbatches from zero where the trace does not name them: they have numbers over the whole trace."""
+def _numbered(found: list[NamedRange]) -> list[NamedRange]:
+    """Number unnamed microbatches from zero; they have negative numbers over the whole trace."""
     if not found or found[0].named.stage is not None or min(one.named.microbatch for one in found) >= 0:
         return found
     order = sorted({one.named.microbatch for one in found}, reverse=True)
@@ -237,8 +236,8 @@ def _numbered(found: list[Found]) -> list[Found]:
     return [one._replace(named=one.named._replace(microbatch=number[one.named.microbatch])) for one in found]
 
 
-def _is_whole(found: Sequence[Found]) -> bool:
-    """Whether every backward's forward is there, and backwards are there for all forwards or for none of a stage."""
+def _is_whole(found: Sequence[NamedRange]) -> bool:
+    """Return whether each backward has its forward, and all or no forwards of a stage have backwards."""
     kinds: dict[tuple[int | None, int], set[int]] = {}
     for one in found:
         kinds.setdefault((one.named.stage, one.named.microbatch), set()).add(one.named.kind)
@@ -252,7 +251,7 @@ def _is_whole(found: Sequence[Found]) -> bool:
 
 
 def _transfers(trace: RankTrace) -> list[_Transfer]:
-    """All messages that a rank posted, in order."""
+    """Return all posted ends of messages, in order."""
     calls = [event for event in trace.events if _is_message(event) and not event.is_range]
     labels = [(event, label) for event in trace.events if event.is_range and (label := message_of(event.name))]
     label_starts = [event.start_ns for event, _ in labels]
@@ -279,36 +278,41 @@ def _transfers(trace: RankTrace) -> list[_Transfer]:
 
 
 def _waits(
-    found: Sequence[Found], stage: int, transfers: Sequence[_Transfer], ranges: Sequence[int], on_device: bool
-) -> tuple[tuple[Computation, ...], dict[Unit, Posted]]:
-    """Put the waits for messages before the computations that they held up."""
+    found: Sequence[NamedRange], stage: int, transfers: Sequence[_Transfer], ranges: Sequence[int], on_device: bool
+) -> tuple[tuple[Computation, ...], dict[Unit, PostedReceive]]:
+    """Assign waits for messages to the computations that they delayed."""
     units = [
         Unit(one.named.kind, stage if one.named.stage is None else one.named.stage, one.named.microbatch)
         for one in found
     ]
-    posted: dict[Unit, Posted] = {}
-    # When waits ended, and what was waited for: the input of a unit, or the taking of a unit's output.
+    posted: dict[Unit, PostedReceive] = {}
+    # End of each wait, whether it is for a send, and the unit whose input or output it is about.
     ended: list[tuple[int, bool, Unit | None]] = []
     for message in transfers:
-        of = _of_transfer(message, found, units)
-        if not message.is_send and of is not None:
-            posted.setdefault(of, Posted(message.posted_ns, message.shape, message.num_bytes))
+        unit = _of_transfer(message, found, units)
+        if not message.is_send and unit is not None:
+            posted.setdefault(unit, PostedReceive(message.posted_ns, message.shape, message.num_bytes))
         if message.done_ns is not None:
-            ended.append((message.done_ns, message.is_send, of))
+            ended.append((message.done_ns, message.is_send, unit))
     ended.sort(key=lambda row: row[0])
-    # The host is not waiting yet when it enters a range or comes back from posting; a device does not ask the host.
+    # Waiting starts after the host's latest entry into a range or end of a post. A device waits independently.
     busy = () if on_device else ([message.call_end_ns for message in transfers], ranges)
-    made: list[Computation] = []
+    computations: list[Computation] = []
     for one, unit in zip(found, units, strict=True):
         free = min(one.entered_ns, posted[unit].at_ns) if unit in posted else one.entered_ns
-        made.append(_after_waits(one, unit, made[-1].end_ns if made else free, ended, busy))
-    return tuple(made), posted
+        before_ns = computations[-1].end_ns if computations else free
+        computations.append(_after_waits(one, unit, before_ns, ended, busy))
+    return tuple(computations), posted
 
 
 def _after_waits(
-    one: Found, unit: Unit, free_ns: int, ended: Sequence[tuple[int, bool, Unit | None]], busy: Sequence[Sequence[int]]
+    one: NamedRange,
+    unit: Unit,
+    free_ns: int,
+    ended: Sequence[tuple[int, bool, Unit | None]],
+    busy: Sequence[Sequence[int]],
 ) -> Computation:
-    """A computation with the wait before it, if there was one since its rank was free."""
+    """Return a computation with the wait before it, if there was one since the rank was free."""
     start, end = one.start_ns, max(one.start_ns, one.end_ns)
     last = bisect_right(ended, start, key=lambda row: row[0]) - 1
     if last < 0 or ended[last][0] <= free_ns:
@@ -323,8 +327,8 @@ def _after_waits(
     return Computation(unit, start, end, entered, received, arrived if arrived - entered > _WAIT_NS else None, held_by)
 
 
-def _of_transfer(one: _Transfer, found: Sequence[Found], units: Sequence[Unit]) -> Unit | None:
-    """The unit whose output a send carries, or whose input a receive brings."""
+def _of_transfer(one: _Transfer, found: Sequence[NamedRange], units: Sequence[Unit]) -> Unit | None:
+    """Return the unit whose output is sent, or whose input is received."""
     if one.label is not None:
         forward, stage, microbatch = one.label
         for unit in units:

@@ -1,4 +1,4 @@
-"""Costs from a trace: of stages, of their layers where modules were recorded, by the size of microbatches."""
+"""Costs from a trace, by stage, by layer if modules were recorded, and by shape of microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeloom.cost import LayerMeasurement, Profile, fit_profile
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.messages import link_medians, link_of
-from pipeloom.explain.traces.replay import Replayable
+from pipeloom.explain.traces.replay import ReplayGraph
 from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit
 from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, NS_PER_S, WEIGHT_GRADIENT
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(iteration: Iteration) -> dict[int, Shape]:
-    """Shape of what every microbatch sends from stage to stage; empty where shapes were not recorded."""
+    """Return the shape of every microbatch's activation between stages; empty if shapes were not recorded."""
     return {
         unit.microbatch: one.shape
         for of_rank in iteration.posted
@@ -29,7 +29,7 @@ def shapes_of(iteration: Iteration) -> dict[int, Shape]:
 
 
 def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
-    """Mean nanoseconds of a computation, by kind, stage and shape of the microbatch."""
+    """Return the mean nanoseconds of a computation, by kind, stage and shape of the microbatch."""
     found: dict[tuple[int, int, Shape], list[int]] = defaultdict(list)
     for iteration in run.iterations:
         shapes = shapes_of(iteration)
@@ -40,22 +40,22 @@ def compute_means(run: TracedRun) -> dict[tuple[int, int, Shape], float]:
     return {key: fmean(samples) for key, samples in found.items()}
 
 
-def task_means(run: TracedRun, made: Sequence[Replayable]) -> dict[Unit, int]:
-    """Mean nanoseconds that tasks of a kind, a stage and a shape keep their rank, for every unit of an iteration."""
+def task_means(run: TracedRun, replayed: Sequence[ReplayGraph]) -> dict[Unit, int]:
+    """Return the mean nanoseconds that each unit occupies its rank, over units of the same kind, stage and shape."""
     shapes = [shapes_of(iteration) for iteration in run.iterations]
     found: dict[tuple[int, int, Shape], list[int]] = defaultdict(list)
-    for each, of in zip(made, shapes, strict=True):
+    for each, shape_of in zip(replayed, shapes, strict=True):
         for unit, duration in zip(_units(run), each.graph.duration_ns.tolist(), strict=True):
-            found[unit.kind, unit.stage, of.get(unit.microbatch, ())].append(duration)
+            found[unit.kind, unit.stage, shape_of.get(unit.microbatch, ())].append(duration)
     return {
         unit: round(fmean(found[unit.kind, unit.stage, shapes[0].get(unit.microbatch, ())])) for unit in _units(run)
     }
 
 
-def delay_medians(run: TracedRun, made: Sequence[Replayable]) -> dict[Unit, int]:
-    """Median nanoseconds of the messages on its link, for every unit with an input from another rank."""
-    usual = link_medians(run, [each.messages for each in made])
-    return {unit: usual[link_of(run, unit)] for unit in made[0].messages}
+def delay_medians(run: TracedRun, replayed: Sequence[ReplayGraph]) -> dict[Unit, int]:
+    """Return the median nanoseconds of messages on its link, for every unit with an input from another rank."""
+    medians = link_medians(run, [each.messages for each in replayed])
+    return {unit: medians[link_of(run, unit)] for unit in replayed[0].messages}
 
 
 def _units(run: TracedRun) -> list[Unit]:
@@ -65,23 +65,21 @@ def _units(run: TracedRun) -> list[Unit]:
 def layer_table(
     run: TracedRun, name: str, boundary_ns: float, shares: Mapping[int, Sequence[tuple[str, float, float]]]
 ) -> LayerTable:
-    """Write the measured costs as layers, for microbatches of the commonest shape.
+    """Convert the measured costs to layers, for microbatches of the most common shape.
 
     Parameters
     ----------
-    run : TracedRun
-    name : str
     boundary_ns : float
-        Of a message between ranks.
+        Time of a message between ranks.
     shares : mapping
-        Of a stage its layers with their shares of its forward and of its backward, from `layer_shares`; a stage that
-        is not in it is one layer.
+        Layers by stage, with their shares of its forward and of its backward, from `layer_shares`. Other stages are one
+        layer.
 
     Returns
     -------
     LayerTable
-        Bytes are `stage_bytes`, shared among layers as the forward's time (activations) and the backward's
-        (parameters); 0 where memory was not recorded.
+        Bytes are `stage_bytes`, divided among layers in proportion to the time of their forward (activations) and
+        backward (parameters); 0 if memory was not recorded.
     """
     means = compute_means(run)
     shape = Counter(shape for _, _, shape in means).most_common(1)[0][0]
@@ -117,19 +115,19 @@ def layer_table(
 
 
 def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
-    """Bytes of every stage, where memory was recorded: what a forward leaves allocated, and the parameters.
+    """Return the bytes of activations and of parameters by stage; empty if memory was not recorded.
 
-    The first backward of an iteration makes the gradients, which have the bytes of their parameters; so these are what
-    it takes above the backwards behind it. Where gradients were kept since the last iteration they are not seen.
+    Activations are the bytes that a forward leaves allocated. The first backward of an iteration allocates the
+    gradients, which are as large as their parameters. So parameters are its bytes above those of later backwards; they
+    are 0 if gradients were kept from the previous iteration.
 
     Parameters
     ----------
-    run : TracedRun
     shape : tuple of int
-        Of the microbatches that activations are asked of.
+        Shape of the microbatches for the activations.
     """
     held: dict[int, list[int]] = defaultdict(list)
-    made: dict[int, list[int]] = defaultdict(list)
+    gradients: dict[int, list[int]] = defaultdict(list)
     for iteration in run.iterations:
         shapes = shapes_of(iteration)
         for computations, allocated in zip(iteration.ranks, iteration.allocated, strict=False):
@@ -141,23 +139,23 @@ def stage_bytes(run: TracedRun, shape: Shape) -> dict[int, tuple[int, int]]:
                     held[unit.stage].append(allocated[unit])
             for (stage, kind), taken in backwards.items():
                 if kind != INPUT_GRADIENT and len(taken) > 1:
-                    made[stage].append(round(taken[0] - median(taken[1:])))
+                    gradients[stage].append(round(taken[0] - median(taken[1:])))
     return {
-        stage: (max(0, round(median(taken))), max(0, round(median(made[stage]))) if made[stage] else 0)
+        stage: (max(0, round(median(taken))), max(0, round(median(gradients[stage]))) if gradients[stage] else 0)
         for stage, taken in held.items()
     }
 
 
 def stage_profile(runs: Sequence[TracedRun], machine: str) -> Profile:
-    """Fit the costs of every stage over the shapes of microbatches in one or more runs of the same stages.
+    """Fit the costs of every stage to the shapes of microbatches in runs of the same stages.
 
-    A microbatch of shape (instances, length, width) counts as so many sequences of that length, one of shape
-    (tokens, width) as one sequence.
+    A microbatch of shape (instances, length, width) counts as that number of sequences, and one of shape (tokens,
+    width) as one sequence.
 
     Raises
     ------
     InputError
-        A trace without shapes.
+        A trace has no shapes.
     """
     rows = []
     for run in runs:

@@ -1,8 +1,8 @@
-"""A traced run explained: replayed, its bubbles by cause, its costs, and what the best order would take with them."""
+"""Explanation of a traced run: a replay, bubbles by cause, costs, and the time of the best order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from pipeloom.cost.layers import LayerTable
 from pipeloom.explain.traces.costs import delay_medians, layer_table, task_means
 from pipeloom.explain.traces.idle import idle_by_cause
-from pipeloom.explain.traces.replay import Replayable, chain_graph, replayable
+from pipeloom.explain.traces.replay import ReplayGraph, chain_graph, replayable
 from pipeloom.explain.traces.traced import TracedRun, Unit
 from pipeloom.report import Track, make_track
 from pipeloom.search import Share, Solution, StoppingRule, solve
@@ -20,22 +20,18 @@ from pipeloom.timeline import LowerBound, Schedule, Timeline, simulate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """One iteration as it was measured and as the simulator runs it again.
+    """One iteration, measured and replayed by the simulator.
 
     Attributes
     ----------
-    number : int
-    made : Replayable
-    replayed : Timeline
     compute_ns : array, shape (num_ranks,)
-        What each rank computed.
-    measured_ns, replayed_ns : int
+        Compute time of each rank.
     measured_idle_ns, replayed_idle_ns : array, shape (num_ranks, len(CAUSES))
-        By cause; a row adds up to the iteration less what the rank computed.
+        Idle time by cause. A row adds up to the iteration less the rank's compute time.
     """
 
     number: int
-    made: Replayable
+    replay_graph: ReplayGraph
     replayed: Timeline
     compute_ns: IntArray
     measured_ns: int
@@ -45,30 +41,28 @@ class Replay:
 
     @property
     def error(self) -> float:
-        """Replayed over measured, less one."""
+        """Replayed time divided by measured time, minus one."""
         return self.replayed_ns / self.measured_ns - 1
 
     @property
     def bubble_errors(self) -> tuple[float, ...]:
-        """The same of every rank's idle time."""
+        """The same for the idle time of every rank."""
         pairs = zip(self.replayed_idle_ns.sum(axis=1), self.measured_idle_ns.sum(axis=1), strict=True)
         return tuple(float(again / measured) - 1 if measured else 0.0 for again, measured in pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WhatIf:
-    """The traced order and better ones on mean costs.
+    """The traced order and better orders, with mean costs.
 
     Attributes
     ----------
     graph : TaskGraph
-        Every task takes the mean of its kind, stage and size, host included; every message the median of its link.
-    as_traced : Schedule
-    as_traced_timeline : Timeline
+        Graph with mean durations by kind, stage and shape, host time included, and median message times by link.
     in_flight : array, shape (num_ranks,)
-        Most microbatches times stages whose activations a rank held at once.
+        Largest number of activations (microbatches times stages) on a rank at once.
     best : Solution
-        The best order found that holds no more than that.
+        The best order found with at most ``in_flight`` activations.
     unlimited : Solution
         The best order found without a limit.
     """
@@ -83,7 +77,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """All of it."""
+    """Explanation of a traced run."""
 
     run: TracedRun
     replays: tuple[Replay, ...]
@@ -92,14 +86,13 @@ class Explanation:
 
     @property
     def mean_measured_ns(self) -> int:
-        """Mean of the iterations as measured."""
+        """Mean measured time of the iterations."""
         return round(float(np.mean([one.measured_ns for one in self.replays])))
 
     @property
     def typical(self) -> Replay:
-        """The iteration of median time."""
-        ordered = sorted(self.replays, key=lambda one: one.measured_ns)
-        return ordered[(len(ordered) - 1) // 2]
+        """The iteration with the median time."""
+        return _median_of(self.replays)
 
 
 def explain_run(
@@ -114,21 +107,20 @@ def explain_run(
 
     Parameters
     ----------
-    run : TracedRun
-    name : str
     budget : StoppingRule
-        Of the search for better orders: half of it within the memory of the trace, half without a limit.
-    seed : int
+        Budget of the search for better orders, half within the memory of the trace, half without a limit.
     shares : dict
-        Layers of stages, from `layer_shares`; empty: every stage is one layer.
+        Layers by stage, from `layer_shares`; other stages are one layer.
     """
-    made = [replayable(run, iteration) for iteration in run.iterations]
-    replays = tuple(_replay(iteration.number, each) for iteration, each in zip(run.iterations, made, strict=True))
-    delays = delay_medians(run, made)
+    replay_graphs = [replayable(run, iteration) for iteration in run.iterations]
+    replays = tuple(
+        _replay(iteration.number, each) for iteration, each in zip(run.iterations, replay_graphs, strict=True)
+    )
+    delays = delay_medians(run, replay_graphs)
     across = list(delays.values())
     table = layer_table(run, name, float(np.mean(across)) if across else 0.0, shares)
-    typical = sorted(zip(replays, made, strict=True), key=lambda pair: pair[0].measured_ns)[(len(made) - 1) // 2][1]
-    what = what_if(run, name, task_means(run, made), delays, typical.schedule, budget=budget, seed=seed)
+    typical = _median_of(replays).replay_graph
+    what = what_if(run, name, task_means(run, replay_graphs), delays, typical.schedule, budget=budget, seed=seed)
     return Explanation(run, replays, what, table)
 
 
@@ -142,7 +134,7 @@ def what_if(
     budget: StoppingRule,
     seed: int,
 ) -> WhatIf:
-    """Search better orders of a chain of stages than one that is known, within its memory and without a limit."""
+    """Search for better orders of a chain of stages than ``order``, within its memory and without a limit."""
     graph = chain_graph(run, name, duration_ns, delay_ns)
     plain = simulate(graph, order)
     counted = chain_graph(run, name, duration_ns, delay_ns, capacity=[graph.num_pairs] * run.num_ranks)
@@ -154,20 +146,26 @@ def what_if(
 
 
 def _or_known(found: Solution, known: Schedule, timeline: Timeline) -> Solution:
-    """What was found, or what was known before where that is faster."""
+    """Return the solution found, or the known schedule if it is faster."""
     if found.timeline.makespan_ns <= timeline.makespan_ns:
         return found
     return replace(found, schedule=known, timeline=timeline, method=known.method)
 
 
-def _replay(number: int, made: Replayable) -> Replay:
-    again = simulate(made.graph, made.schedule)
-    compute = made.computed.end_ns - made.computed.start_ns
-    measured_idle, replayed_idle = idle_by_cause(made, made.kept), idle_by_cause(made, again)
-    per_rank = np.bincount(made.graph.rank, weights=compute, minlength=made.graph.num_ranks).astype(np.int64)
+def _median_of(replays: Sequence[Replay]) -> Replay:
+    return sorted(replays, key=lambda one: one.measured_ns)[(len(replays) - 1) // 2]
+
+
+def _replay(number: int, replay_graph: ReplayGraph) -> Replay:
+    again = simulate(replay_graph.graph, replay_graph.schedule)
+    compute = replay_graph.computed.end_ns - replay_graph.computed.start_ns
+    measured_idle, replayed_idle = idle_by_cause(replay_graph, replay_graph.kept), idle_by_cause(replay_graph, again)
+    per_rank = np.bincount(replay_graph.graph.rank, weights=compute, minlength=replay_graph.graph.num_ranks).astype(
+        np.int64
+    )
     return Replay(
         number=number,
-        made=made,
+        replay_graph=replay_graph,
         replayed=again,
         compute_ns=per_rank,
         measured_ns=int(per_rank[0] + measured_idle[0].sum()),
@@ -178,17 +176,19 @@ def _replay(number: int, made: Replayable) -> Replay:
 
 
 def tracks(found: Explanation) -> list[Track]:
-    """The typical iteration as measured and as replayed, then `what_if_tracks`, ready to be drawn."""
+    """Return the tracks of the typical iteration, measured and replayed, and `what_if_tracks`."""
     chunks, one = _chunk_names(found.run.num_stages), found.typical
-    measured = replace(one.made.computed, peak_bytes=np.zeros(found.run.num_ranks, np.int64))
+    measured = replace(one.replay_graph.computed, peak_bytes=np.zeros(found.run.num_ranks, np.int64))
     return [
-        make_track(f"{word}, iteration {one.number}", one.made.graph, one.made.schedule, timeline, None, chunks)
+        make_track(
+            f"{word}, iteration {one.number}", one.replay_graph.graph, one.replay_graph.schedule, timeline, None, chunks
+        )
         for word, timeline in (("measured", measured), ("replayed", one.replayed))
     ] + what_if_tracks(found.what_if, found.run.num_stages)
 
 
 def what_if_tracks(what: WhatIf, num_stages: int) -> list[Track]:
-    """The traced order and the best ones on mean costs."""
+    """Return the tracks of the traced order and the best orders, with mean costs."""
     rows: list[tuple[str, Schedule, Timeline, LowerBound | None]] = [
         ("this order, mean costs", what.as_traced, what.as_traced_timeline, None)
     ]

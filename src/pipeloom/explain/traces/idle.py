@@ -1,10 +1,10 @@
-"""Where a rank's time goes that it computes nothing, by cause; of a measured timeline and of a replayed one alike."""
+"""Idle time of ranks by cause, for measured and replayed timelines."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeloom.explain.traces.replay import Replayable
+from pipeloom.explain.traces.replay import ReplayGraph
 from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
 from pipeloom.timeline import Timeline
 
@@ -15,49 +15,48 @@ CAUSES = (
     "communication",
     "own message not taken",
     "host",
-    "drain",
+    "cool-down",
 )
-"""Of idle time, in the order of `idle_by_cause`'s columns.
+"""Causes of idle time, in the order of the columns of `idle_by_cause`.
 
 warm-up
     Before the first computation of the rank.
 waiting for a forward, for a backward
-    What the next task takes is still being computed.
+    The input of the next task is still being computed.
 communication
-    It has been computed, and is under way.
+    The input has been computed and is being transferred.
 own message not taken
-    The rank waits until a message of its own is received by a rank that does something else.
+    The rank waits until a busy rank receives its message.
 host
-    The rank could compute and does not: Python, posting of messages, launches.
-drain
+    The rank could compute but does not, because of Python, posting of messages, or kernel launches.
+cool-down
     After the last computation of the rank.
 """
-_WARM_UP, _FORWARD, _BACKWARD, _COMMUNICATION, _TAKEN, _HOST, _DRAIN = range(len(CAUSES))
+_WARM_UP, _FORWARD, _BACKWARD, _COMMUNICATION, _TAKEN, _HOST, _COOL_DOWN = range(len(CAUSES))
 
 
-def idle_by_cause(made: Replayable, kept: Timeline) -> IntArray:
-    """Attribute idle time of a timeline of a replayable iteration.
+def idle_by_cause(replay: ReplayGraph, kept: Timeline) -> IntArray:
+    """Attribute the idle time of a timeline to causes.
 
     Parameters
     ----------
-    made : Replayable
     kept : Timeline
-        When tasks had their ranks: measured (``made.kept``), or simulated.
+        Times for which tasks occupy their ranks, measured (``replay.kept``) or simulated.
 
     Returns
     -------
     array, shape (num_ranks, len(CAUSES))
-        Nanoseconds. A row adds up to the makespan less what the rank computed.
+        Nanoseconds. A row adds up to the makespan less the rank's time of computation.
     """
-    graph = made.graph
-    compute_start = kept.start_ns + (made.computed.start_ns - made.kept.start_ns)
-    compute_end = compute_start + (made.computed.end_ns - made.computed.start_ns)
+    graph = replay.graph
+    compute_start = kept.start_ns + (replay.computed.start_ns - replay.kept.start_ns)
+    compute_end = compute_start + (replay.computed.end_ns - replay.computed.start_ns)
     makespan = int(compute_end.max())
     found = np.zeros((graph.num_ranks, len(CAUSES)), np.int64)
-    for rank, order in enumerate(made.schedule.order):
+    for rank, order in enumerate(replay.schedule.order):
         row = found[rank]
         row[_WARM_UP] = compute_start[order[0]]
-        row[_DRAIN] = makespan - compute_end[order[-1]]
+        row[_COOL_DOWN] = makespan - compute_end[order[-1]]
         for before, task in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):
             gap = int(compute_start[task] - compute_end[before])
             idle = int(kept.start_ns[task] - kept.end_ns[before])
@@ -73,7 +72,7 @@ def idle_by_cause(made: Replayable, kept: Timeline) -> IntArray:
 
 
 def _last_input(graph: TaskGraph, kept: Timeline, task: int) -> int:
-    """Of what a task waits for on other ranks, what came last; -1: nothing."""
+    """Return the predecessor on another rank that allows a task last; -1 without any."""
     here = slice(graph.predecessor_start[task], graph.predecessor_start[task + 1])
     sources = graph.predecessor[here]
     elsewhere = graph.rank[sources] != graph.rank[task]

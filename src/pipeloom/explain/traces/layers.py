@@ -1,4 +1,4 @@
-"""Layers of a stage, where the profiler recorded calls of modules."""
+"""Layers of a stage, if the profiler recorded calls of modules."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ _NODE = "autograd::engine::evaluate_function"
 
 
 def layer_shares(traces: Sequence[RankTrace], run: TracedRun) -> dict[int, tuple[tuple[str, float, float], ...]]:
-    """Find the layers of every stage: what the stage's module calls, with their shares of its time.
+    """Find the layers of every stage, with their shares of its time.
 
-    A stage is one module; its layers are the modules that it calls, or where it calls only one, those that this one
-    calls. A layer's part of the backward is that of the nodes that belong to its operators.
+    A stage is one module. Its layers are the modules that it calls or, if it calls only one, those that this one calls.
+    The backward of a layer consists of the autograd nodes of its operators.
 
     Parameters
     ----------
     traces : sequence of RankTrace
-        In the order of pipeline ranks.
-    run : TracedRun
+        Traces in the order of pipeline ranks.
 
     Returns
     -------
     dict
-        Of a stage, its layers: name, share of the forward, share of the backward. Stages whose calls were not
-        recorded, or differ from microbatch to microbatch, are left out.
+        Name, share of the forward and share of the backward of each layer, by stage. Stages without recorded calls, or
+        with calls that differ between microbatches, are left out.
     """
     found: dict[int, tuple[tuple[str, float, float], ...]] = {}
     for position, trace in enumerate(traces):
@@ -56,10 +55,10 @@ def layer_shares(traces: Sequence[RankTrace], run: TracedRun) -> dict[int, tuple
 
 
 def _layers(modules: Sequence[TraceEvent], entered_ns: int, end_ns: int) -> list[TraceEvent]:
-    """The outermost modules of a computation, of which there are at least two.
+    """Return the outermost modules of a computation, at least two if there are any.
 
-    Where a schedule names no computations, one begins with its first operator, inside its first modules, and ends with
-    its last, so the modules of a computation are those that share half of their time with it.
+    If a schedule names no computations, a computation begins with its first operator, inside its first modules, and
+    ends with its last operator. So its modules are those that share half of their time with it.
     """
     inside = [event for event in modules if event.end_ns > entered_ns and event.start_ns < end_ns]
     inside = [event for event in inside if _share_half(event, entered_ns, end_ns)]
@@ -84,7 +83,7 @@ def _outermost(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def _seconds(trace: RankTrace, nodes: Sequence[TraceEvent], calls: Sequence[TraceEvent]) -> tuple[float, float]:
-    """Time of calls, and of the nodes of their backwards."""
+    """Return the time of calls, and of the nodes of their backwards."""
     forward = sum(call.end_ns - call.start_ns for call in calls)
     begins = [link.forward_ns for link in trace.links]
     node_starts = [node.start_ns for node in nodes]

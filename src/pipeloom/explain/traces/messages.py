@@ -1,4 +1,4 @@
-"""How long messages are under way, from those whose receivers waited, and from those that were there in time."""
+"""Transfer times of messages, estimated from messages that were waited for and messages that arrived early."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pipeloom.taskgraph import FORWARD
 
 
 class Message(NamedTuple):
-    """The input of a unit, on its way between ranks."""
+    """Times of a message with the input of a unit."""
 
     taken_ns: int
-    """Until it was there, or was wanted, from when it could go: it had been made, and its receive was posted."""
+    """Time until it arrived or was needed, since it was computed and its receive was posted."""
     was_waited_for: bool
-    """Otherwise it took no longer than ``taken_ns``."""
+    """False: ``taken_ns`` is an upper limit of the transfer time."""
     since_made_ns: int
-    """The same from when it had been made."""
+    """The same, since it was computed."""
 
 
 Link = tuple[int, int, bool]
-"""Source rank, target rank, and whether it carries forwards."""
+"""Source rank, target rank, and whether it carries activations (else gradients)."""
 
 
 def link_of(run: TracedRun, unit: Unit) -> Link:
-    """The link that a unit's input takes."""
+    """Return the link of a unit's input."""
     forward = unit.kind == FORWARD
     source = unit.stage - 1 if forward else unit.stage + 1
     return run.stage_rank[source], run.stage_rank[unit.stage], forward
 
 
 def link_medians(run: TracedRun, messages: Iterable[Mapping[Unit, Message]]) -> dict[Link, int]:
-    """Median nanoseconds of the messages on every link."""
+    """Return the median nanoseconds of messages on every link."""
     found: dict[Link, list[Message]] = defaultdict(list)
     for each in messages:
         for unit, message in each.items():
@@ -42,17 +42,17 @@ def link_medians(run: TracedRun, messages: Iterable[Mapping[Unit, Message]]) -> 
 
 
 def median_of(samples: Iterable[Message]) -> int:
-    """Median of times of which some are known as upper bounds only (Kaplan and Meier 1958, turned left to right).
+    """Return the median of times of which some are known as upper limits only (Kaplan and Meier 1958, reversed).
 
-    Those that were waited for are the slow ones: their median alone would be too long.
+    Messages that were waited for are the slow ones, so their median alone would be too large.
     """
     ordered = sorted(samples)
-    below = 1.0  # share of messages that are faster than those looked at so far
+    below = 1.0  # share of messages that are faster than those visited so far
     for number in range(len(ordered) - 1, -1, -1):
         if ordered[number].was_waited_for:
             after = below * (1 - 1 / (number + 1))
             if after < 0.5:
                 return ordered[number].taken_ns
             below = after
-    # More than half were there in time: no longer than the shortest of them, as far as anybody knows.
+    # More than half arrived early, so the shortest upper limit is the best estimate.
     return ordered[0].taken_ns if ordered else 0

@@ -1,4 +1,4 @@
-"""Names that PyTorch's pipeline schedules give their ranges in a trace."""
+"""Names of ranges in traces of PyTorch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _OVERLAPPED = "OVERLAP_F_B"
 
 
-class Named(NamedTuple):
-    """What a range computes."""
+class ComputationName(NamedTuple):
+    """Computation of a range, by its name."""
 
     kind: int
     stage: int | None
-    """None: the rank's only stage."""
+    """None if the rank has only one stage."""
     microbatch: int
 
 
-class Found(NamedTuple):
-    """A computation of a trace, and when the host entered and left its range."""
+class NamedRange(NamedTuple):
+    """A computation in a trace, and the times at which the host entered and left its range."""
 
-    named: Named
+    named: ComputationName
     start_ns: int
     end_ns: int
     entered_ns: int
     left_ns: int
 
 
-def computation_of(name: str) -> Named | None:
-    """What a range with this name computes; None: nothing of a pipeline.
+def computation_of(name: str) -> ComputationName | None:
+    """Return the computation of a range with this name; None if it is not part of a pipeline.
 
-    ``PP:1F0`` is what `ScheduleInterleaved1F1B` and everything else with several stages a rank writes, ``Forward 0``
-    what `ScheduleGPipe` writes, and whoever annotates a runtime of his own may write either.
+    `ScheduleInterleaved1F1B` and other schedules with several stages per rank write ``PP:1F0``, `ScheduleGPipe` writes
+    ``Forward 0``. Other runtimes may use either.
 
     Raises
     ------
     InputError
-        A range with a forward and a backward in one, which have no times of their own.
+        The range contains a forward and a backward, whose separate times are unknown.
     """
     if found := _ACTION.fullmatch(name):
-        return Named(KIND_NAMES.index(found[2]), int(found[1]), int(found[3]))
+        return ComputationName(KIND_NAMES.index(found[2]), int(found[1]), int(found[3]))
     if found := _SINGLE.fullmatch(name):
-        return Named(FORWARD if found[1] == "Forward" else BACKWARD, None, int(found[2]))
+        return ComputationName(FORWARD if found[1] == "Forward" else BACKWARD, None, int(found[2]))
     if name.startswith("PP:") and name.endswith(_OVERLAPPED):
         raise InputError(
             f"range {name}", "is a forward and a backward in one", "record a schedule that does not overlap them"
@@ -57,12 +57,12 @@ def computation_of(name: str) -> Named | None:
 
 
 def message_of(name: str) -> tuple[bool, int, int] | None:
-    """Whether of a forward, stage and microbatch of a range that posts a message; None: it is another one."""
+    """Return, for a range that posts a message, whether it is of a forward, stage and microbatch; else None."""
     found = _MESSAGE.fullmatch(name)
     return None if found is None else (found[3] == "F", int(found[1]), int(found[4]))
 
 
 def step_of(name: str) -> int | None:
-    """Number of an iteration, as ``profiler.step()`` marks it."""
+    """Return the number of an iteration marked by ``profiler.step()``; else None."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None

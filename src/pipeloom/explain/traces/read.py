@@ -1,4 +1,4 @@
-"""From files to an explanation: the whole way in one function."""
+"""Reading and explaining traces and logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.search import StoppingRule
 
 
 def is_log(paths: Sequence[PathLike]) -> bool:
-    """Whether it is one log of Megatron-LM, by its name: traces end in ``.json`` or ``.json.gz``."""
+    """Return whether the paths are one log of Megatron-LM. Traces end in ``.json`` or ``.json.gz``."""
     return len(paths) == 1 and Path(paths[0]).is_file() and not Path(paths[0]).name.endswith(SUFFIXES)
 
 
@@ -27,17 +27,16 @@ def explain_traces(paths: Sequence[PathLike], *, budget: StoppingRule, seed: int
     Parameters
     ----------
     paths : sequence of path
-        Files of torch.profiler, one a rank, or a folder of them.
+        Files of torch.profiler, one per rank, or their folder.
     budget : StoppingRule
-        Of the search for better orders.
-    seed : int
+        Budget of the search for better orders.
     name : str
-        Of the layers; default: that of the first file's folder.
+        Name of the layers; default: that of the first file's folder.
 
     Raises
     ------
     InputError
-        Files that cannot be read, or ranks that do not belong together.
+        Files cannot be read, or ranks do not belong together.
     """
     files = trace_files(paths)
     traces, run = _read(files)

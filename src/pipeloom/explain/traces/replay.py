@@ -1,4 +1,4 @@
-"""A traced iteration as a graph and an order that the simulator runs."""
+"""Replay of a traced iteration: a task graph and an order for the simulator."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.explain.traces.dependencies import input_of, output_of
 from pipeloom.explain.traces.messages import Message, link_medians, link_of
-from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit
+from pipeloom.explain.traces.traced import Iteration, TracedRun, Unit, input_of, output_of
 from pipeloom.taskgraph import Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import Schedule, Timeline
 
 Edge = tuple[Unit, Unit, int]
-"""Source, target, and nanoseconds between them."""
+"""Source, target and delay in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replayable:
-    """A graph of an iteration, the order in which it ran, and the times that were measured, from its first start.
+class ReplayGraph:
+    """The graph of an iteration, its order, and its measured times relative to the first start.
 
     Attributes
     ----------
     graph : TaskGraph
-        A task lasts as long as it keeps its rank: the computation, and the host's time before and after it.
+        Durations are the times for which tasks occupy their rank: the computation, and the host's time around it.
     schedule : Schedule
+        The traced order.
     messages : dict
-        Of every unit with an input from another rank.
+        Message of every unit with an input from another rank.
     kept : Timeline
-        Measured: when each task had its rank.
+        Measured times for which tasks occupy their rank.
     computed : Timeline
-        Measured: the computations in it.
+        Measured times of the computations.
     """
 
     graph: TaskGraph
@@ -42,12 +42,12 @@ class Replayable:
     computed: Timeline
 
 
-def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
-    """Make the graph that, run in the order of the trace, is the iteration again.
+def replayable(run: TracedRun, iteration: Iteration) -> ReplayGraph:
+    """Make the graph that reproduces the iteration when simulated in the traced order.
 
-    A task keeps its rank until the rank waits again for something that the graph knows: a message, or the taking of an
-    own one. Any other time between two computations is the host's, and goes to the task after it. Messages take as
-    long as they were measured, and the median time where a receiver came later.
+    A task occupies its rank until the rank waits for something that the graph models: a message, or the receipt of its
+    own message. Other time between two computations is host time and belongs to the next task. Messages take their
+    measured time, or the median time if the receiver was late.
     """
     origin = iteration.start_ns
     compute = {one.unit: (one.start_ns - origin, one.end_ns - origin) for rank in iteration.ranks for one in rank}
@@ -55,9 +55,9 @@ def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
     begin, free = _kept(run, iteration, held)
     units = sorted(compute)
     messages = _messages(run, iteration, begin, free)
-    usual = link_medians(run, [messages])
+    medians = link_medians(run, [messages])
     delays = {
-        unit: one.since_made_ns if one.was_waited_for else min(one.since_made_ns, usual[link_of(run, unit)])
+        unit: one.since_made_ns if one.was_waited_for else min(one.since_made_ns, medians[link_of(run, unit)])
         for unit, one in messages.items()
     }
     graph = chain_graph(
@@ -71,7 +71,7 @@ def replayable(run: TracedRun, iteration: Iteration) -> Replayable:
     order = tuple(np.array([number[one.unit] for one in rank], np.int64) for rank in iteration.ranks)
     kept = Timeline(*(np.array([times[unit] for unit in units], np.int64) for times in (begin, free)))
     computed = Timeline(*(np.array([compute[unit][i] for unit in units], np.int64) for i in (0, 1)))
-    return Replayable(graph, Schedule(order, method="as traced"), messages, kept, computed)
+    return ReplayGraph(graph, Schedule(order, method="as traced"), messages, kept, computed)
 
 
 def chain_graph(
@@ -85,8 +85,8 @@ def chain_graph(
 ) -> TaskGraph:
     """Build the graph of an iteration over a chain of stages; task i is the i-th unit in sorted order.
 
-    ``delay_ns`` says how long the input of a unit is under way. ``capacity`` limits how many activations each rank
-    holds: every pair counts 1.
+    ``delay_ns`` is the transfer time of a unit's input. ``capacity`` limits the number of activations on each rank,
+    where every pair counts 1.
     """
     units = sorted(duration_ns)
     number = {unit: i for i, unit in enumerate(units)}
@@ -127,12 +127,12 @@ def chain_graph(
 
 
 def _kept(run: TracedRun, iteration: Iteration, held: Mapping[Unit, Unit]) -> tuple[dict[Unit, int], dict[Unit, int]]:
-    """From when and until when each task keeps its rank, from the first start of a computation."""
+    """Return the start and the end of the time for which each task occupies its rank, from the first start."""
     ends = {one.unit: one.end_ns for rank in iteration.ranks for one in rank}
     waited: dict[Unit, int] = {}
-    """End of a wait that the graph explains."""
+    """End of a wait that the graph models."""
     latest: dict[Unit, int] = {}
-    """Until when a task may keep its rank at most, for what it feeds began then."""
+    """Latest end of a task's occupation, since its consumer began then."""
     for rank in iteration.ranks:
         for before, one in zip((None, *rank), rank, strict=False):
             source = input_of(one.unit, ends, run.num_stages)
@@ -164,7 +164,7 @@ def _kept(run: TracedRun, iteration: Iteration, held: Mapping[Unit, Unit]) -> tu
 def _messages(
     run: TracedRun, iteration: Iteration, begin: Mapping[Unit, int], free: Mapping[Unit, int]
 ) -> dict[Unit, Message]:
-    """Times of all messages between ranks."""
+    """Return the times of all messages between ranks."""
     found = {}
     origin = iteration.start_ns
     for target, rank in enumerate(iteration.ranks):
@@ -173,16 +173,16 @@ def _messages(
             if source is None or run.stage_rank[source.stage] == target:
                 continue
             posted = iteration.posted[target].get(one.unit)
-            could_go = free[source] if posted is None else max(free[source], posted.at_ns - origin)
+            sendable = free[source] if posted is None else max(free[source], posted.at_ns - origin)
             was_waited_for = one.arrived_ns is not None
             there = begin[one.unit] if was_waited_for else max(begin[one.unit], one.received_ns - origin)
             since_made = max(0, begin[one.unit] - free[source])
-            found[one.unit] = Message(max(0, there - could_go), was_waited_for, since_made)
+            found[one.unit] = Message(max(0, there - sendable), was_waited_for, since_made)
     return found
 
 
 def _held(run: TracedRun, iteration: Iteration) -> dict[Unit, Unit]:
-    """Units before which a rank waited until an own message was taken: what its receiver did before it posted."""
+    """Return, by unit before which a rank waited for the receipt of its message, the unit that delayed the receiver."""
     found: dict[Unit, Unit] = {}
     ends = [[one.end_ns for one in rank] for rank in iteration.ranks]
     known = {one.unit for rank in iteration.ranks for one in rank}

@@ -1,4 +1,4 @@
-"""From the traces of all ranks to one run: stages, iterations, one clock."""
+"""Combination of the traces of all ranks to one run with stages, iterations and a common clock."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from statistics import median
 from pipeloom.errors import InputError
 from pipeloom.explain.traces.clocks import clock_shifts
 from pipeloom.explain.traces.computations import RankRun, rank_run
-from pipeloom.explain.traces.dependencies import input_of
-from pipeloom.explain.traces.traced import Computation, Iteration, TracedRun
+from pipeloom.explain.traces.traced import Computation, Iteration, TracedRun, input_of
 from pipeloom.io.kineto import RankTrace
 
 
 def traced_run(traces: Sequence[RankTrace]) -> TracedRun:
-    """Put the traces of a pipeline's ranks together.
+    """Combine the traces of a pipeline's ranks.
 
     Parameters
     ----------
     traces : sequence of RankTrace
-        One a pipeline rank, in any order. Of a run with replicas or tensor parallelism, those of one pipeline.
+        One trace per pipeline rank, in any order. With replicas or tensor parallelism, give those of one pipeline.
 
     Raises
     ------
     InputError
-        Naming the file: ranks that do not belong together, that lack a stage or an iteration, or whose clocks cannot
-        be brought into line.
+        Ranks do not belong together, a stage or an iteration is missing, or clocks cannot be aligned. The message names
+        the file.
     """
     ordered = ordered_traces(traces)
     ranks = [rank_run(trace, position) for position, trace in enumerate(ordered)]
@@ -65,7 +64,7 @@ def traced_run(traces: Sequence[RankTrace]) -> TracedRun:
 
 
 def ordered_traces(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """Traces by rank; refuse those that cannot be of one job."""
+    """Sort traces by rank; raise if they cannot be of one job."""
     if not traces:
         raise InputError("traces", "there is none", "give a trace of every rank")
     sources: dict[int, str] = {}
@@ -93,27 +92,29 @@ def ordered_traces(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _stages(traces: Sequence[RankTrace], ranks: Sequence[RankRun]) -> tuple[int, ...]:
-    """Rank of every stage; refuse a stage on two ranks, and one that is nowhere."""
-    of: dict[int, int] = {}
+    """Return the rank of every stage; raise if a stage is on two ranks or missing."""
+    rank_of: dict[int, int] = {}
     for position, rank in enumerate(ranks):
         for stage in {one.unit.stage for iteration in rank.iterations.values() for one in iteration}:
-            if stage in of:
+            if stage in rank_of:
                 raise InputError(
                     traces[position].source,
-                    f"has stage {stage}, and so has {traces[of[stage]].source}",
+                    f"has stage {stage}, and so has {traces[rank_of[stage]].source}",
                     "give the ranks of one pipeline, not its replicas",
                 )
-            of[stage] = position
-    missing = next((stage for stage in range(max(of)) if stage not in of), None)
+            rank_of[stage] = position
+    missing = next((stage for stage in range(max(rank_of)) if stage not in rank_of), None)
     if missing is not None:
         raise InputError(
-            "traces", f"stage {missing} is in none of them, stage {max(of)} is", "give the traces of all pipeline ranks"
+            "traces",
+            f"stage {missing} is in none of them, stage {max(rank_of)} is",
+            "give the traces of all pipeline ranks",
         )
-    return tuple(of[stage] for stage in range(len(of)))
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
 def _microbatches(traces: Sequence[RankTrace], iterations: Sequence[Iteration]) -> int:
-    """Number of microbatches, which all stages have in all iterations."""
+    """Return the number of microbatches; raise unless all stages have the same in all iterations."""
     first: set[int] = set()
     for iteration in iterations:
         for trace, rank in zip(traces, iteration.ranks, strict=True):
@@ -125,21 +126,21 @@ def _microbatches(traces: Sequence[RankTrace], iterations: Sequence[Iteration]) 
                         trace.source,
                         f"stage {stage} has {len(found)} microbatches in iteration {iteration.number}, "
                         f"others have {len(first)}",
-                        "give traces of one job, whose steps all have as many microbatches",
+                        "give traces of one job, whose steps all have the same number of microbatches",
                     )
     for iteration in iterations[1:]:
         for trace, rank, of_first in zip(traces, iteration.ranks, iterations[0].ranks, strict=True):
             if {one.unit for one in rank} != {one.unit for one in of_first}:
                 raise InputError(
                     trace.source,
-                    f"computes something else in iteration {iteration.number} than in {iterations[0].number}",
+                    f"has other computations in iteration {iteration.number} than in {iterations[0].number}",
                     "record steps of one schedule",
                 )
     return len(first)
 
 
 def _causal(iteration: Iteration, num_stages: int) -> Iteration:
-    """Count as waiting what lies before the end of a computation's input, also where the trace shows no wait."""
+    """Count time before the end of a computation's input as waiting, even if the trace shows no wait."""
     ends = {one.unit: one.end_ns for rank in iteration.ranks for one in rank}
     ranks = []
     for rank in iteration.ranks:

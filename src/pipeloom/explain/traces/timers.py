@@ -1,4 +1,4 @@
-"""Megatron-LM's timers explained: costs of ranks, the schedule that ran in the simulator, and what could be gained."""
+"""Explanation of Megatron-LM's timers: costs of ranks, the simulated schedule, and possible gains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.totals import check_work
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimersExplained:
-    """Timers, the layers that they give, and orders on these costs."""
+    """Timers, the layers derived from them, and orders with these costs."""
 
     timers: MegatronTimers
     layers: LayerTable
@@ -25,20 +25,20 @@ class TimersExplained:
 
     @property
     def simulated_s(self) -> float:
-        """1F1B, or interleaved 1F1B, on the timers' means with messages that take no time."""
+        """Time of (interleaved) 1F1B with the timers' means and without message times."""
         return self.what_if.as_traced_timeline.makespan_ns / NS_PER_S
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """What every pipeline rank computed."""
+        """Compute time of every pipeline rank."""
         return tuple(f + b for f, b in zip(self.timers.forward_s, self.timers.backward_s, strict=True))
 
 
 def explain_timers(timers: MegatronTimers, name: str, *, budget: StoppingRule, seed: int = 0) -> TimersExplained:
     """Explain the timers of a Megatron-LM run.
 
-    They are sums over an iteration: microbatches are taken for equal, and so are the chunks of a rank. They know no
-    order, so that of Megatron-LM is taken; and no messages.
+    Timers are sums over an iteration, so all microbatches, and all chunks of a rank, are assumed to be equal. They have
+    neither an order nor messages, so Megatron-LM's order is assumed, without message times.
     """
     ranks, chunks = len(timers.forward_s), timers.chunks_per_rank
     parts = timers.num_microbatches * chunks

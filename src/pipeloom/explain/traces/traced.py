@@ -1,13 +1,16 @@
-"""What a trace says: computations and messages of every rank, iteration by iteration."""
+"""Data of traces: computations and messages of every rank, by iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+
 
 class Unit(NamedTuple):
-    """What is computed: kind (`taskgraph.FORWARD` and the others), stage, microbatch."""
+    """A computation by kind (such as `taskgraph.FORWARD`), stage and microbatch."""
 
     kind: int
     stage: int
@@ -15,10 +18,10 @@ class Unit(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """One forward or backward as it ran. ``entered_ns <= received_ns <= start_ns <= end_ns``.
+    """Times of one forward or backward, with ``entered_ns <= received_ns <= start_ns <= end_ns``.
 
-    Between ``entered_ns`` and ``received_ns`` the rank waited for a message; what else lies between two computations
-    is the host's: Python, posting of messages, launches.
+    Between ``entered_ns`` and ``received_ns``, the rank waited for a message. Other time between two computations is
+    host time: Python, posting of messages, kernel launches.
     """
 
     unit: Unit
@@ -27,66 +30,59 @@ class Computation(NamedTuple):
     entered_ns: int
     received_ns: int
     arrived_ns: int | None
-    """When its input came, where the rank was there before it; None: it was there already, or there is none."""
+    """Arrival of its input, if the rank waited for it; None if it arrived earlier or there is no input."""
     held_by: Unit | None = None
-    """Whose output the rank waited for to be taken by its receiver, where that wait ended last."""
-
-    @property
-    def waited_ns(self) -> int:
-        """Time in waits."""
-        return self.received_ns - self.entered_ns
+    """Unit whose sent output the rank waited for to be received, if that wait ended last."""
 
 
-class Posted(NamedTuple):
-    """A receive."""
+class PostedReceive(NamedTuple):
+    """A posted receive."""
 
     at_ns: int
     shape: tuple[int, ...]
-    """Of the tensor; empty: shapes were not recorded."""
+    """Shape of the tensor; empty if shapes were not recorded."""
     num_bytes: int
-    """0: not known."""
+    """Size of the tensor; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration: of every pipeline rank its computations in running order, all on one clock."""
+    """Computations of one iteration by pipeline rank, in running order, on one clock."""
 
     number: int
     ranks: tuple[tuple[Computation, ...], ...]
-    posted: tuple[dict[Unit, Posted], ...]
-    """Per rank, the receives of units' inputs, where the trace has them."""
+    posted: tuple[dict[Unit, PostedReceive], ...]
+    """Receives of units' inputs by rank, if the trace has them."""
     allocated: tuple[dict[Unit, int], ...] = ()
-    """Per rank, bytes that a unit takes and does not give back (negative: gives back); empty: not recorded."""
+    """Net bytes that each unit allocates, by rank (negative: frees); empty if not recorded."""
 
     @property
     def start_ns(self) -> int:
-        """First start of a computation."""
+        """Start of the first computation."""
         return min(rank[0].start_ns for rank in self.ranks)
 
     @property
     def measured_ns(self) -> int:
-        """From the first start to the last end of a computation."""
+        """Time from the first start to the last end of a computation."""
         return max(rank[-1].end_ns for rank in self.ranks) - self.start_ns
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A pipeline's traces.
+    """Traces of a pipeline.
 
     Attributes
     ----------
     sources : tuple of str
-        Files, one a pipeline rank.
+        Files, one per pipeline rank.
     stage_rank : tuple of int
         Pipeline rank of every stage.
-    num_microbatches : int
-    iterations : tuple of Iteration
     clock_shift_ns : tuple of int
-        What was added to every rank's clock.
+        Offset that was added to every rank's clock.
     between_ns : int
-        Median time from the end of an iteration to the start of the next one: optimiser, data; 0: one iteration only.
+        Median time between iterations, for optimizer and data; 0 with one iteration only.
     on_device : bool
-        Computations are kernels of a device, not operators of the host.
+        Whether computations are kernels of a device instead of operators of the host.
     """
 
     sources: tuple[str, ...]
@@ -99,10 +95,40 @@ class TracedRun:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.sources)
 
     @property
     def num_stages(self) -> int:
-        """Stages, over all ranks."""
+        """Number of stages on all ranks."""
         return len(self.stage_rank)
+
+
+def input_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
+    """Return the computation of the neighboring stage whose output ``unit`` takes; None if there is none."""
+    if unit.kind == WEIGHT_GRADIENT:
+        return None
+    if unit.kind == FORWARD:
+        before = Unit(FORWARD, unit.stage - 1, unit.microbatch)
+        return before if unit.stage > 0 else None
+    if unit.stage == num_stages - 1:
+        return None
+    for kind in (BACKWARD, INPUT_GRADIENT):
+        after = Unit(kind, unit.stage + 1, unit.microbatch)
+        if after in units:
+            return after
+    return None
+
+
+def output_of(unit: Unit, units: Container[Unit], num_stages: int) -> Unit | None:
+    """Return the computation of the neighboring stage that takes the output of ``unit``; None if there is none."""
+    if unit.kind == WEIGHT_GRADIENT:
+        return None
+    if unit.kind == FORWARD:
+        after = Unit(FORWARD, unit.stage + 1, unit.microbatch)
+        return after if unit.stage < num_stages - 1 else None
+    for kind in (BACKWARD, INPUT_GRADIENT):
+        before = Unit(kind, unit.stage - 1, unit.microbatch)
+        if unit.stage and before in units:
+            return before
+    return None

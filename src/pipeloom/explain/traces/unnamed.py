@@ -1,4 +1,4 @@
-"""Computations that no range names (`Schedule1F1B`): a backward is a run of autograd, a forward what it undoes."""
+"""Computations without named ranges (`Schedule1F1B`), found from autograd's backwards and their forwards."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from pipeloom.errors import InputError
-from pipeloom.explain.traces.names import Found, Named, step_of
+from pipeloom.explain.traces.names import ComputationName, NamedRange, step_of
 from pipeloom.io.kineto import RankTrace, TraceEvent
 from pipeloom.taskgraph import BACKWARD, FORWARD
 
 _ENGINE = "autograd::engine::evaluate_function"
 
 
-def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> list[Found]:
-    """Find forwards and backwards by the links that the profiler draws between them.
+def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> list[NamedRange]:
+    """Find forwards and backwards by the profiler's links between them.
 
     Parameters
     ----------
-    trace : RankTrace
     is_message : callable
-        Whether an event posts a message: between two backwards without a forward there is one.
+        Return whether an event posts a message. Messages separate two backwards without a forward between them.
 
     Returns
     -------
-    list of Found
-        In order, by the host; microbatches are numbered -1, -2, ... over the whole trace by their forwards, to be
-        numbered anew in every iteration. Empty: there is no backward that sends or receives.
+    list of NamedRange
+        Ranges in the host's order. Microbatches are numbered -1, -2, ... over the whole trace by their forwards, and
+        are renumbered in every iteration later. The list is empty without messages or backwards.
 
     Raises
     ------
     InputError
-        Iterations cannot be told apart, or forwards lie within one another.
+        Iterations are not marked, or computations overlap.
     """
     messages = [event.start_ns for event in trace.events if is_message(event)]
     if not messages or not trace.links:
@@ -40,7 +39,7 @@ def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> 
     if not any(step_of(event.name) is not None for event in trace.events):
         raise InputError(
             trace.source,
-            "names neither computations nor iterations",
+            "has neither named computations nor named iterations",
             "call profiler.step() after every iteration, or record a schedule that names its ranges",
         )
     runs = _backward_runs(trace, messages)
@@ -51,9 +50,9 @@ def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> 
     pairs = []
     for begin, end in runs:
         of_run = by_backward[bisect_left(backward_ns, begin) : bisect_right(backward_ns, end)]
-        undone = [link.forward_ns for link in of_run if link.forward_ns < begin]
-        if undone:
-            first, last = min(undone), max(undone)
+        forwards = [link.forward_ns for link in of_run if link.forward_ns < begin]
+        if forwards:
+            first, last = min(forwards), max(forwards)
             inside = [
                 e.end_ns for e in work[bisect_left(starts, first) : bisect_right(starts, last)] if e.start_ns <= last
             ]
@@ -61,19 +60,17 @@ def find_unnamed(trace: RankTrace, is_message: Callable[[TraceEvent], bool]) -> 
     pairs.sort()
     found = []
     for number, (forward, backward) in enumerate(pairs, start=1):
-        found.append(Found(Named(FORWARD, None, -number), *forward, *forward))
-        found.append(Found(Named(BACKWARD, None, -number), *backward, *backward))
+        found.append(NamedRange(ComputationName(FORWARD, None, -number), *forward, *forward))
+        found.append(NamedRange(ComputationName(BACKWARD, None, -number), *backward, *backward))
     found.sort(key=lambda one: one.start_ns)
     for one, after in pairwise(found):
         if one.end_ns > after.start_ns:
-            raise InputError(
-                trace.source, "has computations that cannot be told apart", "name ranges PP:<stage>F<microbatch>"
-            )
+            raise InputError(trace.source, "has overlapping computations", "name ranges PP:<stage>F<microbatch>")
     return found
 
 
 def _backward_runs(trace: RankTrace, messages: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end of every run of autograd: nodes with neither a message nor a forward's operator between them."""
+    """Return start and end of every run of autograd nodes without a message or a forward's operator between them."""
     nodes = [event for event in trace.events if event.name.startswith(_ENGINE)]
     cuts = sorted([*messages, *(link.forward_ns for link in trace.links)])
     runs: list[tuple[int, int]] = []
