@@ -9,7 +9,7 @@ import msgspec
 
 from pipeloom.bounds import Number, NumBytes
 from pipeloom.errors import InputError
-from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.document import convert_format, dump, read_document, to_document
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.io.samples import batch_totals
 from pipeloom.packing import Packing
@@ -64,6 +64,14 @@ class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     seen.add(name)
 
 
+_VERSION_1 = {
+    PackedBatches: ("format", "policy", "batches"),
+    PackedBatch: ("iteration", "microbatches"),
+    PackedMicrobatch: ("samples", "num_samples", "text_tokens", "num_images", "image_tokens", "image_patches"),
+}
+"""Fields that are always written. A field that was added later is omitted at its default (`docs/formats.md`)."""
+
+
 def packed_batches(packings: Sequence[Packing], policy: str) -> PackedBatches:
     """Write packings down as ids and totals."""
     return PackedBatches(policy, tuple(_packed(packing) for packing in packings))
@@ -85,16 +93,15 @@ def read_batches(path: PathLike) -> PackedBatches:
 
 def batches_from_document(document: dict[str, Any], where: str = "batches") -> PackedBatches:
     """Validate a parsed document as packed batches."""
-    check_format(document, FORMAT, where)
-    return convert(document, PackedBatches, where)
+    return convert_format(document, PackedBatches, FORMAT, where)
 
 
 def batches_document(batches: PackedBatches) -> dict[str, Any]:
-    """Packed batches as a JSON document."""
-    fields: dict[str, Any] = msgspec.to_builtins(batches)
-    return {name: fields[name] for name in ("format", "policy", "batches")}
+    """Return packed batches as a JSON document."""
+    document: dict[str, Any] = to_document(batches, _VERSION_1)
+    return document
 
 
 def write_batches(path: PathLike, batches: PackedBatches) -> None:
-    """Write packed batches, one microbatch a line."""
-    write_text(path, dump(batches_document(batches), depth=4))
+    """Write packed batches."""
+    write_text(path, dump(batches_document(batches)))

@@ -12,17 +12,16 @@ from pipeloom.bounds import Number, NumBytes, Seconds
 from pipeloom.cost.layers import StrategyEntry
 from pipeloom.errors import InputError
 from pipeloom.io.document import (
-    check_format,
-    convert,
-    count,
-    counts,
+    convert_format,
     dump,
+    int_array,
     locate,
     read_document,
     seconds,
     show,
+    summed_sizes,
+    summed_times_ns,
     time_ns,
-    times_ns,
 )
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.taskgraph import (
@@ -108,8 +107,7 @@ def write_instance(path: PathLike, graph: TaskGraph) -> None:
 
 def instance_from_document(document: dict[str, Any], where: str = "instance") -> TaskGraph:
     """Build the task graph of a parsed document; errors as in `read_instance`."""
-    check_format(document, FORMAT, where)
-    data = convert(document, _Instance, where)
+    data = convert_format(document, _Instance, FORMAT, where)
     try:
         return _graph(data)
     except InputError as error:
@@ -128,33 +126,33 @@ def _graph(data: _Instance) -> TaskGraph:
     if data.num_ranks != len(data.memory_static_bytes):
         problem = f"has {len(data.memory_static_bytes)} entries, num_ranks is {show(data.num_ranks)}"
         raise InputError("memory_static_bytes", problem)
-    static = counts("memory_static_bytes", data.memory_static_bytes, summed=True)
+    static = summed_sizes("memory_static_bytes", data.memory_static_bytes)
     capacity = data.memory_capacity_bytes
     graph = make_graph(
         name=data.name,
         num_ranks=data.num_ranks,
         tasks=Tasks(
             kind=kinds,
-            rank=counts("tasks.rank", tasks.rank),
-            duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
-            pair=counts("tasks.pair", tasks.pair),
-            segment=_close_numbers(counts("tasks.segment", tasks.segment)),
-            microbatch=counts("tasks.microbatch", tasks.microbatch),
+            rank=int_array(tasks.rank),
+            duration_ns=summed_times_ns("tasks.duration_s", tasks.duration_s),
+            pair=int_array(tasks.pair),
+            segment=_close_numbers(int_array(tasks.segment)),
+            microbatch=int_array(tasks.microbatch),
             module=module,
             module_names=tuple(modules),
         ),
         pairs=Pairs(
-            activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
+            activation_bytes=summed_sizes("pairs.activation_bytes", pairs.activation_bytes),
             weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
         ),
         edges=Edges(
-            source=counts("edges.source", edges.source),
-            target=counts("edges.target", edges.target),
-            delay_ns=times_ns("edges.delay_s", edges.delay_s),
+            source=int_array(edges.source),
+            target=int_array(edges.target),
+            delay_ns=summed_times_ns("edges.delay_s", edges.delay_s),
             bytes=_sizes("edges.bytes", edges.bytes),
         ),
         static_bytes=static,
-        capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
+        capacity_bytes=None if capacity is None else int_array(capacity),
     )
     graph = replace(
         graph,
@@ -167,13 +165,13 @@ def _graph(data: _Instance) -> TaskGraph:
 def _by_rank(path: str, values: list[int] | None, num_ranks: int) -> IntArray | None:
     if values is None:
         return None
-    found = counts(path, values)
+    found = int_array(values)
     check_length(path, found, num_ranks)
     return found
 
 
 def _sizes(path: str, values: list[int] | None) -> IntArray | None:
-    return None if values is None else counts(path, values, summed=True)
+    return None if values is None else summed_sizes(path, values)
 
 
 def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tuple[Candidate, ...], ...]:
@@ -224,18 +222,16 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
         if form == "forward" and entry.backward_s:
             raise InputError(f"{path}.backward_s", f"{entry.backward_s:g} for a pair without backward", "use null")
     backward = entry.backward_input_s if form == "split" else entry.backward_s
-    name = "backward_input_s" if form == "split" else "backward_s"
-    activation = count(f"{path}.activation_bytes", entry.activation_bytes)
-    kept = entry.weight_gradient_bytes
+    activation, kept = entry.activation_bytes, entry.weight_gradient_bytes
     return Candidate(
         strategy=entry.strategy,
-        forward_ns=time_ns(f"{path}.forward_s", entry.forward_s),
-        backward_ns=time_ns(f"{path}.{name}", backward or 0.0),
-        weight_ns=time_ns(f"{path}.backward_weight_s", entry.backward_weight_s or 0.0),
+        forward_ns=time_ns(entry.forward_s),
+        backward_ns=time_ns(backward or 0.0),
+        weight_ns=time_ns(entry.backward_weight_s or 0.0),
         activation_bytes=activation,
-        weight_gradient_bytes=activation if kept is None else count(f"{path}.weight_gradient_bytes", kept),
+        weight_gradient_bytes=activation if kept is None else kept,
         layers=tuple(entry.layers or ()),
-        host_bytes=count(f"{path}.host_bytes", entry.host_bytes),
+        host_bytes=entry.host_bytes,
     )
 
 

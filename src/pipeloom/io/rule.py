@@ -6,15 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeloom.errors import InputError
-from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.document import convert_format, dump, read_document, to_document
 from pipeloom.io.files import PathLike, printable, write_text
-from pipeloom.search.rule import OrderRule
+from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.spec import Layout
 
 FORMAT = "pipeloom.rule/1"
+_VERSION_1 = {
+    OrderRule: ("format", "period", "chunks"),
+    ChunkRule: (
+        *("layers", "rank", "forward", "backward", "weight"),
+        *("forward_wait", "backward_wait", "limit", "strategies"),
+    ),
+}
+"""Fields that are always written. A field that was added later is omitted at its default (`docs/formats.md`)."""
 
 
 def rule_path(layout_path: PathLike) -> Path:
@@ -55,18 +61,17 @@ def read_rule(layout_path: PathLike, layout: Layout) -> OrderRule | None:
 
 def rule_from_document(document: dict[str, Any], where: str = "rule") -> OrderRule:
     """Validate a parsed document as a rule."""
-    check_format(document, FORMAT, where)
-    return convert(document, OrderRule, where)
+    return convert_format(document, OrderRule, FORMAT, where)
 
 
 def rule_document(rule: OrderRule) -> dict[str, Any]:
-    """The rule as a JSON document, defaults written out."""
-    fields: dict[str, Any] = msgspec.to_builtins(rule)
-    return {name: fields[name] for name in ("format", "period", "chunks")}
+    """Return the rule as a JSON document."""
+    document: dict[str, Any] = to_document(rule, _VERSION_1)
+    return document
 
 
 def write_rule(layout_path: PathLike, rule: OrderRule) -> Path:
-    """Write a rule beside a layout's file, one chunk a line; return where."""
+    """Write a rule beside a layout's file and return its path."""
     path = rule_path(layout_path)
     write_text(path, dump(rule_document(rule)))
     return path
