@@ -1,4 +1,4 @@
-"""`pipeloom.instance/1`: a scheduling problem as a file, to and from `TaskGraph`."""
+"""`pipeloom.instance/1`: reads and writes scheduling problems as `TaskGraph`."""
 
 from __future__ import annotations
 
@@ -81,32 +81,22 @@ class _Instance(msgspec.Struct, forbid_unknown_fields=True):
 def read_instance(path: PathLike) -> TaskGraph:
     """Read a scheduling problem.
 
-    Parameters
-    ----------
-    path : path
-        A ``pipeloom.instance/1``; ``.gz`` is unpacked.
-
     Raises
     ------
     InputError
-        ``FILE: tasks.duration_s[17]: -0.2 is negative`` and the like: file, path, value, bound.
+        One line with the file, the path inside, the value and the bound, for example
+        ``FILE: tasks.duration_s[17]: -0.2 is negative``.
     """
     return instance_from_document(read_document(path), printable(str(path)))
 
 
 def write_instance(path: PathLike, graph: TaskGraph) -> None:
-    """Write a scheduling problem; labels of a layout are not part of the format.
-
-    Parameters
-    ----------
-    path : path
-    graph : TaskGraph
-    """
+    """Write a scheduling problem. Labels of a layout are not part of the format."""
     write_text(path, dump(instance_document(graph)))
 
 
 def instance_from_document(document: dict[str, Any], where: str = "instance") -> TaskGraph:
-    """Build the task graph of a parsed document; errors as in `read_instance`."""
+    """Build the task graph of a parsed document. Errors are those of `read_instance`."""
     data = convert_format(document, _Instance, FORMAT, where)
     try:
         return _graph(data)
@@ -189,11 +179,11 @@ def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tup
 
 
 Form = Literal["forward", "whole", "split"]
-"""What a pair has beside its F: nothing, one B, or an I and a W."""
+"""Backward tasks of a pair: none, one B, or an I and a W."""
 
 
 def pair_form(graph: TaskGraph, pair: int) -> Form:
-    """Form of one pair."""
+    """Return the form of one pair."""
     if graph.backward_of[pair] == NO_TASK:
         return "forward"
     return "whole" if graph.weight_of[pair] == NO_TASK else "split"
@@ -205,7 +195,7 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
     Raises
     ------
     InputError
-        A duration that the form needs is missing, one that it has not is given, or a value is negative.
+        If a duration that the form needs is missing, or one that it does not have is present.
     """
     if form == "split":
         for name in ("backward_input_s", "backward_weight_s"):
@@ -236,7 +226,7 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
 
 
 def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
-    """One strategy as it stands in a file; what is the default is left out."""
+    """Return one strategy as a JSON object without fields at their defaults."""
     entry: dict[str, Any] = {"strategy": choice.strategy, "forward_s": choice.forward_ns / NS_PER_S}
     if form == "split":
         entry["backward_input_s"] = choice.backward_ns / NS_PER_S
@@ -254,7 +244,7 @@ def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
 
 
 def instance_document(graph: TaskGraph) -> dict[str, Any]:
-    """The problem as a JSON document; reading it gives an equal graph."""
+    """Return the problem as a JSON document. Reading it gives an equal graph."""
     same = bool((graph.weight_gradient_bytes == graph.activation_bytes).all())
     choices, host, staging = graph.candidates, graph.host_capacity_bytes, graph.staging_bytes
     return {
@@ -294,7 +284,7 @@ def instance_document(graph: TaskGraph) -> dict[str, Any]:
 
 
 def _close_numbers(segment: IntArray) -> IntArray:
-    """Segments numbered from 0 without large gaps, as kernels want them; numbers that are so already stay."""
+    """Renumber segments from 0 without large gaps, as kernels need. Numbers without such gaps stay."""
     if len(segment) == 0 or segment.max() < len(segment):
         return segment
     closed: IntArray = np.unique(segment, return_inverse=True)[1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""`pipeloom.layers/1`: layer costs, to and from `LayerTable`."""
+"""`pipeloom.layers/1`: reads and writes layer costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALWAYS = {
 
 
 def read_layers(path: PathLike) -> LayerTable:
-    """Read layer costs; an `InputError` names file, path, value and bound."""
+    """Read layer costs. An `InputError` names the file, the path inside, the value and the bound."""
     return layers_from_document(read_document(path), printable(str(path)))
 
 

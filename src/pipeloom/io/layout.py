@@ -1,4 +1,4 @@
-"""`pipeloom.layout/1`, and with streams `pipeloom.layout/2`: the model over the ranks, to and from `Layout`."""
+"""`pipeloom.layout/1`, and with streams `pipeloom.layout/2`: reads and writes layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeloom.rule/1`: the priority rule that was found with a layout, in a file beside the layout's."""
+"""`pipeloom.rule/1`: reads and writes the priority rule of a layout, in a file beside the layout's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VERSION_1 = {
 
 
 def rule_path(layout_path: PathLike) -> Path:
-    """Name of the file beside a layout's: ``layout.json`` has its rule in ``layout.rule.json``."""
+    """Return the path of a layout's rule: ``layout.rule.json`` for ``layout.json``."""
     path = Path(layout_path)
     packed = ".gz" if path.suffix == ".gz" else ""
     name = path.name.removesuffix(packed)
@@ -33,19 +33,17 @@ def rule_path(layout_path: PathLike) -> Path:
 
 
 def read_rule(layout_path: PathLike, layout: Layout) -> OrderRule | None:
-    """Read the rule beside a layout's file; None where there is none.
+    """Read the rule beside a layout's file. Return None if there is none.
 
     Parameters
     ----------
     layout_path : path
-        Of the layout, a ``pipeloom.layout/1``.
-    layout : Layout
-        As it was read.
+        File of the layout.
 
     Raises
     ------
     InputError
-        Naming the rule's file: it cannot be read, or is of another layout.
+        If the rule cannot be read or belongs to another layout. The error names the rule's file.
     """
     path = rule_path(layout_path)
     if not path.exists():
