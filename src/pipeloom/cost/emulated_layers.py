@@ -1,4 +1,4 @@
-"""Costs of single layers from the emulator: a described model as a chain to arrange."""
+"""Costs of single layers from the emulator: a model as a chain of layers to co-optimize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emulated_layers(
     num_microbatches: int = 16,
     strategies: tuple[str, ...] = ("keep",),
 ) -> LayerTable:
-    """Emulate every layer of a language model alone on one microbatch.
+    """Emulate each layer of a language model by itself on one microbatch.
 
     Parameters
     ----------
@@ -30,15 +30,14 @@ def emulated_layers(
     degrees : Degrees
         ``pipeline`` is the number of ranks.
     tokens, sequences : int
-        Length of a sequence, and sequences of a microbatch.
-    num_microbatches : int
+        Length of a sequence, and number of sequences of a microbatch.
     strategies : tuple of str
         Candidates of every layer, the base first.
 
     Raises
     ------
     InputError
-        The model is not one language module.
+        If the model is not a single language module.
     """
     costs = EmulatedCosts(architecture, cluster, degrees, strategies)
     if tokens < 1 or sequences < 1:

@@ -1,4 +1,4 @@
-"""The fastest memory strategy of an emulated iteration that fits."""
+"""Find the fastest memory strategy of an emulated iteration that fits."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ def fastest_step(
     microbatches: Sequence[Work],
     strategies: Sequence[ChunkStrategy | str] = ("keep", "selective", "recompute:0.5", "recompute"),
 ) -> EmulatedStep:
-    """The fastest of some strategies that fits in memory, given from the fastest to the leanest.
+    """Emulate the fastest of several strategies that fits in memory.
+
+    Parameters
+    ----------
+    strategies : sequence of ChunkStrategy or their texts
+        From the fastest to the one with the least memory.
 
     Raises
     ------
     InfeasibleError
-        When none fits; the message has the leanest peak and the limit.
+        If none fits. The message has the lowest peak and the limit.
     """
     best: Step | None = None
-    leanest: Step | None = None
+    smallest: Step | None = None
     step: Step | None = None
     for strategy in strategies:
         step = Step(model, microbatches, strategy, like=step)
         if step.planned_fits:
             if best is None or step.planned_ps < best.planned_ps:
                 best = step
-            if step.roomy:
-                break  # memory is no constraint: recomputing more could only cost time
+            if step.planned_unconstrained:
+                break  # memory is no constraint, so more recomputation only takes time
         elif best is None:
-            leanest = step
+            smallest = step
     if best is None:
-        assert leanest is not None
-        peak, limit = max(leanest.run().peak_bytes), leanest.capacity
+        assert smallest is not None
+        peak, limit = max(smallest.run().peak_bytes), smallest.capacity
         raise InfeasibleError(
             f"needs {peak / GIB:.1f} GiB on a device at best, {limit / GIB:.1f} GiB are usable; "
             "raise tensor or pipeline parallelism"

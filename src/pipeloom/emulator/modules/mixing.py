@@ -1,4 +1,4 @@
-"""Modules that mix tokens: attention in its forms, and state spaces."""
+"""Modules that mix tokens: forms of attention, and state spaces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeloom.emulator.tape import Tensor
 class Attention:
     """Self-attention with ``kv_heads`` groups (equal to ``heads``: multi-head), causal or not.
 
-    Lengths come from the workload: each of its sequences attends within itself, so packed sequences of
-    unequal length need nothing more. ``window``: causal, the keys that a query sees, itself included; otherwise
-    sequences are cut into blocks of so many.
+    Lengths come from the workload. Each sequence attends to itself, so packed sequences of unequal length need nothing
+    more. ``window``: if causal, the number of keys that a query attends to, itself included; otherwise the length of
+    the blocks into which sequences are cut.
     """
 
     hidden: int
@@ -32,13 +32,13 @@ class Attention:
     output_gate: bool = False
     window: int | None = None
     fused: bool = True
-    """Whether queries, keys and values come from one product."""
+    """Whether one product computes queries, keys and values."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
-        # With fewer key-value heads than devices each device holds a copy of one.
+        # If there are fewer key-value heads than devices, each device holds a copy of one.
         kv_heads = max(1, self.kv_heads // context.tensor)
         x = ops.enter_tensor_parallel(x)
         widths = [heads * self.head_width, kv_heads * self.head_width, kv_heads * self.head_width]
@@ -109,7 +109,7 @@ class CrossAttention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): keys and values through a narrow latent vector."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values pass through a narrow latent vector."""
 
     hidden: int
     heads: int
@@ -131,7 +131,7 @@ class LatentAttention:
             x = ops.enter_tensor_parallel(x)
             query = ops.linear(x, self.hidden, heads * query_key, split=split)
         else:
-            # The narrow projections are whole on every device, on its own tokens.
+            # Every device holds the narrow projections whole, for its own tokens.
             narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank, bias=self.bias), "rms")
             query = ops.linear(ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split)
         latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width, bias=self.bias)
