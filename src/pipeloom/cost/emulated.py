@@ -130,7 +130,7 @@ class EmulatedCosts:
     def corrected(self, correction: Correction) -> EmulatedCosts:
         """Raise `InputError` for a correction: only measured costs are corrected."""
         if correction != Correction():
-            raise InputError("correction", "of emulated costs", "recalibrate the device table instead")
+            raise InputError("correction", "does not apply to emulated costs", "recalibrate the device table instead")
         return self
 
     def whole_backwards(self) -> EmulatedCosts:

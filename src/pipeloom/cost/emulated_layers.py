@@ -41,7 +41,7 @@ def emulated_layers(
     """
     costs = EmulatedCosts(architecture, cluster, degrees, strategies)
     if tokens < 1 or sequences < 1:
-        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are none", "use at least one")
+        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are empty", "use at least one")
     modules = costs.architecture.modules
     if len(modules) != 1:
         names = ", ".join(module.name for module in modules)

@@ -59,7 +59,7 @@ class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         whole, parts = self.backward_s is not None, (self.backward_input_s, self.backward_weight_s)
         if whole == any(part is not None for part in parts) or (not whole and None in parts):
             raise InputError(
-                "backward_s", "or both backward_input_s and backward_weight_s must be given", "give either, not both"
+                "backward_s", "or both backward_input_s and backward_weight_s are required", "give either, not both"
             )
 
     @property

@@ -154,7 +154,7 @@ class RuleTable:
                 continue
             raise InputError(
                 f"operator {i} ({self.kind[i]})",
-                f"has {amounts[i, m]:g} of {METRICS[m]}, device {self.devices[int(self.device[i])].name!r} gives none",
+                f"has {amounts[i, m]:g} of {METRICS[m]}, device {self.devices[int(self.device[i])].name!r} has none",
                 "put the operator on a device that does, e.g. a collective on a link",
             )
         rates = np.maximum(self.rates, 1e-300)

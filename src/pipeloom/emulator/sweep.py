@@ -200,7 +200,7 @@ def sweep(
 
     The global batch is divided among the data-parallel replicas. The replica with the most work is emulated, because
     all wait for it to reduce gradients. Without ``sub_microbatch``, DIP's rule groups images (`image_sizes`). Points
-    threshold the best also try twice as many, because the rule considers layers, not pipelines.
+    near the best also try twice as many, because the rule considers layers, not pipelines.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster

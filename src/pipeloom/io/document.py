@@ -92,7 +92,7 @@ def _defects(node: Any, path: str) -> Iterator[tuple[str, str]]:
         try:
             node.encode("utf-8")
         except UnicodeEncodeError:
-            yield path, "has a lone surrogate, which is no text"
+            yield path, "has a lone surrogate, which is not valid Unicode"
 
 
 def convert_format(document: dict[str, Any], kind: type[T], expected: str, where: str) -> T:

@@ -81,17 +81,30 @@ class _Instance(msgspec.Struct, forbid_unknown_fields=True):
 def read_instance(path: PathLike) -> TaskGraph:
     """Read a scheduling problem.
 
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.instance/1``. A name that ends in ``.gz`` is decompressed.
+
     Raises
     ------
     InputError
-        One line with the file, the path inside, the value and the bound, for example
-        ``FILE: tasks.duration_s[17]: -0.2 is negative``.
+        One line with the file, the path inside, the value and the bound, for example ``FILE: tasks.duration_s[17]: -0.2
+        is negative``.
     """
     return instance_from_document(read_document(path), printable(str(path)))
 
 
 def write_instance(path: PathLike, graph: TaskGraph) -> None:
-    """Write a scheduling problem. Labels of a layout are not part of the format."""
+    """Write a scheduling problem.
+
+    Parameters
+    ----------
+    path : path
+        A name that ends in ``.gz`` is compressed.
+    graph : TaskGraph
+        Labels of its layout are not part of the format.
+    """
     write_text(path, dump(instance_document(graph)))
 
 
@@ -109,7 +122,7 @@ def _graph(data: _Instance) -> TaskGraph:
     kinds = []
     for i, name in enumerate(tasks.kind):
         if name not in KIND_NAMES:
-            raise InputError(f"tasks.kind[{i}]", f"{show(name)} is none of F, B, I, W")
+            raise InputError(f"tasks.kind[{i}]", f"{show(name)} is not one of F, B, I, W")
         kinds.append(KIND_NAMES.index(name))
     modules: dict[str, int] = {}
     module = [modules.setdefault(name, len(modules)) for name in tasks.module]

@@ -177,10 +177,10 @@ def read_kineto(path: PathLike) -> RankTrace:
         found = msgspec.json.decode(_closed(data), type=_File | list[_Event])
     except msgspec.ValidationError as error:
         raise InputError(
-            where, f"is no trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
+            where, f"is not a trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem = "is empty" if not data.strip() else f"is not whole JSON: {_lower(str(error))}"
+        problem = "is empty" if not data.strip() else f"is not complete JSON: {_lower(str(error))}"
         raise InputError(where, problem, _AGAIN) from error
     file = found if isinstance(found, _File) else _File(found)
     if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):

@@ -14,7 +14,18 @@ FORMAT_WITH_STREAMS = "pipeloom.layout/2"
 
 
 def read_layout(path: PathLike) -> Layout:
-    """Read a layout, version 1 or 2. An `InputError` names file, path, value and bound."""
+    """Read a layout.
+
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.layout/1`` or ``/2``.
+
+    Raises
+    ------
+    InputError
+        One line with the file, the path inside, the value and the bound.
+    """
     return layout_from_document(read_document(path), printable(str(path)))
 
 
@@ -35,5 +46,13 @@ def layout_document(layout: Layout) -> dict[str, Any]:
 
 
 def write_layout(path: PathLike, layout: Layout) -> None:
-    """Write a layout."""
+    """Write a layout.
+
+    Parameters
+    ----------
+    path : path
+        A name that ends in ``.gz`` is compressed.
+    layout : Layout
+        Version 1 of the format, or version 2 if there are streams.
+    """
     write_text(path, dump(layout_document(layout)))

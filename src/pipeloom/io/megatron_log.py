@@ -145,7 +145,7 @@ def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: i
     if whole % (one * replicas):
         raise InputError(
             where,
-            f"global_batch_size {whole} is no multiple of micro_batch_size {one} times {replicas} replicas",
+            f"global_batch_size {whole} is not a multiple of micro_batch_size {one} times {replicas} replicas",
             "give --microbatches",
         )
     return whole // (one * replicas)

@@ -31,7 +31,12 @@ _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "vid
 
 
 def read_samples(path: PathLike) -> tuple[Sample, ...]:
-    """Read sample metadata from Parquet (``.parquet``), WebDataset (``.tar``) or else JSON Lines, by the suffix.
+    """Read sample metadata.
+
+    Parameters
+    ----------
+    path : path
+        Parquet (``.parquet``), WebDataset (``.tar``), or else JSON Lines.
 
     Raises
     ------
@@ -55,7 +60,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
     for i, row in rows:
         sample = convert(_clean(row), Sample, f"{where}: {word} {i}")
         if sample.id in first:
-            problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"
+            problem = f"{sample.id!r} is also in {word} {first[sample.id]}"
             raise InputError(f"{where}: {word} {i}: id", problem, "ids must be unique")
         first[sample.id] = i
         samples.append(sample)

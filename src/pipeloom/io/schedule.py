@@ -94,7 +94,12 @@ class StatedSchedule:
 
 
 def read_schedule(path: PathLike) -> StatedSchedule:
-    """Read a schedule. Only `order` and `instance` are required.
+    """Read a schedule.
+
+    Parameters
+    ----------
+    path : path
+        A ``pipeloom.schedule/1``. Only `order` and `instance` are required.
 
     Raises
     ------
@@ -158,8 +163,16 @@ def write_schedule(
 
     Parameters
     ----------
+    path : path
+        A name that ends in ``.gz`` is compressed.
+    graph : TaskGraph
+        Instance of the schedule.
+    schedule : Schedule
+        Order of tasks, and chosen candidates.
     timeline : Timeline
         Start and end of every task under the schedule, see `simulate`.
+    lower_bound : LowerBound or None
+        None: the file has no bound.
     search : SearchRecord or None
         None: the record has only the method of the schedule.
     """

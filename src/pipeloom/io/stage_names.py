@@ -66,10 +66,10 @@ def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
     for i, (first, last, rank) in enumerate(stages):
         if rank != i % p:
             raise InputError(
-                f"layers {first} to {last}", f"lie on rank {rank}, Megatron would put stage {i} on rank {i % p}"
+                f"layers {first} to {last}", f"are on rank {rank}, Megatron puts stage {i} on rank {i % p}"
             )
     if len(stages) % p:
-        raise InputError("layout", f"has {len(stages)} stages, which is no multiple of {p} ranks")
+        raise InputError("layout", f"has {len(stages)} stages, which is not a multiple of {p} ranks")
     letters = _letters(layer_names)
     return megatron_text(["".join(letters[first : last + 1]) for first, last, _ in stages])
 
@@ -125,7 +125,7 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
     """
     stages = megatron_stages(text)
     if len(stages) % num_ranks:
-        raise InputError("layout", f"{len(stages)} stages are no multiple of {num_ranks} ranks")
+        raise InputError("layout", f"{len(stages)} stages are not a multiple of {num_ranks} ranks")
     chunks, first = [], 0
     for i, stage in enumerate(stages):
         size = stage.count("t")

@@ -161,7 +161,7 @@ def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
     modules, within = [], (*within, name)
     for part in combination.part:
         if part.model in within:
-            raise InputError(f"{name}: part {part.name!r}", f"{part.model!r} is a part of itself", "name another model")
+            raise InputError(f"{name}: part {part.name!r}", f"{part.model!r} contains itself", "name another model")
         source = _load_architecture(part.model, within)
         if len(source.modules) != 1:
             raise InputError(

@@ -80,7 +80,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise InputError("microbatch_tokens", "is given beside microbatch_samples", "give one of them")
         if len(self.layout) % self.pp:
             raise InputError(
-                "layout", f"has {len(self.layout)} stages, no multiple of pp = {self.pp}", "give one for each stage"
+                "layout", f"has {len(self.layout)} stages, not a multiple of pp = {self.pp}", "give one for each stage"
             )
         if self.layout and self.chunks not in (None, len(self.layout) // self.pp):
             raise InputError(
@@ -119,7 +119,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         try:
             return ChunkStrategy("keep") if self.recompute == "none" else chunk_strategy(self.recompute)
         except InputError as error:
-            problem = f"{self.recompute!r} is no way of recomputing that trainers have"
+            problem = f"{self.recompute!r} is not a kind of recomputation"
             raise InputError("recompute", problem, "write none, selective, full or full:0.5") from error
 
     def degrees(self, num_devices: int) -> Degrees:

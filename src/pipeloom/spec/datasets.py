@@ -105,7 +105,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.images_share <= 1:
             raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
         if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
-            raise InputError(f"dataset {self.name!r}.frames", "have shares that are nothing together", "raise one")
+            raise InputError(f"dataset {self.name!r}.frames", "have shares that sum to 0", "raise one")
         if self.video_seconds is not None and not self.frames:
             raise InputError(f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos")
 
@@ -160,7 +160,7 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raise `InputError` if all weights are 0."""
         if not 0 < sum(self.weights.values()) <= MAX_VALUE:
-            raise InputError(f"mixture {self.name!r}.weights", "are nothing together", "give one above 0")
+            raise InputError(f"mixture {self.name!r}.weights", "sum to 0", "give one above 0")
 
 
 def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:

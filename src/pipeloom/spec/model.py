@@ -41,7 +41,8 @@ class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if dim < 1:
                     raise InputError(f"dims[{i}]", f"{dim} is below 1")
             elif _divisor(dim) is None and dim != "instances":
-                raise InputError(f"dims[{i}]", f"{dim!r} is no extent", 'a number, "instances", "tokens", "tokens/4"')
+                known = 'use a number, "instances", "tokens" or "tokens/4"'
+                raise InputError(f"dims[{i}]", f"{dim!r} is not an extent", known)
 
     @property
     def grows(self) -> bool:
@@ -245,7 +246,9 @@ def check_streams(modules: Sequence[StreamingModule]) -> None:
         for end in module.emits:
             where = f"module {module.name!r}.emits[{end.layer}]"
             if not end.stream.isidentifier() or keyword.iskeyword(end.stream):
-                raise InputError(where, f"{end.stream!r} is no name of an argument", "takers are called with it")
+                raise InputError(
+                    where, f"{end.stream!r} is not a valid keyword argument", "layers receive it by this name"
+                )
             if end.stream in emitted:
                 raise InputError(where, f"a stream {end.stream!r} is emitted twice", "names are unique in a model")
             emitted[end.stream] = (place, end.layer)

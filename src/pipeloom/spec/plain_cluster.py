@@ -56,7 +56,7 @@ class PlainCluster:
         assumed = [f"{self.host_memory_bytes / 1e9:g} GB of memory a host"] if self.ram_gb is None else []
         if self.network_gbit is None and self.num_nodes > 1:
             assumed.insert(0, f"{8e-9 * self.nic_bytes_per_s:g} Gbit/s of network a device")
-        return "said in words" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+        return "short notation" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
 def is_plain(name: str) -> bool:
@@ -81,7 +81,7 @@ def read_plain(text: str) -> PlainCluster:
     for word in words:
         one = _WORD.fullmatch(word)
         if one is None or float(one[2]) <= 0:
-            raise InputError(entity, f"{word!r} is no word of it", FORM)
+            raise InputError(entity, f"{word!r} is not a network or memory size", FORM)
         said["ram" if one[1].lower() == "ram" else "network"] = float(one[2])
     count = int(found[2])
     hosts = int(found[1] or max(1, count // HOST))
@@ -90,7 +90,9 @@ def read_plain(text: str) -> PlainCluster:
     if found[1] is None and count > HOST:
         if count % HOST:
             raise InputError(
-                entity, f"{count} devices do not fill hosts of {HOST}", f"say the hosts, as in 3x4x{found[3]}"
+                entity,
+                f"{count} devices do not fill hosts of {HOST}",
+                f"give the number of hosts, as in 3x4x{found[3]}",
             )
         count = HOST
     return PlainCluster(hosts, count, found[3].lower(), said.get("network"), said.get("ram"))
