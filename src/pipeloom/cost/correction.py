@@ -92,7 +92,6 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(slowness_of(self, rank) for rank in range(num_ranks))
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible factors and links."""
         for name, pair in self.modules.items():
             if not all(0 < factor < float("inf") for factor in pair):
                 raise InputError(f"correction.modules[{name!r}]", f"{pair} are not positive and finite")

@@ -91,7 +91,6 @@ class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["pipeloom.layers/1"] = "pipeloom.layers/1"
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for tables that no pipeline can run."""
         for name in ("num_ranks", "num_microbatches"):
             check_count(name, getattr(self, name))
         if not 0 <= self.boundary_s < float("inf"):

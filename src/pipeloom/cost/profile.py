@@ -49,7 +49,6 @@ class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """The same for the second half of a split backward."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible measurements."""
         for name in self.__struct_fields__:
             if not name.endswith("_moments") and getattr(self, name) is not None:
                 check_not_negative(f"measurement.{name}", getattr(self, name))
@@ -115,7 +114,6 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Workload(self.lengths, self.given)
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible measurements."""
         for name in ("forward_s", "backward_s", "activation_bytes"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,67 +47,32 @@ from pipeloom.spec.architecture import (
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
 
+_MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
+    AttentionMixer: modules.Attention,
+    CrossAttentionMixer: modules.CrossAttention,
+    LatentAttentionMixer: modules.LatentAttention,
+    MLPMixer: modules.MLP,
+    ExpertsMixer: modules.MixtureOfExperts,
+    Mamba2Mixer: modules.Mamba2,
+    NormStep: modules.Norm,
+    JoinStep: modules.Join,
+    AverageStep: modules.Average,
+    ActivationStep: modules.Activation,
+    VectorsStep: modules.Vectors,
+    TokenEmbeddingLayer: modules.TokenEmbedding,
+    PatchEmbeddingLayer: modules.PatchEmbedding,
+    AudioEmbeddingLayer: modules.AudioEmbedding,
+    PatchMergerLayer: modules.PatchMerger,
+    ProjectorLayer: modules.Projector,
+    LanguageHeadLayer: modules.LanguageHead,
+    DenoisingHeadLayer: modules.DenoisingHead,
+}
+"""Module of each part of an architecture. Its parameters have the names of the part's fields."""
+
 
 def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
     """Return the module of a mixer."""
-    if isinstance(mixer, AttentionMixer):
-        return modules.Attention(
-            hidden,
-            mixer.heads,
-            mixer.kv_heads,
-            mixer.head_width,
-            causal=mixer.causal,
-            bias=mixer.qkv_bias,
-            key_bias=mixer.key_bias,
-            output_bias=mixer.output_bias,
-            rotary=mixer.rotary,
-            norm_heads=mixer.norm_heads,
-            norm_whole=mixer.norm_whole,
-            output_gate=mixer.output_gate,
-            window=mixer.window,
-        )
-    if isinstance(mixer, CrossAttentionMixer):
-        return modules.CrossAttention(
-            hidden, mixer.heads, mixer.head_width, mixer.condition_tokens, mixer.condition_width, mixer.bias
-        )
-    if isinstance(mixer, LatentAttentionMixer):
-        return modules.LatentAttention(
-            hidden,
-            mixer.heads,
-            mixer.kv_rank,
-            mixer.query_rank,
-            mixer.nope_width,
-            mixer.rope_width,
-            mixer.value_width,
-            bias=mixer.bias,
-        )
-    if isinstance(mixer, MLPMixer):
-        return modules.MLP(hidden, mixer.inner, gated=mixer.gated, bias=mixer.bias)
-    if isinstance(mixer, ExpertsMixer):
-        return modules.MixtureOfExperts(
-            hidden,
-            mixer.inner,
-            mixer.experts,
-            mixer.chosen,
-            mixer.shared_inner,
-            mixer.imbalance,
-            gated=mixer.gated,
-            latent=mixer.latent,
-            shared_gate=mixer.shared_gate,
-            bias=mixer.bias,
-        )
-    assert isinstance(mixer, Mamba2Mixer)
-    return modules.Mamba2(
-        hidden,
-        mixer.heads,
-        mixer.head_width,
-        mixer.state,
-        mixer.groups,
-        mixer.kernel,
-        mixer.chunk,
-        bias=mixer.bias,
-        kernel_bias=mixer.kernel_bias,
-    )
+    return _MODULES[type(mixer)](hidden=hidden, **msgspec.structs.asdict(mixer))
 
 
 def _steps_module(hidden: int, steps: Sequence[Step]) -> modules.Module:
@@ -115,21 +80,13 @@ def _steps_module(hidden: int, steps: Sequence[Step]) -> modules.Module:
     parts: list[modules.Module] = []
     width = hidden
     for step in steps:
-        if isinstance(step, NormStep):
-            parts.append(modules.Norm(step.kind))
-        elif isinstance(step, JoinStep):
-            parts.append(modules.Join(step.factor))
-            width *= step.factor
-        elif isinstance(step, AverageStep):
-            parts.append(modules.Average(step.factor))
-        elif isinstance(step, LinearStep):
+        if isinstance(step, LinearStep):
             parts.append(modules.Linear(width, step.out_width, step.bias))
             width = step.out_width
-        elif isinstance(step, ActivationStep):
-            parts.append(modules.Activation())
         else:
-            assert isinstance(step, VectorsStep)
-            parts.append(modules.Vectors(step.count))
+            parts.append(_MODULES[type(step)](**msgspec.structs.asdict(step)))
+        if isinstance(step, JoinStep):
+            width *= step.factor
     return modules.Sequential(tuple(parts))
 
 
@@ -168,24 +125,10 @@ def layer_module(layer: Layer) -> tuple[modules.Module, int]:
         return _residual_module(layer), layer.hidden
     if isinstance(layer, AdapterLayer):
         return _steps_module(layer.hidden, layer.steps), layer.hidden
-    if isinstance(layer, AudioEmbeddingLayer):
-        return modules.AudioEmbedding(layer.bins, layer.hidden), layer.hidden
-    if isinstance(layer, TokenEmbeddingLayer):
-        return modules.TokenEmbedding(layer.vocabulary, layer.hidden, layer.positions), layer.hidden
-    if isinstance(layer, PatchEmbeddingLayer):
-        pixels = layer.patch_numbers, layer.hidden, layer.positions, layer.bias, layer.norm
-        return modules.PatchEmbedding(*pixels), layer.hidden
-    if isinstance(layer, PatchMergerLayer):
-        return modules.PatchMerger(layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm), layer.hidden
-    if isinstance(layer, ProjectorLayer):
-        return modules.Projector(layer.in_width, layer.out_width), layer.in_width
-    if isinstance(layer, LanguageHeadLayer):
-        sizes = layer.hidden, layer.vocabulary, layer.tied, layer.norm, layer.predictions
-        return modules.LanguageHead(*sizes), layer.hidden
     if isinstance(layer, PredictionLayer):
         return _prediction_module(layer), layer.hidden
-    assert isinstance(layer, DenoisingHeadLayer)
-    return modules.DenoisingHead(layer.hidden, layer.out_width), layer.hidden
+    width = layer.in_width if isinstance(layer, ProjectorLayer) else layer.hidden
+    return _MODULES[type(layer)](**msgspec.structs.asdict(layer)), width
 
 
 def efficiency(spec: EfficiencySpec) -> Efficiency:

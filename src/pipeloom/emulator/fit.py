@@ -43,7 +43,6 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of consecutive messages, each with the link's latency."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for times that are not positive."""
         check_positive(f"measurement {self.name!r}.seconds", self.seconds)
 
     @property

@@ -39,7 +39,6 @@ class Efficiency:
     network: Curve = FULL
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for invalid curves."""
         for name in METRICS:
             check_points(f"efficiency.{name}", getattr(self, name))
 

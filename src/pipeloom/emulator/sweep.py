@@ -89,7 +89,6 @@ class Draw:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for no microbatches."""
         check_count("num_microbatches", self.num_microbatches)
 
     def of(self, architecture: Architecture) -> Microbatches:

@@ -50,7 +50,6 @@ class Context:
     shard_link: int = NIC
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for degrees below one."""
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
             check_count(f"context.{name}", getattr(self, name))
 

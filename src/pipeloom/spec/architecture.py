@@ -42,7 +42,11 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
                 check_sizes(each, f"{entity}[{i}]" if isinstance(value, tuple) else entity)
 
 
-class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"):
+class _MixerBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer"):
+    pass
+
+
+class AttentionMixer(_MixerBase, frozen=True, tag="attention"):
     """Self-attention. If ``kv_heads`` is below ``heads``, it is grouped-query attention."""
 
     heads: Count
@@ -65,14 +69,11 @@ class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     which sequences are cut."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an empty window."""
         if self.window is not None and self.window < 1:
             raise InputError("attention.window", f"{self.window} is below 1", "leave it out for full attention")
 
 
-class CrossAttentionMixer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="cross_attention"
-):
+class CrossAttentionMixer(_MixerBase, frozen=True, tag="cross_attention"):
     """Attention to ``condition_tokens`` tokens of another module per instance."""
 
     heads: Count
@@ -82,9 +83,7 @@ class CrossAttentionMixer(
     bias: bool = False
 
 
-class LatentAttentionMixer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="latent_attention"
-):
+class LatentAttentionMixer(_MixerBase, frozen=True, tag="latent_attention"):
     """Multi-head latent attention. Without ``query_rank``, queries are projected directly from the hidden width."""
 
     heads: Count
@@ -97,7 +96,7 @@ class LatentAttentionMixer(
     """Biases of the projections from the hidden width down, and of the output projection."""
 
 
-class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mlp"):
+class MLPMixer(_MixerBase, frozen=True, tag="mlp"):
     """Dense feed-forward network, gated (SwiGLU) or not."""
 
     inner: Count
@@ -105,7 +104,7 @@ class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     bias: bool = False
 
 
-class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="experts"):
+class ExpertsMixer(_MixerBase, frozen=True, tag="experts"):
     """Mixture of experts, each of width ``inner`` and gated or not, and a shared expert of ``shared_inner``."""
 
     inner: Count
@@ -123,7 +122,7 @@ class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     """Biases of the shared expert, and of the projections to and from ``latent``."""
 
 
-class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mamba2"):
+class Mamba2Mixer(_MixerBase, frozen=True, tag="mamba2"):
     """Mamba-2 state-space mixer."""
 
     heads: Count
@@ -140,36 +139,40 @@ class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 Mixer = AttentionMixer | CrossAttentionMixer | LatentAttentionMixer | MLPMixer | ExpertsMixer | Mamba2Mixer
 
 
-class NormStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="norm"):
+class _StepBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+    pass
+
+
+class NormStep(_StepBase, frozen=True, tag="norm"):
     """Normalization over the width."""
 
     kind: Norm = "layer"
 
 
-class JoinStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="join"):
+class JoinStep(_StepBase, frozen=True, tag="join"):
     """Join ``factor`` rows into one row that is ``factor`` times as wide."""
 
     factor: Count
 
 
-class AverageStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="average"):
+class AverageStep(_StepBase, frozen=True, tag="average"):
     """Replace ``factor`` rows by their mean."""
 
     factor: Count
 
 
-class LinearStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="linear"):
+class LinearStep(_StepBase, frozen=True, tag="linear"):
     """Linear layer."""
 
     out_width: Count
     bias: bool = True
 
 
-class ActivationStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="activation"):
+class ActivationStep(_StepBase, frozen=True, tag="activation"):
     """Elementwise function."""
 
 
-class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="vectors"):
+class VectorsStep(_StepBase, frozen=True, tag="vectors"):
     """``count`` learned vectors of the current width. Only their weights count."""
 
     count: Count = 1
@@ -178,7 +181,11 @@ class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 Step = NormStep | JoinStep | AverageStep | LinearStep | ActivationStep | VectorsStep
 
 
-class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="residual"):
+class _LayerBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer"):
+    pass
+
+
+class ResidualLayer(_LayerBase, frozen=True, tag="residual"):
     """``count`` layers of several mixers, each with a norm before it and a residual connection around it.
 
     ``post_norm`` adds a norm after each mixer. ``scaled`` adds a learned factor for each column of a mixer's output.
@@ -208,9 +215,7 @@ class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             raise InputError("residual.count", f"{self.count} layers share a stream's end", "give each its own")
 
 
-class TokenEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="token_embedding"
-):
+class TokenEmbeddingLayer(_LayerBase, frozen=True, tag="token_embedding"):
     """Token embedding table, with ``positions`` learned position vectors."""
 
     vocabulary: Count
@@ -218,9 +223,7 @@ class TokenEmbeddingLayer(
     positions: Number = 0
 
 
-class PatchEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_embedding"
-):
+class PatchEmbeddingLayer(_LayerBase, frozen=True, tag="patch_embedding"):
     """Linear layer from ``patch_numbers`` pixel values of a patch.
 
     ``positions`` counts learned vectors of positions and of a class.
@@ -234,16 +237,14 @@ class PatchEmbeddingLayer(
     """Norm of the output; None: none."""
 
 
-class AudioEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="audio_embedding"
-):
+class AudioEmbeddingLayer(_LayerBase, frozen=True, tag="audio_embedding"):
     """Two convolutions of kernel size 3 over a spectrum of ``bins``. The second halves the number of steps."""
 
     bins: Count
     hidden: Count
 
 
-class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"):
+class PatchMergerLayer(_LayerBase, frozen=True, tag="patch_merger"):
     """MLP over ``factor`` neighboring patches, which become one token of ``out_width``.
 
     ``inner`` is the width between its two linear layers. None: that of the joined patches, as in Qwen2-VL.
@@ -256,28 +257,25 @@ class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     norm: Norm = "layer"
 
 
-class ProjectorLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="projector"):
+class ProjectorLayer(_LayerBase, frozen=True, tag="projector"):
     """Two-layer MLP adapter."""
 
     in_width: Count
     out_width: Count
 
 
-class AdapterLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="adapter"):
+class AdapterLayer(_LayerBase, frozen=True, tag="adapter"):
     """A sequence of steps. Every device holds all weights."""
 
     hidden: Count
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an adapter without steps."""
         if not self.steps:
             raise InputError("adapter.steps", "is empty", "give at least one step")
 
 
-class LanguageHeadLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="language_head"
-):
+class LanguageHeadLayer(_LayerBase, frozen=True, tag="language_head"):
     """Final norm, vocabulary projection and loss."""
 
     hidden: Count
@@ -288,7 +286,7 @@ class LanguageHeadLayer(
     """Number of additional states of each token from a `PredictionLayer`."""
 
 
-class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="prediction"):
+class PredictionLayer(_LayerBase, frozen=True, tag="prediction"):
     """``depth`` multi-token prediction layers in a row, on one device.
 
     Each joins the hidden states with the embedding of a later token and runs a block of ``mixers``. The output has the
@@ -303,9 +301,7 @@ class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     norm: Norm = "rms"
 
 
-class DenoisingHeadLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="denoising_head"
-):
+class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
     """Final norm, linear layer and squared error of a diffusion model."""
 
     hidden: Count
@@ -339,7 +335,6 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     parameters."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a module without layers, or with impossible sizes."""
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
         for field in ("layers", "unused"):

@@ -31,7 +31,6 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image, video or recording of the sample that the module reads."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible sizes."""
         if not 0 <= self.text_tokens <= MAX_COUNT:
             problem = "is negative" if self.text_tokens < 0 else f"is above {MAX_COUNT}"
             raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} {problem}")

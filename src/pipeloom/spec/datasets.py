@@ -38,7 +38,6 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a mean or median outside the bounds."""
         for name in ("median", "mean"):
             if not self.minimum <= getattr(self, name) <= self.maximum or getattr(self, name) <= 0:
                 raise InputError(f"spread.{name}", f"{getattr(self, name)} is not within its bounds and positive")
@@ -101,7 +100,6 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for invalid shares, and for videos without a size."""
         if not 0 <= self.images_share <= 1:
             raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
         if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
@@ -158,7 +156,6 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_patches: Count | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if all weights are 0."""
         if not 0 < sum(self.weights.values()) <= MAX_VALUE:
             raise InputError(f"mixture {self.name!r}.weights", "sum to 0", "give one above 0")
 

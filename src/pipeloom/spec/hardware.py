@@ -51,7 +51,6 @@ class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: Points = 1.0
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for efficiencies that are not positive, and for points out of order."""
         for name in ("flops", "memory", "network"):
             value: Points = getattr(self, name)
             check_points(f"efficiency.{name}", ((1.0, value),) if isinstance(value, float) else value)
@@ -90,7 +89,6 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible values."""
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
             check_positive(f"device {self.name!r}.{name}", getattr(self, name))
         links = ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s")
@@ -130,7 +128,6 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cores of a node; None: unknown."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an empty cluster."""
         for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
             check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
         check_not_negative(f"cluster {self.name!r}.host_bytes_per_s", self.host_bytes_per_s)
@@ -161,7 +158,6 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: Seconds
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible values."""
         if not 0 <= self.hosts[0] <= self.hosts[1]:
             raise InputError("link.hosts", f"{list(self.hosts)} are not two numbers from 0, the smaller first")
         check_positive(f"link of hosts {list(self.hosts)}: bytes_per_s", self.bytes_per_s)
@@ -196,7 +192,6 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Links between given hosts. A run over several hosts measures them at its start."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible values."""
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
         check_not_negative("cluster.host_capacity_bytes", self.host_capacity_bytes or 0)

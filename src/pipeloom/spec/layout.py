@@ -50,7 +50,6 @@ class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ModuleLayout(module.name, module.after, module.frozen, sub_microbatch, emits=emits, takes=module.takes)
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an empty sub-microbatch."""
         if self.sub_microbatch is not None:
             check_count(f"module {self.name!r}.sub_microbatch", self.sub_microbatch)
 

@@ -33,7 +33,6 @@ class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for an unknown dtype or extent."""
         if self.dtype not in DTYPE_BYTES:
             raise InputError("dtype", f"{self.dtype!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
         for i, dim in enumerate(self.dims):
@@ -103,7 +102,6 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_parameters: NumBytes = 0
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for impossible counts."""
         check_count(f"layer {self.kind!r}.count", self.count)
         if self.num_parameters < 0:
             raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")

@@ -28,7 +28,6 @@ class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Count = 1
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for degrees below one."""
         for name in ("tensor", "data"):
             check_count(f"{type(self).__name__.lower()}.{name}", getattr(self, name))
 

@@ -54,7 +54,6 @@ class ChunkStrategy:
     others: Strategy = "keep"
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a share that is not between 0 and 1."""
         if not 0 <= self.share <= 1:
             raise InputError("strategy", f"'{self.share:g}' is not a share of the layers", "give one from 0 to 1")
 

@@ -319,7 +319,7 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
         "empty.json": (b"", "is empty"),
         "packed.json": (gzip.compress(whole), "gzip data"),
         "cut.json.gz": (gzip.compress(whole)[:-20], "not a whole gzip file"),
-        "list.json": (b"[1, 2]", "no trace of torch.profiler"),
+        "list.json": (b"[1, 2]", "not a trace of torch.profiler"),
         "archive.json": (_tar(whole), "is a tar archive; unpack it"),
         "table.json": (b"PAR1" + whole, "is a Parquet file"),
         "zip.json": (b"PK\x03\x04" + whole, "is a zip archive"),

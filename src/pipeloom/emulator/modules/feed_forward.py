@@ -20,7 +20,6 @@ class MLP:
     """Whether a gated activation is one kernel (saves only its input) or two (also save their results)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         inner = context.share("mlp width", self.inner)
         x = ops.enter_tensor_parallel(x)
@@ -57,7 +56,6 @@ class MixtureOfExperts:
     bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         spread = context.expert > 1
         scores = ops.route(ops.linear(x, self.hidden, self.experts), self.experts, self.chosen)

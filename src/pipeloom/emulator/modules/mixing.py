@@ -23,7 +23,7 @@ class Attention:
     kv_heads: int
     head_width: int
     causal: bool = True
-    bias: bool = False
+    qkv_bias: bool = False
     key_bias: bool = True
     output_bias: bool = False
     rotary: bool = True
@@ -35,14 +35,13 @@ class Attention:
     """Whether one product computes queries, keys and values."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
         # If there are fewer key-value heads than devices, each device holds a copy of one.
         kv_heads = max(1, self.kv_heads // context.tensor)
         x = ops.enter_tensor_parallel(x)
         widths = [heads * self.head_width, kv_heads * self.head_width, kv_heads * self.head_width]
-        biases = [w * self.bias for w in widths]
+        biases = [w * self.qkv_bias for w in widths]
         if not self.key_bias:
             biases[1] = 0
         if self.fused:
@@ -74,33 +73,34 @@ class Attention:
         )
         if self.output_gate:
             width = heads * self.head_width
-            y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor))
+            y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.qkv_bias, split=context.tensor))
         y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
         return ops.leave_tensor_parallel(y)
 
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Attention of each token to a condition of ``length`` tokens per instance."""
+    """Attention of each token to a condition of ``condition_tokens`` tokens per instance."""
 
     hidden: int
     heads: int
     head_width: int
-    length: int
+    condition_tokens: int
     condition_width: int
     bias: bool = False
     trains_condition: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
         width = heads * self.head_width
-        condition = x.tape.input(self.condition_width, INSTANCES * self.length, needs_gradient=self.trains_condition)
+        condition = x.tape.input(
+            self.condition_width, INSTANCES * self.condition_tokens, needs_gradient=self.trains_condition
+        )
         x = ops.enter_tensor_parallel(x)
         query = ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor)
         keys = ops.linear(condition, self.condition_width, 2 * width, bias=self.bias, split=context.tensor)
-        pairs: Size = x.rows * self.length
+        pairs: Size = x.rows * self.condition_tokens
         y = ops.attention(
             [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width, rows=x.rows
         )
@@ -122,7 +122,6 @@ class LatentAttention:
     bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
         query_key = self.nope_width + self.rope_width
@@ -169,7 +168,6 @@ class Mamba2:
     kernel_bias: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         split = context.tensor
         heads = context.share("state-space heads", self.heads)

@@ -14,7 +14,9 @@ class Module(Protocol):
     """Interface of everything that maps one symbolic tensor to another."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Record the module's operators and return its output."""
+        """Record the module's operators and return its output, of the input's shape unless the module says
+        otherwise.
+        """
         ...
 
 
@@ -38,7 +40,6 @@ class Norm:
     kind: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return ops.norm(x, self.kind)
 
 
@@ -63,7 +64,6 @@ class Residual:
     norm: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return x + self.mixer(ops.norm(x, self.norm))
 
 
@@ -105,7 +105,6 @@ class Activation:
     """Elementwise function."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return ops.activation(x)
 
 
@@ -160,7 +159,6 @@ class Modulated:
     projection: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         width = int(x.width)
         condition = x.tape.input(width, INSTANCES, needs_gradient=False)
         if self.projection:
