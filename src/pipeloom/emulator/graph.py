@@ -226,12 +226,6 @@ class Emulation:
         """End of the last operator."""
         return int(self.end_ps.max(initial=0))
 
-    def busy_ps(self, device: str) -> int:
-        """Return the busy time of a device."""
-        number = [d.name for d in self.graph.devices].index(device)
-        own = self.graph.device == number
-        return int((self.end_ps[own] - self.start_ps[own]).sum())
-
     def memory(self, device: str) -> MemoryCurve:
         """Return the memory curve of one device, from the lifetimes of its tensors."""
         graph = self.graph

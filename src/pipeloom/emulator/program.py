@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
+from pipeloom.emulator.operators import ring
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
 from pipeloom.spec import TRAITS, Strategy
@@ -131,11 +132,6 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
     )
 
 
-def _ring(peers: int) -> float:
-    """Return the share of the bytes that each device of a ring sends."""
-    return (peers - 1) / peers
-
-
 def _total(sizes: Iterable[Size]) -> Size:
     out = ZERO
     for size in sizes:
@@ -167,36 +163,18 @@ class _Writer:
 
     def _unshard(self) -> None:
         """Gather weights that are sharded over data parallelism, one layer ahead (ZeRO-3)."""
-        context = self.tape.context
-        if context.shard > 1 and self.tape.parameters:
-            self.unsharded = self._run(
-                Cost(
-                    "all_gather",
-                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link,
-                    steps=context.shard - 1,
-                ),
-                (),
-                [PREVIOUS],
-            )
+        if self.tape.context.shard > 1 and self.tape.parameters:
+            self.unsharded = self._run(self._shard_cost("all_gather"), (), [PREVIOUS])
 
     def _reduce(self, after: int) -> None:
         """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
-        context = self.tape.context
-        if context.shard > 1 and self.tape.parameters and after >= 0:
-            self._run(
-                Cost(
-                    "reduce_scatter",
-                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link,
-                    steps=context.shard - 1,
-                ),
-                (),
-                [after],
-            )
+        if self.tape.context.shard > 1 and self.tape.parameters and after >= 0:
+            self._run(self._shard_cost("reduce_scatter"), (), [after])
 
-    def _local_parameters(self) -> float:
-        return sum(p.local for p in self.tape.parameters)
+    def _shard_cost(self, kind: str) -> Cost:
+        context = self.tape.context
+        num_bytes = ONE * (sum(p.local for p in self.tape.parameters) * context.dtype_bytes)
+        return ring(kind, num_bytes, context.shard, context.shard_link)
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
         buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)

@@ -15,7 +15,7 @@ import numpy as np
 from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
-from pipeloom.emulator.result import EmulatedStep, RankTime, StageTask, length, union
+from pipeloom.emulator.result import EmulatedStep, RankTime, length, union
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
@@ -27,8 +27,6 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import ChunkStrategy, chunk_strategy
 from pipeloom.totals import PS_PER_S, check_work, summable
-
-__all__ = ["EmulatedStep", "RankTime", "StageTask", "Step"]
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1

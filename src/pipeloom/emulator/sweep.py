@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from pipeloom.emulator.build import Placement
-from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import EmulatedStep
 from pipeloom.emulator.sizes import image_sizes
@@ -22,6 +21,7 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
 
+GIB = 2**30
 _RETRY_FACTOR = 1.2
 """Points within this factor of the best are also tried with larger sub-microbatches."""
 DEFAULT_STRATEGIES = (
@@ -155,6 +155,45 @@ def emulate(
     if strategy is None:
         return fastest_step(pipeline, works, DEFAULT_STRATEGIES)
     return Step(pipeline, works, strategy, shape.in_flight).run()
+
+
+def fastest_step(
+    model: PipelineModel,
+    microbatches: Sequence[Work],
+    strategies: Sequence[ChunkStrategy | str] = ("keep", "selective", "recompute:0.5", "recompute"),
+) -> EmulatedStep:
+    """Emulate the fastest of several strategies that fits in memory.
+
+    Parameters
+    ----------
+    strategies : sequence of ChunkStrategy or their texts
+        From the fastest to the one with the least memory.
+
+    Raises
+    ------
+    InfeasibleError
+        If none fits. The message has the lowest peak and the limit.
+    """
+    best: Step | None = None
+    smallest: Step | None = None
+    step: Step | None = None
+    for strategy in strategies:
+        step = Step(model, microbatches, strategy, like=step)
+        if step.planned_fits:
+            if best is None or step.planned_ps < best.planned_ps:
+                best = step
+            if step.planned_unconstrained:
+                break  # memory is no constraint, so more recomputation only takes time
+        elif best is None:
+            smallest = step
+    if best is None:
+        assert smallest is not None
+        peak, limit = max(smallest.run().peak_bytes), smallest.capacity
+        raise InfeasibleError(
+            f"needs {peak / GIB:.1f} GiB on a device at best, {limit / GIB:.1f} GiB are usable; "
+            "raise tensor or pipeline parallelism"
+        )
+    return best.run()
 
 
 def _typical(works: Sequence[Work]) -> Work:
