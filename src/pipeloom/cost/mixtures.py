@@ -58,7 +58,7 @@ class Mixtures(NamedTuple):
         Time of a forward and a backward, with the part of copies that does not overlap.
     groups : tuple of (options, places)
         Groups of equal layers: their options, and their positions in the chunk.
-    lean_first : per group a list of int
+    layer_order : per group a list of int
         Order in which options are given to the layers: minimum-memory first, offloading last.
     counts : per group an array, shape (num_mixtures, num_options)
         Number of layers of the group that use each option.
@@ -71,16 +71,16 @@ class Mixtures(NamedTuple):
     amounts: FloatArray
     times: FloatArray
     groups: tuple[tuple[tuple[LayerOption, ...], list[int]], ...]
-    lean_first: tuple[list[int], ...]
+    layer_order: tuple[list[int], ...]
     counts: tuple[IntArray, ...]
     base: FloatArray
     front: IntArray
     free_front: IntArray
 
     def layers(self, number: int) -> tuple[str, ...]:
-        """Return the strategy of every layer of one mixture. Equal layers use the order of `lean_first`."""
+        """Return the strategy of every layer of one mixture. Equal layers use the order of `layer_order`."""
         found = [""] * sum(len(places) for _, places in self.groups)
-        for (options, places), order, counts in zip(self.groups, self.lean_first, self.counts, strict=True):
+        for (options, places), order, counts in zip(self.groups, self.layer_order, self.counts, strict=True):
             names: list[str] = []
             each = counts[number].tolist()
             for i in order:
@@ -125,11 +125,11 @@ def mix(layers: Sequence[Sequence[LayerOption]]) -> Mixtures:
     times = pass_times(amounts).sum(axis=1)
     free = _front(amounts, times, amounts[:, HOST] == 0)
     front = _front(amounts, times) if amounts[:, HOST].any() else free
-    lean_first = tuple(
+    layer_order = tuple(
         sorted(range(len(options)), key=lambda i: (options[i].host_bytes > 0, options[i].activation_bytes))
         for options in groups
     )
-    return Mixtures(amounts, times, tuple(groups.items()), lean_first, tuple(picked), base, front, free)
+    return Mixtures(amounts, times, tuple(groups.items()), layer_order, tuple(picked), base, front, free)
 
 
 _NOTHING: FloatArray = np.zeros((1, 6))

@@ -310,11 +310,11 @@ class ProfileCosts:
             for each in source.emits:
                 if each.stream not in behind or (source is module and begin <= each.layer <= end):
                     continue
-                works = workload if source is module else self._given_workload(chunk.module, source.name, workload)
+                works = workload if source is module else self._source_workload(chunk.module, source.name, workload)
                 total += each.output.num_bytes(works)
         return total
 
-    def _given_workload(self, module: str, source: str, workload: Workload) -> Workload:
+    def _source_workload(self, module: str, source: str, workload: Workload) -> Workload:
         """Return the approximate workload of another module for the rows that a part takes from it."""
         place = self.model.sources(module).index(source)
         if place >= len(workload.given):

@@ -66,7 +66,7 @@ class _Flat:
 
         for number, call in enumerate(graph.calls):
             own = [[d[k] for k in call.devices] for d in devices]
-            given = [
+            own_inputs = [
                 [[q for port in entry for q in ports(i, port)] for entry in call.inputs] for i in range(len(devices))
             ]
             widths = call.replicas
@@ -75,7 +75,7 @@ class _Flat:
                 self.peers[key] = [self._fresh(len(call.devices)) for _ in range(widths - 1)]
             extra = self.peers.get(key, [])
             peers = own + (extra if len(devices) == 1 else [])
-            inputs_of = given + [given[0] for _ in range(len(peers) - len(own))]
+            inputs_of = own_inputs + [own_inputs[0] for _ in range(len(peers) - len(own))]
             for _ in range(call.repeat):
                 result = self._add_peers(call.graph, peers, inputs_of)
                 inputs_of = result

@@ -77,12 +77,12 @@ def read_plain(text: str) -> PlainCluster:
     found = _COUNTS.fullmatch(first)
     if found is None:
         raise InputError(entity, f"{first!r} is not a number of devices", FORM)
-    said: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for word in words:
         one = _WORD.fullmatch(word)
         if one is None or float(one[2]) <= 0:
             raise InputError(entity, f"{word!r} is not a network or memory size", FORM)
-        said["ram" if one[1].lower() == "ram" else "network"] = float(one[2])
+        sizes["ram" if one[1].lower() == "ram" else "network"] = float(one[2])
     count = int(found[2])
     hosts = int(found[1] or max(1, count // HOST))
     for number in (hosts, count):
@@ -95,4 +95,4 @@ def read_plain(text: str) -> PlainCluster:
                 f"give the number of hosts, as in 3x4x{found[3]}",
             )
         count = HOST
-    return PlainCluster(hosts, count, found[3].lower(), said.get("network"), said.get("ram"))
+    return PlainCluster(hosts, count, found[3].lower(), sizes.get("network"), sizes.get("ram"))

@@ -68,7 +68,7 @@ class ChunkStrategy:
         return f"{self.first}{share}" + ("" if self.others == "keep" else f"+{self.others}")
 
 
-def chunk_strategy(given: ChunkStrategy | str) -> ChunkStrategy:
+def chunk_strategy(strategy: ChunkStrategy | str) -> ChunkStrategy:
     """Read a chunk's strategy from its text. A `ChunkStrategy` is returned unchanged.
 
     Raises
@@ -76,9 +76,9 @@ def chunk_strategy(given: ChunkStrategy | str) -> ChunkStrategy:
     InputError
         If a word is not a strategy, or a share is not a number from 0 to 1.
     """
-    if isinstance(given, ChunkStrategy):
-        return given
-    first, _, others = given.partition("+")
+    if isinstance(strategy, ChunkStrategy):
+        return strategy
+    first, _, others = strategy.partition("+")
     word, _, share = first.partition(":")
     chosen, rest = layer_strategy(word), layer_strategy(others or "keep")
     try:
