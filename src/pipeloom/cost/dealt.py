@@ -71,7 +71,7 @@ def dealt_sum_s(layout: Layout, model: ModelSpec, costs: CostModel, layer_bytes:
 
 @lru_cache(maxsize=16384)
 def _largest_share(workload: Workload, num_ranks: int) -> Workload:
-    """Cached, because costs of every chunk need it, in many layouts."""
+    """Return the largest share of a workload. Cached, because costs of all chunks in all layouts need it."""
     return workload.largest_share(num_ranks)
 
 

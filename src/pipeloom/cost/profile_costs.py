@@ -323,7 +323,7 @@ class ProfileCosts:
         return Workload(tuple(tokens // count + (i < tokens % count) for i in range(count)))
 
     def _ends(self, chunk: Chunk) -> bool:
-        """Whether the chunk ends with the loss."""
+        """Return whether the chunk ends with the loss."""
         last = self.model.modules[-1].name
         return chunk.module == last and chunk.layers[1] == len(self._layers[last]) - 1
 

@@ -266,7 +266,7 @@ def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, i
 
 
 def forget_templates() -> None:
-    """Trace and evaluate everything anew from now on (to measure what that takes)."""
+    """Clear the cache of templates, to measure the time of tracing and evaluation."""
     _template.cache_clear()
 
 

@@ -40,7 +40,7 @@ class _Flat:
         self.peers: dict[tuple[int, ...], list[list[int]]] = {}
 
     def join(self, ports: list[int]) -> int:
-        """One operator that ends when all ports are ready; on a device of its own, taking no time."""
+        """Add an operator without duration, on a new device, that ends when all ports are ready."""
         if len(ports) == 1:
             return ports[0]
         self.device.append(self.num_devices)

@@ -143,7 +143,8 @@ class Record:
 
 
 Again = Literal["as kept", "cheap", "always"]
-"""How the backward gets a result: as the strategy says; the same, but cheap to recompute; always recomputed."""
+"""How the backward gets a result: "as kept" by the strategy; the same, but "cheap" to recompute; "always"
+recomputed."""
 
 
 class Backward(NamedTuple):

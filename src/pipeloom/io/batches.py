@@ -64,7 +64,7 @@ class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     seen.add(name)
 
 
-_VERSION_1 = {
+_ALWAYS_WRITTEN = {
     PackedBatches: ("format", "policy", "batches"),
     PackedBatch: ("iteration", "microbatches"),
     PackedMicrobatch: ("samples", "num_samples", "text_tokens", "num_images", "image_tokens", "image_patches"),
@@ -98,7 +98,7 @@ def batches_from_document(document: dict[str, Any], where: str = "batches") -> P
 
 def batches_document(batches: PackedBatches) -> dict[str, Any]:
     """Return packed batches as a JSON document."""
-    document: dict[str, Any] = to_document(batches, _VERSION_1)
+    document: dict[str, Any] = to_document(batches, _ALWAYS_WRITTEN)
     return document
 
 

@@ -111,7 +111,7 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def keeps_company(path: PathLike) -> bool:
-    """Whether other files can be beside it: it is not a terminal, pipe or device."""
+    """Return whether other files can be beside it: it is not a terminal, pipe or device."""
     return not _is_special(os.fspath(path))
 
 

@@ -9,7 +9,7 @@ from pipeloom.io.document import convert_format, dump, read_document, to_documen
 from pipeloom.io.files import PathLike, printable, write_text
 
 FORMAT = "pipeloom.layers/1"
-_ALWAYS = {
+_ALWAYS_WRITTEN = {
     LayerTable: (
         *("format", "name", "num_ranks", "num_microbatches"),
         *("boundary_s", "boundary_bytes", "memory_capacity_bytes", "layers"),
@@ -32,7 +32,7 @@ def layers_from_document(document: dict[str, Any], where: str = "layers") -> Lay
 
 def layers_document(table: LayerTable) -> dict[str, Any]:
     """Return layer costs as a JSON document."""
-    document: dict[str, Any] = to_document(table, _ALWAYS)
+    document: dict[str, Any] = to_document(table, _ALWAYS_WRITTEN)
     return document
 
 

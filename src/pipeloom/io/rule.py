@@ -13,7 +13,7 @@ from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.spec import Layout
 
 FORMAT = "pipeloom.rule/1"
-_VERSION_1 = {
+_ALWAYS_WRITTEN = {
     OrderRule: ("format", "period", "chunks"),
     ChunkRule: (
         *("layers", "rank", "forward", "backward", "weight"),
@@ -64,7 +64,7 @@ def rule_from_document(document: dict[str, Any], where: str = "rule") -> OrderRu
 
 def rule_document(rule: OrderRule) -> dict[str, Any]:
     """Return the rule as a JSON document."""
-    document: dict[str, Any] = to_document(rule, _VERSION_1)
+    document: dict[str, Any] = to_document(rule, _ALWAYS_WRITTEN)
     return document
 
 

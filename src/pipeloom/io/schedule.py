@@ -43,7 +43,7 @@ class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
     search: SearchRecord | None = None
 
 
-_VERSION_1 = {
+_ALWAYS_WRITTEN = {
     _ScheduleFile: (
         *("format", "instance", "order", "candidate", "start_s", "makespan_s"),
         *("lower_bound_s", "lower_bound", "peak_memory_bytes", "search"),
@@ -147,7 +147,7 @@ def schedule_document(
         peak_memory_bytes=timeline.peak_bytes.tolist(),
         search=search or SearchRecord(method=schedule.method),
     )
-    document: dict[str, Any] = to_document(file, _VERSION_1)
+    document: dict[str, Any] = to_document(file, _ALWAYS_WRITTEN)
     return document
 
 

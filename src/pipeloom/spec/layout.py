@@ -145,7 +145,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return frozenset(module.name for module in self.modules if module.on_tensor_ranks == "dealt")
 
     def deals(self, module: str) -> bool:
-        """Whether instances of a module are divided among several tensor-parallel ranks."""
+        """Return whether instances of a module are divided among several tensor-parallel ranks."""
         return self.parallelism.tensor > 1 and self.module(module).on_tensor_ranks == "dealt"
 
     def module(self, name: str) -> ModuleLayout:
@@ -175,7 +175,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(names)
 
     def has_backward(self, module: str) -> bool:
-        """Whether gradients pass through a module: it or a module before it is trained."""
+        """Return whether gradients pass through a module: it or a module before it is trained."""
         here = self.module(module)
         sources = (*here.after, *(stream_sources(self.modules)[module] if here.takes else ()))
         return not here.frozen or any(self.has_backward(source) for source in sources)

@@ -348,6 +348,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return find_module(self.modules, name)
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Names of the modules that feed one: by their outputs, then those that do by streams alone."""
+        """Return the modules that feed a module: first by outputs, then those by streams alone."""
         after = self.module(name).after
         return (*after, *(source for source in stream_sources(self.modules)[name] if source not in after))

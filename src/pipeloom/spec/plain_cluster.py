@@ -60,7 +60,7 @@ class PlainCluster:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a cluster is in short notation, rather than a name or file."""
+    """Return whether a cluster is in short notation, rather than a name or file."""
     return re.match(r"\s*\d", name) is not None and not name.endswith(".toml")
 
 

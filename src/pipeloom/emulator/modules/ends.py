@@ -71,7 +71,7 @@ class PatchMerger:
     norm: ops.NormKind = "layer"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``, width ``out_width``."""
+        """Return rows over ``factor`` of width ``out_width``."""
         wide = self.hidden * self.factor
         context = x.context
         y = ops.regroup(ops.norm(x, self.norm), self.factor)
@@ -89,7 +89,7 @@ class Projector:
     out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same rows, width ``out_width``."""
+        """Return the same rows of width ``out_width``."""
         y = ops.activation(ops.linear(x, self.in_width, self.out_width, bias=True))
         return ops.linear(y, self.out_width, self.out_width, bias=True)
 

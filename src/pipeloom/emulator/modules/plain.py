@@ -74,7 +74,7 @@ class Scaled:
     body: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         return ops.scale(self.body(x))
 
 
@@ -85,7 +85,7 @@ class Join:
     factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``."""
+        """Return rows over ``factor``."""
         return ops.regroup(x, self.factor)
 
 
@@ -96,7 +96,7 @@ class Average:
     factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``."""
+        """Return rows over ``factor``."""
         return ops.average(x, self.factor)
 
 
@@ -115,7 +115,7 @@ class Vectors:
     count: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The same tensor."""
+        """Return the same tensor."""
         x.tape.parameter(self.count * x.width)
         return x
 
@@ -128,7 +128,7 @@ class Emitting:
     tap: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         y = self.body(x)
         return ops.hand_on(y, self.tap(y))
 
@@ -140,7 +140,7 @@ class Taking:
     body: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         y = self.body(x)
         return y + x.tape.input(y.width, y.rows, needs_gradient=y.needs_gradient)
 
