@@ -48,20 +48,15 @@ def emulated_layers(
         raise InputError("model", f"has modules {names}", "arrange takes a chain: one language module")
     name = modules[0].name
     work = Workload((tokens,) * sequences)
-    num = sum(getattr(layer, "count", 1) for layer in modules[0].layers)
-    kinds = [
-        type(layer).__name__.removesuffix("Layer").lower()
-        for layer in modules[0].layers
-        for _ in range(getattr(layer, "count", 1))
-    ]
+    kinds = [type(layer).__name__.removesuffix("Layer").lower() for layer in modules[0].flat_layers]
     layers = []
-    for i in range(num):
+    for i, kind in enumerate(kinds):
         chunk = Chunk(name, (i, i), 0)
         options = costs.chunk_costs(chunk, work)
         base = options[0]
         layers.append(
             LayerCost(
-                _name(kinds[i], i),
+                _name(kind, i),
                 base.forward_s,
                 base.activation_bytes,
                 0,
@@ -71,7 +66,7 @@ def emulated_layers(
                 update_s=costs.update_s((chunk,)),
             )
         )
-    middle = Chunk(name, (num // 2, num // 2), 0)
+    middle = Chunk(name, (len(kinds) // 2, len(kinds) // 2), 0)
     size = costs.boundary_bytes(middle, work)
     title = f"{costs.architecture.name}, {tokens} tokens, tp {degrees.tensor}"
     return LayerTable(title, degrees.pipeline, num_microbatches, costs.transfer_s(size), size, tuple(layers))
