@@ -100,7 +100,7 @@ class _File(msgspec.Struct):
 
 
 def test_later_fields_are_omitted_at_their_default() -> None:
-    always = {_File: ("format", "old", "items"), _Item: ("old",)}
+    always: dict[type, tuple[str, ...]] = {_File: ("format", "old", "items"), _Item: ("old",)}
     plain = to_document(_File(items=(_Item(), _Item())), always)
     assert json.dumps(plain) == '{"format": "a/1", "old": null, "items": [{"old": 0}, {"old": 0}]}'
     used = to_document(_File(items=(_Item(new=0.5),), new={"a": 1}), always)

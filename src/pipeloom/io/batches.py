@@ -64,7 +64,7 @@ class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     seen.add(name)
 
 
-_ALWAYS_WRITTEN = {
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
     PackedBatches: ("format", "policy", "batches"),
     PackedBatch: ("iteration", "microbatches"),
     PackedMicrobatch: ("samples", "num_samples", "text_tokens", "num_images", "image_tokens", "image_patches"),

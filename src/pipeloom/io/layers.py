@@ -9,7 +9,7 @@ from pipeloom.io.document import convert_format, dump, read_document, to_documen
 from pipeloom.io.files import PathLike, printable, write_text
 
 FORMAT = "pipeloom.layers/1"
-_ALWAYS_WRITTEN = {
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
     LayerTable: (
         *("format", "name", "num_ranks", "num_microbatches"),
         *("boundary_s", "boundary_bytes", "memory_capacity_bytes", "layers"),

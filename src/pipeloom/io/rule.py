@@ -13,7 +13,7 @@ from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.spec import Layout
 
 FORMAT = "pipeloom.rule/1"
-_ALWAYS_WRITTEN = {
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
     OrderRule: ("format", "period", "chunks"),
     ChunkRule: (
         *("layers", "rank", "forward", "backward", "weight"),

@@ -43,7 +43,7 @@ class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
     search: SearchRecord | None = None
 
 
-_ALWAYS_WRITTEN = {
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
     _ScheduleFile: (
         *("format", "instance", "order", "candidate", "start_s", "makespan_s"),
         *("lower_bound_s", "lower_bound", "peak_memory_bytes", "search"),
