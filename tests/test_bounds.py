@@ -197,7 +197,7 @@ def test_samples_that_are_made_in_python_are_bounded() -> None:
 def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
     path.write_text('name = "m"\nsource = "s"\nfitted = true\nweights = {internvid = 0.0}\n')
-    with pytest.raises(InputError, match="weights: are nothing together"):
+    with pytest.raises(InputError, match="weights: sum to 0"):
         load_mixture(str(path))
 
 

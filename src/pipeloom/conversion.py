@@ -16,6 +16,8 @@ from pipeloom.limits import MAX_TOTAL
 
 T = TypeVar("T")
 
+UPGRADE = "upgrade Pipeloom if a newer version wrote the file"
+"""What to do about an unknown field or version of an exchange format."""
 _JSON_NAMES = {
     "int": "an integer",
     "float": "a number",
@@ -61,6 +63,8 @@ def _explain(message: str, path: str, document: Any, kind: type, where: str) -> 
         close = get_close_matches(field, _known_fields(kind), n=1)
         entity = f"{path}.{field}".lstrip(".")
         remedy = f"did you mean {close[0]}?" if close else "remove it"
+        if isinstance(document, dict) and str(document.get("format")).startswith("pipeloom."):
+            remedy = f"{remedy} Or {UPGRADE}" if close else f"{UPGRADE}, otherwise {remedy}"
         return InputError(f"{where}: {printable_line(entity)}", "is not a known field", remedy)
     if found := re.fullmatch(r"Object missing required field `(.*)`", message):
         return InputError(f"{where}: {f'{path}.{found[1]}'.lstrip('.')}", "is missing")

@@ -319,7 +319,7 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
         (["--data", "samples.jsonl", "--tokens", "50"], "a microbatch 50"),
         (["--tp", "64", "--pp", "4"], "need 256 devices"),
         (["--cluster", "8xZ9"], "device 'z9' is unknown; known are a100"),
-        (["--now", "pp=4 layout=1,2"], "--now: layout: has 2 stages, no multiple of pp = 4"),
+        (["--now", "pp=4 layout=1,2"], "--now: layout: has 2 stages, not a multiple of pp = 4"),
         (["--now", "pp=2 layout=1,2"], "layout: has 3 blocks of lm, the model 6"),
         (["--now", "pp=4 chunks=3"], "chunks: 12 stages, lm has 8 layers"),
         (["--now", "pp=2", "--pp", "4"], "--pp: is 4, but --now has 2; omit it"),

@@ -57,7 +57,7 @@ def test_efficiency_depends_on_kind_and_size_and_may_be_overridden():
 def test_network_bytes_on_a_compute_device_are_an_error():
     builder = GraphBuilder([GPU])
     builder.operator("x", "all_reduce", "gpu", Amounts(network_bytes=1.0))
-    with pytest.raises(InputError, match=r"operator 0 \(all_reduce\).*network.*'gpu' gives none"):
+    with pytest.raises(InputError, match=r"operator 0 \(all_reduce\).*network.*'gpu' has none"):
         emulate_graph(builder.build())
     with pytest.raises(InputError, match="both network throughput and compute"):
         Device("both", flops_per_s=1.0, network_bytes_per_s=1.0)

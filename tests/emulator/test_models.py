@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import Placement, layer_template, module_templates
 from pipeloom.emulator.expand import expand
-from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.pipeline import PipelineModel, split_evenly, work_of
 from pipeloom.emulator.schedule import PipelineTask, list_schedule
@@ -20,6 +19,7 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.subgraph import Composite
+from pipeloom.emulator.sweep import fastest_step
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.spec import STRATEGIES, Chunk, Sample, Workload
 from pipeloom.spec import architecture as a

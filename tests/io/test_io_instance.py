@@ -110,7 +110,7 @@ BAD = [
     ("tasks.rank.3", 1.5, "tasks.rank[3]: 1.5 is not an integer"),
     ("tasks.rank.3", 10**30, "tasks.rank[3]: an integer of more than 20 digits is above 2147483648"),
     ("tasks.rank.3", -1, "tasks.rank[3]: -1 is negative"),
-    ("tasks.kind.0", "X", "tasks.kind[0]: 'X' is none of F, B, I, W"),
+    ("tasks.kind.0", "X", "tasks.kind[0]: 'X' is not one of F, B, I, W"),
     ("tasks.kind.0", 1, "tasks.kind[0]: 1 is not a string"),
     ("tasks.pair.0", 7, "tasks.pair[0]: 7 is not below 2"),
     ("tasks", [], "tasks: an empty list is not an object"),

@@ -218,7 +218,7 @@ def test_parquet_gives_the_same_samples_as_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"id": "a"}\n{"id": "a"}', "line 2: id: 'a' stands in line 1 too"),
+        ('{"id": "a"}\n{"id": "a"}', "line 2: id: 'a' is also in line 1"),
         ('{"id": "a"}\n{"id": 3}', "line 2: id: 3 is not a string"),
         ('{"id": "a", "text_tokens": -1}', "line 1: text_tokens: -1 is negative"),
         ('{"id": "a", "image_tokens": [0]}', "line 1: image_tokens[0]: 0 is below 1"),

@@ -44,7 +44,7 @@ def test_json_members_are_read_and_pixels_are_not(tmp_path: Path, name: str) -> 
         ({"1.json": b"[1]"}, "1.json"),
         ({"1.json": b"\xff\xfe"}, "is not UTF-8 text"),
         ({"1.json": b'{"text_tokens": -1}'}, "sample 1.*text_tokens: -1 is negative"),
-        ({"1.json": b'{"id": "a"}', "2.json": b'{"id": "a"}'}, "'a' stands in sample 1 too"),
+        ({"1.json": b'{"id": "a"}', "2.json": b'{"id": "a"}'}, "'a' is also in sample 1"),
         ({}, "has no sample"),
     ],
 )

@@ -207,7 +207,7 @@ def test_an_extent_may_be_a_part_of_every_instance() -> None:
     assert shape.resolve(Workload((8, 9, 3))) == (2 + 3 + 1, 8)
     assert shape.num_bytes(Workload((8,))) == 2 * 8 * 4
     for wrong in ("token", "tokens/0", "tokens/", "4/tokens"):
-        with pytest.raises(InputError, match="is no extent"):
+        with pytest.raises(InputError, match="is not an extent"):
             TensorShape((wrong, 8))
 
 
@@ -231,7 +231,7 @@ def a_module(name: str, **options: Any) -> ModuleSpec:
             [a_module("a", takes=(StreamEnd("x", 2),)), a_module("lm", emits=(EmittedStream("x", 0, WIDE),))],
             r"module 'a'.takes\[2\]: 'x' is emitted by layer 0 of 'lm', which comes no earlier",
         ),
-        ([a_module("lm", emits=(EmittedStream("a b", 1, WIDE),))], "'a b' is no name of an argument"),
+        ([a_module("lm", emits=(EmittedStream("a b", 1, WIDE),))], "'a b' is not a valid keyword argument"),
         (
             [
                 a_module("a", emits=(EmittedStream("x", 0, TensorShape((2, 8))),)),

@@ -1,4 +1,4 @@
-"""Compiled code: decorators for functions that numba compiles, and a cache for them that notices every change."""
+"""Decorators for functions that numba compiles, and a cache on disk that notices every change of the source."""
 
 from pipeloom.compiled.decorators import allocating, callee, inlined, int64, kernel, pointer
 

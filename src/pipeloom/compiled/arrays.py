@@ -1,4 +1,4 @@
-"""Copies of numbers inside compiled code: an assignment to all of an array tests shapes, and so compiles slowly."""
+"""Copy numbers in compiled code. Slice assignments check shapes, so they compile slowly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Array = npt.NDArray[Any]
 
 @callee
 def assign(target: Array, source: Array) -> None:
-    """Copy all of ``source``, of one axis."""
+    """Copy all of the one-dimensional ``source``."""
     for i in range(len(source)):
         target[i] = source[i]
 
 
 @callee
 def assign_run(target: Array, at: int, source: Array, first: int, count: int) -> None:
-    """Copy ``count`` numbers from ``first`` on to ``at``; the two are no parts of one array."""
+    """Copy ``count`` numbers from ``source[first:]`` to ``target[at:]``. The two must not overlap."""
     for i in range(count):
         target[at + i] = source[first + i]

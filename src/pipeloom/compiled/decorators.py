@@ -1,9 +1,8 @@
-"""Decorators of compiled functions, with a cache on disk that notices every change.
+"""Decorators of compiled functions, with a cache on disk that notices every change of the source.
 
-numba's own cache looks at the file of the function alone. A kernel that calls another one contains it, so a
-change in the other's file must throw the cached code of both away; so must a change of the arrays' layout. Here
-the stamp of cached code is a digest of all files that it is made from (`pipeloom.compiled.stamp`), contents and not
-dates.
+numba's own cache checks only the file of the function itself. A kernel contains the kernels that it calls, so a change
+in the file of any of them must invalidate the cached code of all. So must a change of the arrays' layout. Here the
+stamp of cached code is a digest of the contents of all files that it is made from (`pipeloom.compiled.stamp`).
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ _njit: Any = numba.njit
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-"""Nothing here is called by C, so no code is made for that."""
+"""C code calls no function here, so numba need not create C wrappers."""
 _BORROWING: dict[str, Any] = {**_OPTIONS, "_nrt": False}
-"""References to arrays are not counted: those who call from Python hold all arrays until the call returns."""
+"""No reference counts of arrays. Callers from Python hold all arrays until the call returns."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _CALLEE_OPTIONS: dict[str, Any] = {**_BORROWING, "no_cpython_wrapper": True, "pipeline_class": CalleeCompiler}
 
 
 class _Index(IndexDataCacheFile):
-    """What is cached of a function; what cannot be read is as good as nothing.
+    """Cache files of one function. A file that cannot be read counts as missing.
 
-    Every file begins with a digest of the rest, of numba's version and of the stamp. Neither a pickle nor machine code
-    is looked at before its digest is right: one wrong bit in them can end the process.
+    Every file begins with a digest of its content, of numba's version and of the stamp. Nothing else is read before the
+    digest is checked, because one wrong bit in a pickle or in machine code can crash the process.
     """
 
     def _load_index(self) -> Any:
@@ -59,10 +58,10 @@ class _Index(IndexDataCacheFile):
         return None if name is None else self._checked(self._data_path(name))  # type: ignore[no-untyped-call]
 
     def save(self, key: Any, data: Any) -> None:
-        """Save code under a name that its key alone decides.
+        """Save code under a name that depends on its key alone.
 
-        numba counts files. Of two processes that compile one function for different types at once, each would write
-        file 1, and the index of the later one could name the code of the other.
+        numba counts files. If two processes compiled one function for different types at once, both would write file 1,
+        and the index of the later one could name the code of the other.
         """
         index = self._load_index()
         index[key] = self._data_name(hashlib.sha256(repr(key).encode()).hexdigest()[:16])
@@ -73,13 +72,13 @@ class _Index(IndexDataCacheFile):
         return self._index_name.removesuffix("nbi") + f"{number}.nbc"
 
     def _checked(self, file: str) -> Any:
-        """Return the object that was saved in a file; None where it is missing, damaged, or of other code."""
+        """Return the object in a file, or None if the file is missing, damaged or of other code."""
         try:
-            # Opening a pipe would wait for a writer.
+            # O_NONBLOCK: opening a pipe would wait for a writer.
             with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
                 digest, content = opened.read(_DIGEST_BYTES), opened.read()
             return pickle.loads(content) if digest == self._digest(content) else None
-        # What was saved whole may still name a class that is gone.
+        # An undamaged pickle may still name a class that no longer exists.
         except Exception:
             return None
 
@@ -98,7 +97,7 @@ class _StampedCache(FunctionCache):
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         if folder := os.environ.get("NUMBA_CACHE_DIR"):
-            # Shared by checkouts: what has the same stamp is the same code, wherever its file lies.
+            # Checkouts share the folder: equal stamps mean equal code, wherever the source file is.
             self._cache_path = str(Path(folder, stamp))
             Path(self._cache_path).mkdir(parents=True, exist_ok=True)
         place = {"cache_path": self.cache_path, "filename_base": self._impl.filename_base}
@@ -106,11 +105,11 @@ class _StampedCache(FunctionCache):
         self.turn = Turn(Path(self.cache_path, f"{self._impl.filename_base}.lock"))
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Load cached code; unlike numba's own way, without all that only compiling needs.
+        """Load cached code without numba's setup for compiling.
 
-        numba first registers whatever code could call, half a second with its search for SciPy's BLAS. Code that is
-        compiled already only needs the runtime for arrays. What is not in the cache takes numba's way.
-        What another process is compiling is waited for; see `pipeloom.compiled.turn`.
+        numba first registers everything that code could call, which takes half a second because it searches for SciPy's
+        BLAS. Compiled code needs only the runtime for arrays. If the cache has no code, numba's own method follows. If
+        another process is compiling it, wait for that process, see `pipeloom.compiled.turn`.
         """
         rtsys.initialize(target_context)
         found = self._found(signature, target_context)
@@ -120,7 +119,7 @@ class _StampedCache(FunctionCache):
         return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        """Keep code, where there is room for it: whoever finds none compiles."""
+        """Save code. An error of the file system is ignored: the next process compiles again."""
         with suppress(OSError):
             super().save_overload(signature, data)  # type: ignore[no-untyped-call]
 
@@ -133,45 +132,45 @@ class _StampedCache(FunctionCache):
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function at its first call, without the interpreter's lock, and keep the code on disk.
+    """Compile a function at its first call, to run without the GIL, and cache the code on disk.
 
-    It and what it calls may make no arrays, nor call what does so in NumPy, only views of those that it gets: see
-    `allocating`.
+    It and the functions that it calls may not create arrays, nor call NumPy functions that do, only views of their
+    arguments: see `allocating`.
     """
-    return cast(Function, _kept(_njit(**_BORROWING, pipeline_class=KernelCompiler)(function)))
+    return cast(Function, _cached(_njit(**_BORROWING, pipeline_class=KernelCompiler)(function)))
 
 
 def allocating(function: Function) -> Function:
-    """Compile a `kernel` that makes arrays of its own, and therefore counts references to all arrays."""
-    return cast(Function, _kept(_njit(**_OPTIONS, _nrt=True, pipeline_class=KernelCompiler)(function)))
+    """Compile a `kernel` that creates arrays, and therefore counts references to all arrays."""
+    return cast(Function, _cached(_njit(**_OPTIONS, _nrt=True, pipeline_class=KernelCompiler)(function)))
 
 
 def callee(function: Function) -> Function:
-    """Compile a function that only compiled functions call, without what it takes to call it from Python.
+    """Compile a function that only compiled functions call, without a wrapper for calls from Python.
 
-    Where it gets dozens of arrays, that is longer than the function. It is no file of its own on disk: whoever calls
-    it contains it.
+    For dozens of array arguments, the wrapper takes longer to compile than the function. The function has no file of
+    its own on disk: each caller contains it.
     """
     return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS)(function)))
 
 
 def inlined(function: Function) -> Function:
-    """Compile a `callee` that has no code of its own in whoever calls it."""
+    """Compile a `callee` that is always inlined in its callers."""
     return cast(Function, _for_types(_njit(**_CALLEE_OPTIONS, forceinline=True)(function)))
 
 
-def _kept(compiled: Any) -> Any:
-    """Keep code on disk, where there is a place that can be written."""
+def _cached(compiled: Any) -> Any:
+    """Cache code on disk if there is a writable folder."""
     try:
         cache = _StampedCache(compiled.py_func, stamp(Path(compiled.py_func.__code__.co_filename)))
-    except (RuntimeError, OSError):  # numba's word for no such place
+    except (RuntimeError, OSError):  # RuntimeError: numba found no such folder
         return _for_types(compiled)
     compiled._cache = cache
     compile_for = _for_types(compiled).compile
 
     def compile_in_turn(signature: Any) -> Any:
         try:
-            # A ninth of compiling would be looks at all that the process has imported.
+            # Garbage collection would take a ninth of the compile time, because it visits all imported objects.
             with collector_paused():
                 return compile_for(signature)
         finally:
@@ -182,10 +181,10 @@ def _kept(compiled: Any) -> Any:
 
 
 def _for_types(compiled: Any) -> Any:
-    """Let a function be compiled for types of arguments alone, not for literals.
+    """Compile a function for types of arguments, never for literals.
 
-    A variable that begins with a literal has its type for one round of type inference, and numba compiled whatever it
-    is given to for that, too.
+    A variable that is initialized with a literal has a literal type for one round of type inference. numba would
+    compile each function that receives it for that type too.
     """
     compile_for = compiled.compile
 
@@ -209,11 +208,11 @@ def _pointer(_typing: Any, array: Any) -> Any:
 
 
 pointer: Any = intrinsic(_pointer)
-"""``pointer(array)``: first element of a contiguous array, to be indexed in C's order by a kernel that holds the array.
+"""``pointer(array)``: pointer to the first element of a contiguous array, which the kernel must hold.
 
-A pointer is neither counted, which in an inlined function can take longer than its work, nor are indices
-tested for those that count from the end.
+Pointers are indexed in C order. They have no reference count, which in an inlined function can take longer than its
+work, and their indices are not checked for negative values.
 """
 
 int64: Any = np.int64
-"""Widens a narrower number."""
+"""Convert a narrower integer to 64 bits."""

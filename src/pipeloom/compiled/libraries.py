@@ -1,8 +1,8 @@
-"""How much of a compiled function is made when: a callee is machine code only within the kernels that contain it.
+"""Compile callees only as far as linking needs.
 
-numba optimises every function together with all that it calls, makes machine code of it, and does so again with
-whoever calls it. Of functions that only kernels call, nobody ever runs that code. So here a callee is linked, and it
-is the kernel that is optimised and made machine code.
+numba optimizes every function together with all functions that it calls, generates machine code, and repeats this for
+every caller. Functions that only kernels call never run by themselves. So here a callee is only linked, and only the
+kernel is optimized and translated to machine code.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numba.core.compiler import Compiler, Flags
 
 
 class _Library(JITCodeLibrary):
-    """Code whose functions are optimised with the module that they end up in, and not one by one before."""
+    """A library whose functions are optimized with the final module, not one by one before."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
 
 class _KernelLibrary(_Library):
-    """Code of a kernel that counts no references: nothing is to be tidied up for the sake of pruning those."""
+    """Library of a kernel without reference counts: the passes that prune reference counts are skipped."""
 
     def _optimize_final_module(self) -> None:
         passes, builder = self._codegen._module_pass_manager()  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class _KernelLibrary(_Library):
 
 
 class _CalleeLibrary(_Library):
-    """Code that is linked only."""
+    """A library that is only linked."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -41,16 +41,16 @@ class _CalleeLibrary(_Library):
 
 
 def _no_executable(_library: Any, description: Any, environment: Any) -> Any:
-    """What stands for the function inside numba, in place of what Python could call."""
+    """Return a placeholder in numba for the function that Python could call."""
     name = description.qualname.split(".")[-1]
     return _dynfunc.make_function(description.lookup_module(), name, "only linked", 0, environment, ())
 
 
 class _Flags(Flags):
-    """numba's flags, compared without asking for every option.
+    """numba's flags with a fast comparison.
 
-    For each call inside a function, numba looks up what it has compiled by the flags of that function too: a fifth of
-    all compiling was comparing these.
+    For each call in a function, numba looks up compiled code by the flags of the callee. Comparing flags option by
+    option took a fifth of the compile time.
     """
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class _Flags(Flags):
 
 
 _DEFAULTS: dict[str, Any] = Flags().values()  # type: ignore[no-untyped-call]
-# Of the options' names, and so the same for all.
+# The hash of the option names, which is the same for all flags.
 _FLAGS_HASH = hash(Flags())  # type: ignore[no-untyped-call]
 
 
@@ -80,7 +80,7 @@ class CalleeCompiler(_Compiler):
     """Compiles a function that only compiled functions call."""
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
-        """Compile as far as it takes to link it."""
+        """Compile as far as linking needs."""
         target = self.state.targetctx
         self.state.targetctx = target.subtarget(get_executable=_no_executable)
         self.state.library = _CalleeLibrary(target.codegen(), func.__qualname__)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class KernelCompiler(_Compiler):
     """Compiles a function that Python calls."""
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
-        """Compile, and give what was linked the environments that numba gives to code that can be called."""
+        """Compile, and set the environments of linked callees, which numba does only for functions with code."""
         codegen = self.state.targetctx.codegen()
         if not self.state.flags.nrt:
             self.state.library = _KernelLibrary(codegen, func.__qualname__)  # type: ignore[no-untyped-call]

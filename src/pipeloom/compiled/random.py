@@ -1,4 +1,4 @@
-"""Random numbers inside compiled code: one generator, xorshift64*, whose state is the only entry of an array."""
+"""Random numbers in compiled code: one xorshift64* generator. Its state is an array of one entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def _step(state: Array) -> Any:
-    """Advance ``state[0]``, which is not 0, and scramble it to 64 bits, of which the highest are the best."""
+    """Advance ``state[0]``, which must not be 0, and return 64 scrambled bits. The highest bits are the best."""
     x = state[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -25,29 +25,29 @@ def _step(state: Array) -> Any:
 
 @kernel
 def draw(state: Array) -> Any:
-    """Next of the sequence, as 62 bits."""
+    """Return the next number, 62 bits."""
     return np.int64(_step(state) >> np.uint64(2))
 
 
 @kernel
 def draw31(state: Array) -> Any:
-    """Next of the sequence, as 31 bits."""
+    """Return the next number, 31 bits."""
     return np.int64(_step(state) >> np.uint64(33))
 
 
 @kernel
 def below(state: Array, limit: int) -> int:
-    """A number from 0 to ``limit - 1``."""
+    """Return a number from 0 to ``limit - 1``."""
     return int(draw31(state) % limit)
 
 
 @kernel
 def uniform(state: Array) -> Any:
-    """A number in (0, 1), of 31 bits."""
+    """Return a number in (0, 1), 31 bits."""
     return (draw31(state) + 0.5) / 2147483648.0
 
 
 @kernel
 def fraction(state: Array) -> Any:
-    """A number in (0, 1], of 52 bits."""
+    """Return a number in (0, 1], 52 bits."""
     return (draw(state) % (1 << 52) + 1) / (1 << 52)

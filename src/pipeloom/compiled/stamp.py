@@ -1,9 +1,9 @@
-"""Which source files a compiled function is made from, and a digest of them.
+"""Find the source files of a compiled function, and a digest of them.
 
-A compiled function contains the compiled functions that it calls, and the constants that it reads, from whatever file
-they are. So its files are its own, those that its file imports from this project, and further those that these import,
-as far as they hold compiled code themselves. Imports are read by a pattern, which takes a tenth of the time of parsing;
-every name must be imported from the place that has it, or from an ``__init__.py`` that does so, be it only for type
+A compiled function contains the compiled functions that it calls and the constants that it reads, from any file. So its
+files are its own file, the files of this project that this file imports, and recursively the imports of those that
+contain compiled code. A regular expression finds the imports, ten times faster than a parser. Every name must be
+imported from the file that defines it, or from an ``__init__.py`` that imports it from there, if only for type
 checkers.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-"""Folder of the project's package."""
+"""Folder of the package ``pipeloom``."""
 _ALWAYS = sorted(Path(__file__).parent.glob("*.py"))
 _HERE = f"{ROOT.name}.{Path(__file__).parent.name}"
 _IMPORT = re.compile(
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"#.*")
 
 
 class Source(NamedTuple):
-    """What is known of a file: a digest of its contents, the (module, name) that it imports, and its compiled code."""
+    """Digest of a file's contents, the (module, name) pairs that it imports, and whether it has compiled code."""
 
     digest: bytes
     imports: tuple[tuple[str, str], ...]
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
 @cache
 def stamp(file: Path) -> str:
-    """Digest of all files that the compiled functions in ``file`` are made from; see `files_of`."""
+    """Return a digest of all files that the compiled functions in ``file`` are made from, see `files_of`."""
     hasher = hashlib.sha256()
     for used in files_of(file):
         hasher.update(read(used).digest)
@@ -43,7 +43,7 @@ def stamp(file: Path) -> str:
 
 
 def files_of(file: Path) -> list[Path]:
-    """Files that the compiled functions in ``file`` are made from: always this package, too; sorted."""
+    """Return the files that the compiled functions in ``file`` are made from, sorted. They include this package."""
     found = {file, *_ALWAYS}
     left = [file]
     while left:
@@ -58,7 +58,7 @@ def files_of(file: Path) -> list[Path]:
 
 @cache
 def read(file: Path) -> Source:
-    """Look into a file once: a change after its import must not count."""
+    """Read a file once. Later changes do not count, because the code was imported before."""
     content = file.read_bytes()
     imports = []
     for module, block, line, whole in _IMPORT.findall(content.decode()):
@@ -71,7 +71,7 @@ def read(file: Path) -> Source:
 
 @cache
 def _home(module: str, name: str) -> Path | None:
-    """File that a name of a module comes from; None where it is no file of the project."""
+    """Return the file that defines a name of a module; None if it is not in this project."""
     place = ROOT.joinpath(*module.split(".")[1:])
     file = place.with_suffix(".py")
     if file.is_file():

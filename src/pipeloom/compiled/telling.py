@@ -1,4 +1,4 @@
-"""Tell before functions are compiled, which may take long, and which who runs a command should know."""
+"""Call a function before numba compiles anything, so that a command can print that compiling takes long."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from numba.core import event
 
 
-class _First(event.Listener):
+class _FirstCompilation(event.Listener):
     def __init__(self, tell: Callable[[], None]) -> None:
-        self.tell, self.told = tell, False
+        self.tell, self.called = tell, False
 
     def on_start(self, _event: Any) -> None:
-        if not self.told:
-            self.told = True
+        if not self.called:
+            self.called = True
             self.tell()
 
     def on_end(self, _event: Any) -> None:
@@ -23,6 +23,6 @@ class _First(event.Listener):
 
 
 def before_compiling(tell: Callable[[], None]) -> AbstractContextManager[None]:
-    """A context in which ``tell`` is called once, when the first function is not in the cache and must be compiled."""
-    listening: AbstractContextManager[None] = event.install_listener("numba:compile", _First(tell))
+    """Return a context in which ``tell`` is called once, when a function is not in the cache and must be compiled."""
+    listening: AbstractContextManager[None] = event.install_listener("numba:compile", _FirstCompilation(tell))
     return listening

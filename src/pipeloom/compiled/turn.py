@@ -1,7 +1,7 @@
-"""One process at a time compiles a kernel; the others wait, and load what it has written.
+"""Let one process compile a kernel while the others wait, and then load the result.
 
-The lock is one of the operating system on a file beside the cached code, so it ends with the process that holds it,
-however that ends. Where files cannot be locked or written, everybody compiles.
+The lock is an operating system lock on a file beside the cached code, so it ends with its process. If files cannot be
+locked or written, every process compiles.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ except ImportError:  # no such locks on this system
     fcntl = None  # type: ignore[assignment]
 
 LONGEST_S = 300.0
-"""Who has waited so long for another process compiles too: it may have been stopped. A kernel takes a few seconds."""
+"""Timeout of waiting for another process, which may have been stopped. A kernel compiles in a few seconds."""
 _PAUSE_S = 0.02
 
 
 class Turn:
-    """A kernel's turn to be compiled.
+    """Lock of one kernel's compilation.
 
     Parameters
     ----------
     file : Path
-        The file that is locked; it is created, and stays.
+        Lock file. It is created, and not deleted.
     longest_s : float
-        Seconds to wait, at most.
+        Seconds to wait at most.
     """
 
     def __init__(self, file: Path, longest_s: float = LONGEST_S) -> None:
@@ -37,11 +37,11 @@ class Turn:
 
     @property
     def taken(self) -> bool:
-        """Whether this process has the turn."""
+        """Whether this process holds the lock."""
         return self._descriptor is not None
 
     def take(self) -> None:
-        """Wait until no other process has the turn, or for long enough."""
+        """Acquire the lock, or return after the timeout."""
         if self.taken or fcntl is None:
             return
         try:
@@ -65,9 +65,9 @@ class Turn:
             return
 
     def end(self) -> None:
-        """Let the next one have it; nothing where this process does not have it."""
+        """Release the lock, if this process holds it."""
         if self._descriptor is not None:
-            # Said, since a process that was forked meanwhile has the file open too.
+            # Unlock explicitly, because a forked process may have the file open too.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None

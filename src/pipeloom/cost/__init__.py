@@ -1,4 +1,4 @@
-"""CostModel: seconds and bytes of a chunk, from a measured profile or the emulator."""
+"""`CostModel`: seconds and bytes of chunks, from a measured profile or the emulator."""
 
 from pipeloom.cost.correction import Correction, fit_link, host_link, slowness_of
 from pipeloom.cost.model import (

@@ -1,4 +1,4 @@
-"""Correction: what measured iterations say about predicted costs."""
+"""`Correction`: adjusts predicted costs to measured iterations."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from pipeloom.errors import InputError
 from pipeloom.spec import HostLink, RankSpec
 
 _MOST_SIZES = 8
-# A measured rate of nothing stands for a link that no message of this size could fill.
+# A measured rate of 0 means that no message of this size filled the link.
 _LEAST_S_PER_BYTE = 1e-15
 _LEAST_S = 1e-9
 
 Line = tuple[float, float]
-"""A link: seconds of an empty message, and seconds per byte."""
+"""Seconds of an empty message over a link, and seconds per byte."""
 
 
 class Slowed(Protocol):
-    """What says how slow ranks are: a correction, or costs that were corrected by it."""
+    """Protocol of corrections and of corrected costs."""
 
     @property
     def slowness(self) -> Sequence[float]:
-        """Per rank, how many times longer it computes than most; beyond its end 1, so that empty says: all alike."""
+        """Compute time of each rank relative to most ranks; 1 for ranks beyond its end."""
         ...
 
 
 def slowness_of(slowed: Slowed, rank: int) -> float:
-    """How many times longer a rank computes than most."""
+    """Return the compute time of a rank relative to most ranks."""
     return slowed.slowness[rank] if rank < len(slowed.slowness) else 1.0
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Corrections of a cost model, learned while training ran.
+    """Corrections of a cost model, learned during training.
 
     Attributes
     ----------
     modules : dict
-        Per module, measured over predicted seconds of (forward, backward). Absent means 1.
+        Measured over predicted seconds of (forward, backward) by module; 1 if absent.
     link : (float, float) or None
-        Measured seconds of an empty message between two ranks, and seconds per byte; None: nothing was measured
-        yet, and the cluster's own link holds.
+        Measured seconds of an empty message between two ranks, and seconds per byte. None: not measured yet; the
+        cluster's link applies.
     hosts : tuple of int
-        Number of the host of every pipeline rank where they are on several; empty: as the cluster says.
+        Host number of every pipeline rank, if they are on several hosts. Empty: as in the cluster.
     links : tuple of HostLink
-        What was measured of links by the hosts of their ends, in place of the cluster's own.
+        Measured links between hosts, which replace the cluster's.
     slowness : tuple of float
-        Per pipeline rank, how many times longer it computes than the modules' factors say; beyond its end 1.
+        Compute time of each pipeline rank relative to the modules' factors. Ranks beyond its end have 1.
     """
 
     modules: dict[str, tuple[Factor, Factor]] = {}
@@ -61,7 +61,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     links: tuple[HostLink, ...] = ()
 
     def corrected(self, rank: RankSpec) -> RankSpec:
-        """A cluster's ranks with the links that were measured."""
+        """Return a cluster's ranks with the measured links."""
         changes: dict[str, object] = {}
         if self.link is not None:
             latency_s, s_per_byte = self.link
@@ -74,7 +74,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(rank, **changes) if changes else rank
 
     def towards(self, lines: Mapping[tuple[int, int] | None, Line], rate: float = 1.0) -> Correction:
-        """Move links towards what was found of some, by the hosts of their ends; None: the one for all pairs."""
+        """Move links toward measured lines by the fraction ``rate``.
+
+        Keys of ``lines`` are the hosts of a link; None is the link of all other pairs.
+        """
         links = {link.hosts: link for link in self.links}
         link = self.link
         for pair, line in lines.items():
@@ -85,11 +88,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, link=link, links=tuple(links[pair] for pair in sorted(links)))
 
     def of_ranks(self, num_ranks: int) -> tuple[float, ...]:
-        """The slowness of so many ranks."""
+        """Return the slowness of ``num_ranks`` ranks."""
         return tuple(slowness_of(self, rank) for rank in range(num_ranks))
 
     def __post_init__(self) -> None:
-        """Refuse factors and links that cannot be."""
         for name, pair in self.modules.items():
             if not all(0 < factor < float("inf") for factor in pair):
                 raise InputError(f"correction.modules[{name!r}]", f"{pair} are not positive and finite")
@@ -106,22 +108,22 @@ def _towards(old: Line | None, new: Line, rate: float) -> Line:
 
 
 def host_link(hosts: tuple[int, int], line: Line) -> HostLink:
-    """A link between hosts from seconds of an empty message and seconds per byte."""
+    """Return a link between hosts from seconds of an empty message and seconds per byte."""
     return HostLink(hosts, 1.0 / max(line[1], _LEAST_S_PER_BYTE), line[0])
 
 
 def fit_link(messages: Sequence[tuple[int, float]]) -> Line | None:
-    """Fit a link to messages: (bytes, seconds under way) to seconds of an empty one, and seconds per byte.
+    """Fit a link to messages of (bytes, seconds): return seconds of an empty message and seconds per byte.
 
-    Of the lines through the medians of any two sizes, level ones and those without latency included, the one that
-    is least off: messages that were held up by something else do not bend it. Off is the logarithm of the ratio, for
-    which twice as long is as far as half as long; relative errors would favour lines that are too quick. None where
-    there is no message.
+    Candidates are the lines through the medians of any two sizes, including lines of constant time and lines without
+    latency. The result is the one with the smallest total error, so delayed messages do not bend it. The error is the
+    absolute logarithm of the ratio, because relative errors would favor lines that are too fast. Return None if there
+    are no messages.
     """
     if not messages:
         return None
     size, seconds = (np.array(column, dtype=float) for column in zip(*sorted(messages), strict=True))
-    # Sizes in the order of magnitude of one another count as one.
+    # Sizes of similar magnitude count as one.
     groups = np.array_split(np.arange(len(size)), min(_MOST_SIZES, len(np.unique(size))))
     points = [(float(np.median(size[group])), float(np.median(seconds[group]))) for group in groups]
     lines = [(slow, 0.0) for _, slow in points] + [(0.0, slow / large) for large, slow in points if large]

@@ -1,4 +1,4 @@
-"""Costs from the emulator: any chunk of a described model, on hardware that need not be at hand."""
+"""Costs from the emulator: any chunk of a described model, on hardware that need not be present."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _KEEP = ChunkStrategy("keep")
 
 
 _Shape = tuple[tuple[int, int], ...]
-"""A chunk as runs of equal layers: which (by the identity of its template) and how many."""
+"""A chunk as runs of equal layers: the identity of their template, and their number."""
 
 
 class EmulatedCosts:
-    """A `CostModel` whose answers are emulated operator by operator.
+    """`CostModel` that emulates each operator.
 
     Parameters
     ----------
@@ -63,15 +63,15 @@ class EmulatedCosts:
     strategies : sequence of ChunkStrategy or their texts
         Candidates of every chunk, the base first.
     split : bool
-        Whether costs of split backwards (I and W) are wanted; without them answers take half the time.
+        Whether to compute costs of split backwards (I and W). Without them, computing costs takes half the time.
     ladder : Ladder, optional
-        Offer mixtures in which each layer of a chunk has a strategy of its own (`pipeloom.cost.mixtures`), in place of
-        ``strategies``; keeping everything comes first.
+        If present, offer mixtures in which each layer of a chunk has its own strategy (`pipeloom.cost.mixtures`)
+        instead of ``strategies``, with ``keep`` first.
 
     Notes
     -----
-    Tensor-parallel peers are one rank here, so bytes are those of one device. A chunk's durations are those on
-    idle devices, until every device is idle again.
+    Tensor-parallel peers are one rank here, so bytes are those of one device. A chunk's durations are those on idle
+    devices, until every device is idle again.
     """
 
     def __init__(
@@ -113,28 +113,28 @@ class EmulatedCosts:
 
     @property
     def num_tensor(self) -> int:
-        """Devices that share a layer."""
+        """Number of devices that share a layer."""
         return self.placement.degrees.tensor
 
     @functools.cached_property
     def undivided(self) -> EmulatedCosts:
-        """The same costs of layers that lie whole on a device; experts too."""
+        """The same costs of whole layers on one device, experts included."""
         alone = msgspec.structs.replace(self.placement.degrees, tensor=1, expert=1)
         ladder, split = self.ladder, self.split_backward
         return type(self)(self.architecture, self.cluster, alone, self.strategies, split=split, ladder=ladder)
 
     def uncorrected(self) -> EmulatedCosts:
-        """Return these costs: what is emulated is not corrected."""
+        """Return these costs, because emulated costs have no corrections."""
         return self
 
     def corrected(self, correction: Correction) -> EmulatedCosts:
-        """Refuse a correction: what was measured corrects measured costs."""
+        """Raise `InputError` for a correction: only measured costs are corrected."""
         if correction != Correction():
-            raise InputError("correction", "of emulated costs", "recalibrate the device table instead")
+            raise InputError("correction", "does not apply to emulated costs", "recalibrate the device table instead")
         return self
 
     def whole_backwards(self) -> EmulatedCosts:
-        """Return the same costs without the halves of backwards."""
+        """Return the same costs without split backwards."""
         if not self.split_backward:
             return self
         whole = copy(self)
@@ -163,7 +163,7 @@ class EmulatedCosts:
         return self._stages[key]
 
     def _shape(self, chunk: Chunk) -> _Shape:
-        """What chunks of the same layers have in common, wherever in the module they lie."""
+        """Return the key of chunks with equal layers, at any position in the module."""
         where = (chunk.module, chunk.layers)
         if where not in self._shapes:
             runs = itertools.groupby(self._chunk(chunk), key=id)
@@ -171,9 +171,9 @@ class EmulatedCosts:
         return self._shapes[where]
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk on a workload, one per strategy, the base first.
+        """Return the costs of a chunk on a workload, one per strategy, the base first.
 
-        Remembered, for all chunks of the same layers.
+        The results are cached for all chunks with equal layers.
         """
         key = (self._shape(chunk), workload)
         known = self._known.get(key)
@@ -185,7 +185,7 @@ class EmulatedCosts:
         return known
 
     def _settings(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs under each of the strategies, copies to the host and back inside the chunk's own passes."""
+        """Return the costs under each strategy. Copies to and from the host are part of the chunk's passes."""
         found = []
         for strategy in self.strategies:
             stage = self._stage(chunk, strategy)
@@ -194,7 +194,7 @@ class EmulatedCosts:
         return tuple(found)
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a ladder of mixtures: of keeping everything, and what each layer's strategy adds to its backward."""
+        """Return the costs of a ladder of mixtures: those of ``keep``, and the time that each layer's strategy adds."""
         assert self.ladder is not None
         found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
         keep = self._stage(chunk).cost(workload, self._parts)
@@ -205,7 +205,7 @@ class EmulatedCosts:
         return tuple(known[row] for row in rows)
 
     def _offered(self, found: Mixtures) -> list[int]:
-        """Mixtures that a chunk is offered; keeping everything comes first."""
+        """Return the mixtures that a chunk is offered, with ``keep`` first."""
         assert self.ladder is not None
         return ladder(found, *self.ladder)
 
@@ -218,19 +218,19 @@ class EmulatedCosts:
         return self._options[key]
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Bytes of the chunk's output on one device."""
+        """Return the bytes of the chunk's output on one device."""
         return self._chunk(chunk)[-1].on(workload).output_bytes
 
     def stream_bytes(self, stream: str, workload: Workload) -> int:
-        """Bytes of a stream, on one device, whose emitting layer has this workload."""
+        """Return the bytes on one device of a stream whose emitting layer has this workload."""
         return self._streams[stream].on(workload).output_bytes
 
     def link_between(self, first: int, second: int) -> int:
-        """Number of the link between two ranks: 0 the slowest between neighbours, 1 the one inside a node."""
+        """Return the number of the link between two ranks: 0 is the slowest between neighbors, 1 is inside a node."""
         return int(self.placement.pipeline_link(first, second) != self._slowest)
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
-        """Seconds that a message takes over a link between pipeline ranks."""
+        """Return the seconds of a message over a link between pipeline ranks."""
         if (num_bytes, link) not in self._transfers:
             if len(self._transfers) >= CACHE_SIZE:
                 self._transfers.clear()
@@ -239,28 +239,28 @@ class EmulatedCosts:
         return self._transfers[num_bytes, link]
 
     def static_bytes(self, chunk: Chunk) -> int:
-        """Bytes of the chunk's weights, gradients and optimiser state on one device."""
+        """Return the bytes of the chunk's weights, gradients and optimizer state on one device."""
         return static_bytes(self._chunk(chunk), self.placement.degrees)
 
     def update_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of an iteration's end on a rank: gradients reduced over replicas, weights updated and gathered."""
+        """Return the seconds at a rank's end of an iteration: gradients are reduced, weights updated and gathered."""
         layers = [layer for chunk in chunks for layer in self._chunk(chunk)]
         return update_ps(layers, self.placement) / PS_PER_S
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass uses beyond what it takes in, holds and hands on, under all strategies but offloading."""
-        return self._workspace_bytes(chunk, workload, self._staying or self.strategies)
+        """Return the peak bytes of a pass beyond inputs, outputs and held tensors, without offloading."""
+        return self._workspace_bytes(chunk, workload, self._without_offload or self.strategies)
 
     def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """What it uses more under any strategy, with room for what is on its way to the host and back."""
-        if not self._staying:
+        """Return the additional peak bytes under any strategy, with staging buffers for copies to and from the host."""
+        if not self._without_offload:
             return 0
         more = self._workspace_bytes(chunk, workload, self.strategies) - self.workspace_bytes(chunk, workload)
         moving = self.ladder is not None and self.ladder.offloading > 0
         return more + (staging_bytes(self._chunk(chunk), workload) if moving else 0)
 
     @property
-    def _staying(self) -> tuple[ChunkStrategy, ...]:
+    def _without_offload(self) -> tuple[ChunkStrategy, ...]:
         """Strategies that do not offload."""
         return tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
 
@@ -270,7 +270,7 @@ class EmulatedCosts:
         return max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or strategies)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
-        """Operations of the forward's products on all tensor- and context-parallel devices together."""
+        """Return the forward's matrix operations on all tensor- and context-parallel devices together."""
         peers = self.placement.degrees.tensor * self.placement.degrees.context
         return self._stage(chunk).model_flops(workload) * peers
 
@@ -296,7 +296,7 @@ class EmulatedCosts:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The planner's view of the model; shapes are those of the whole activation."""
+        """The planner's view of the model. Shapes are those of whole activations."""
         modules = []
         alone = Placement(self.cluster, Degrees())
         for module in self.architecture.modules:
@@ -318,11 +318,11 @@ class EmulatedCosts:
 
 
 def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float]) -> StrategyCost:
-    """Cost of one mixture, from that of the chunk that keeps everything; its ``amounts`` without the forward's."""
+    """Return the cost of one mixture from the cost of the chunk under ``keep``. ``amounts`` has no forward time."""
     backward, held, host, copy_out, copy_in = amounts
     again = round(backward - found.base[BACKWARD])
-    # Copies are on lanes of their own. What a forward computes depends on nothing that it keeps; what is made again is
-    # made where gradients of the inputs are, and by the second half of a split backward all is there.
+    # Copies are on separate lanes. The forward's computation does not depend on what it keeps. Tensors are
+    # recomputed with the input gradients, so in the second half of a split backward all exist.
     duration = dict(keep.duration_ps)
     duration["F"] = max(duration["F"], round(copy_out))
     for part in ("B", "I"):
@@ -350,7 +350,7 @@ def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> Strat
 
 
 def _kind(layer: Layer, number: int, taken: Collection[str]) -> str:
-    """Name of a layer's kind: blocks are numbered, since a module may have several sorts of them."""
+    """Return the name of a layer's kind. Blocks are numbered, since a module may have several kinds of them."""
     plain = (
         "block"
         if isinstance(layer, ResidualLayer | PredictionLayer)
@@ -367,7 +367,7 @@ def _stream_shape(layer: Layer, placement: Placement) -> TensorShape:
 
 
 def _shape(layer: LayerTemplate) -> TensorShape:
-    """Output as tokens x width; where rows are a part of the tokens (merged patches) the width is too."""
+    """Return the output as tokens x width. If rows are a part of the tokens (merged patches), the width is too."""
     share = layer.output_rows.tokens
     width = round(layer.output_width * share) if share else int(layer.output_width)
     return TensorShape(("tokens" if share else "instances", max(1, width)), "bfloat16")

@@ -1,4 +1,4 @@
-"""Costs of single layers from the emulator: a described model as a chain to arrange."""
+"""Costs of single layers from the emulator: a model as a chain of layers to co-optimize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emulated_layers(
     num_microbatches: int = 16,
     strategies: tuple[str, ...] = ("keep",),
 ) -> LayerTable:
-    """Emulate every layer of a language model alone on one microbatch.
+    """Emulate each layer of a language model by itself on one microbatch.
 
     Parameters
     ----------
@@ -30,39 +30,33 @@ def emulated_layers(
     degrees : Degrees
         ``pipeline`` is the number of ranks.
     tokens, sequences : int
-        Length of a sequence, and sequences of a microbatch.
-    num_microbatches : int
+        Length of a sequence, and number of sequences of a microbatch.
     strategies : tuple of str
         Candidates of every layer, the base first.
 
     Raises
     ------
     InputError
-        The model is not one language module.
+        If the model is not a single language module.
     """
     costs = EmulatedCosts(architecture, cluster, degrees, strategies)
     if tokens < 1 or sequences < 1:
-        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are none", "use at least one")
+        raise InputError("tokens", f"{sequences} sequences of {tokens} tokens are empty", "use at least one")
     modules = costs.architecture.modules
     if len(modules) != 1:
         names = ", ".join(module.name for module in modules)
         raise InputError("model", f"has modules {names}", "arrange takes a chain: one language module")
     name = modules[0].name
     work = Workload((tokens,) * sequences)
-    num = sum(getattr(layer, "count", 1) for layer in modules[0].layers)
-    kinds = [
-        type(layer).__name__.removesuffix("Layer").lower()
-        for layer in modules[0].layers
-        for _ in range(getattr(layer, "count", 1))
-    ]
+    kinds = [type(layer).__name__.removesuffix("Layer").lower() for layer in modules[0].flat_layers]
     layers = []
-    for i in range(num):
+    for i, kind in enumerate(kinds):
         chunk = Chunk(name, (i, i), 0)
         options = costs.chunk_costs(chunk, work)
         base = options[0]
         layers.append(
             LayerCost(
-                _name(kinds[i], i),
+                _name(kind, i),
                 base.forward_s,
                 base.activation_bytes,
                 0,
@@ -72,7 +66,7 @@ def emulated_layers(
                 update_s=costs.update_s((chunk,)),
             )
         )
-    middle = Chunk(name, (num // 2, num // 2), 0)
+    middle = Chunk(name, (len(kinds) // 2, len(kinds) // 2), 0)
     size = costs.boundary_bytes(middle, work)
     title = f"{costs.architecture.name}, {tokens} tokens, tp {degrees.tensor}"
     return LayerTable(title, degrees.pipeline, num_microbatches, costs.transfer_s(size), size, tuple(layers))

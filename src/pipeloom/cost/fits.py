@@ -1,4 +1,4 @@
-"""Fits over the features of workloads: seconds, which are noisy, and bytes, which are exact sums."""
+"""Fits over features of workloads: seconds, which are noisy, and bytes, which are exact sums."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pipeloom.spec import Workload
 FloatArray = npt.NDArray[np.float64]
 
 Coefficients = tuple[float, ...]
-"""Of one, instances, tokens, token pairs; then, of every module that feeds it, instances and tokens given. Those that
-are missing are 0."""
+"""Coefficients of: one, instances, tokens, token pairs; then, for each module that feeds it, instances and tokens from
+that module. Missing ones are 0."""
 
 _TOKENS, _PAIRS = 2, 3
 _WHOLE = 1e-9
-"""Relative: bytes that are fitted so well are fitted exactly."""
+"""Relative error below which a fit of bytes counts as exact."""
 _MOST_FEATURES = 5
-"""Of an exact sum."""
+"""Largest number of features of an exact sum."""
 
 
 def workload_features(workload: Workload) -> Coefficients:
-    """What costs are sums over, as `Coefficients` has them."""
+    """Return the features of a workload in the order of `Coefficients`."""
     own = workload.num_instances, workload.num_tokens, workload.num_token_pairs
     return (1.0, *map(float, own), *(float(number) for given in workload.given for number in given))
 
 
 def aligned(rows: Sequence[Sequence[float]], num: int = 0) -> FloatArray:
-    """Coefficients or features under one another, shape (len(rows), at least ``num``); what is missing is 0."""
+    """Stack rows of coefficients or features, shape (len(rows), at least ``num``), padded with 0."""
     out = np.zeros((len(rows), max([num, *map(len, rows)])))
     for line, row in zip(out, rows, strict=True):
         line[: len(row)] = row
@@ -39,21 +39,21 @@ def aligned(rows: Sequence[Sequence[float]], num: int = 0) -> FloatArray:
 
 
 def sum_over(coefficients: FloatArray, features: Coefficients) -> FloatArray:
-    """The sums, shape (num_rows,), of coefficients of shape (num_rows, num_features)."""
+    """Return the sums, shape (num_rows,), of coefficients of shape (num_rows, num_features)."""
     num = min(coefficients.shape[-1], len(features))
     sums: FloatArray = coefficients[:, :num] @ np.array(features[:num])
     return sums
 
 
 def fit_seconds(features: FloatArray, target: FloatArray) -> Coefficients:
-    """Least squares on relative errors with coefficients of at least zero, over what the workload itself has."""
+    """Fit seconds by least squares on relative errors with nonnegative coefficients of the workload's own features."""
     return _nonnegative_fit(features[:, :NUM_OWN_FEATURES], target)
 
 
 def fit_bytes(features: FloatArray, target: FloatArray) -> Coefficients:
-    """Fit bytes: exactly where they are a sum over features, else raised so far that no measurement is above it.
+    """Fit bytes: exactly if they are a sum over features, else so that no measurement exceeds the fit.
 
-    Plans are held to them. Coefficients of an exact fit may be negative: text is what is left of a sequence without
+    Plans use the fit as a limit. Coefficients of an exact fit may be negative: for example, text is a sequence minus
     its images.
     """
     (exact,) = _exact_fits(features, target[:, None])
@@ -61,18 +61,18 @@ def fit_bytes(features: FloatArray, target: FloatArray) -> Coefficients:
 
 
 def fit_most(features: FloatArray, moments: Sequence[Sequence[float]]) -> tuple[Coefficients, ...]:
-    """Fit the most that lives during a computation: the largest of these sums.
+    """Fit the peak bytes of a computation as the largest of several sums.
 
-    Where every workload runs the same operations, bytes after each of them are sums over features, and their maximum
-    is exact at any size: which operation needs most may depend on it. Else, as where operations are run sequence by
-    sequence, it is the most that was measured; where that is no sum either, the worst that was, per token and per pair;
-    and never less than on the smallest workload.
+    If every workload runs the same operations, bytes after each operation are sums over features, and their maximum is
+    exact at any size, even if different operations are the peak. Otherwise, for example if operations run sequence by
+    sequence, fit the measured peak. If that is not a sum either, use the worst measurement per token and per pair. The
+    result is never less than on the smallest workload.
 
     Parameters
     ----------
     features : array, shape (num_workloads, num_features)
     moments : sequence of sequence of float
-        Of every workload, bytes after each operation.
+        Bytes after each operation, for every workload.
     """
     if len({len(row) for row in moments}) == 1:
         fits = _exact_fits(features, np.unique(np.array(moments, dtype=float), axis=1))
@@ -85,8 +85,7 @@ def fit_most(features: FloatArray, moments: Sequence[Sequence[float]]) -> tuple[
     (whole,) = _exact_fits(features, most[:, None])
     if whole is not None:
         return _undominated([(smallest,), whole])
-    # Tokens alone would fall short where a sequence is longer than any that was measured, with pairs where all are
-    # shorter.
+    # Tokens alone would be too low for sequences longer than all measured ones, and pairs for shorter ones.
     covers: list[Coefficients] = [(smallest,)]
     for columns in ([_TOKENS], [_TOKENS, _PAIRS]):
         over = np.zeros(NUM_OWN_FEATURES)
@@ -96,17 +95,17 @@ def fit_most(features: FloatArray, moments: Sequence[Sequence[float]]) -> tuple[
 
 
 def _likely_first(num: int) -> Sequence[int]:
-    """Features in the order in which they are tried: where few workloads were measured, several sums are exact."""
+    """Return features in the order in which they are tried. With few workloads, several sums are exact."""
     if num < NUM_OWN_FEATURES:
         return range(num)
-    # Tokens and a constant, pairs, instances; then tokens that are given, and how many sequences they are.
+    # Tokens and a constant, pairs, instances; then tokens from other modules, and their numbers of sequences.
     return (_TOKENS, 0, _PAIRS, 1, *range(NUM_OWN_FEATURES + 1, num, 2), *range(NUM_OWN_FEATURES, num, 2))
 
 
 def _exact_fits(features: FloatArray, targets: FloatArray) -> list[Coefficients | None]:
-    """Of every column of targets, the sum over fewest features that it is; None: it is none.
+    """Return the exact sum over the fewest features for each column of targets; None if there is none.
 
-    Coefficients below zero count only where there are more workloads than features, so that something confirms them.
+    Negative coefficients are accepted only if there are more workloads than features, so that one confirms them.
     """
     num = features.shape[1]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
@@ -126,14 +125,14 @@ def _exact_fits(features: FloatArray, targets: FloatArray) -> list[Coefficients 
             exact &= (solution >= -bound[missing]).all(axis=0) | (len(np.unique(part, axis=0)) > size)
             for i in np.flatnonzero(exact).tolist():
                 fit = np.zeros(num)
-                # Bytes of a token are whole numbers or simple fractions, as where four patches become one token.
+                # Bytes of a token are integers or simple fractions, for example if four patches become one token.
                 fit[columns] = np.round(solution[:, i] / scale[columns], 6)
                 found[missing[i]] = _coefficients(fit)
     return found
 
 
 def _undominated(fits: Sequence[Coefficients]) -> tuple[Coefficients, ...]:
-    """Those that may be the largest, as no feature is below zero."""
+    """Return the fits that can be the largest, since no feature is negative."""
     rows = np.unique(aligned(fits), axis=0)
     return tuple(
         _coefficients(row)
@@ -143,33 +142,33 @@ def _undominated(fits: Sequence[Coefficients]) -> tuple[Coefficients, ...]:
 
 
 def _covering_fit(features: FloatArray, target: FloatArray) -> Coefficients:
-    """Fit bytes: raised so far that none of the measurements is above it, since plans are held to them.
+    """Fit bytes and scale the fit so that no measurement exceeds it, because plans use it as a limit.
 
-    Measurements of nothing are left out: errors relative to nothing outweigh all others, and a fit of nothing at all,
-    which they would bring about, cannot be raised.
+    Measurements of 0 bytes are excluded: errors relative to 0 would outweigh all others, and a fit of 0 cannot be
+    scaled.
     """
     some = target > 0
     if not some.any():
         return _coefficients(np.zeros(features.shape[1]))
     features, target = features[some], target[some]
     fit = np.array(_nonnegative_fit(features, target))
-    # What takes bytes though all that the fit is of is nothing, as tokens of an empty sequence.
+    # Measurements with bytes although their features are 0, such as tokens of an empty sequence.
     fit[0] += target[features @ fit <= 0].max(initial=0.0)
     fit *= max(1.0, float((target / (features @ fit)).max()))
     return _coefficients(fit)
 
 
 def _nonnegative_fit(features: FloatArray, target: FloatArray) -> Coefficients:
-    """Least squares on relative errors with coefficients of at least zero.
+    """Fit by least squares on relative errors with nonnegative coefficients.
 
-    All subsets of the features are tried: exact, and no solver is needed.
+    All subsets of the features are tried. This is exact and needs no solver.
     """
     num = features.shape[1]
     weight = 1.0 / np.maximum(target, max(float(target.max()) * 1e-3, 1e-12))
     rows, goal = features * weight[:, None], target * weight
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, best_error = np.zeros(num), float(goal @ goal)
-    # Of what is an exact sum, a further feature would fit the rounding, and go astray on other workloads.
+    # For an exact sum, one more feature would fit rounding errors, and extrapolate wrongly.
     exact = 1e-12 * best_error
     for size in range(1, num + 1):
         for subset in itertools.combinations(_likely_first(num), size):
@@ -183,7 +182,7 @@ def _nonnegative_fit(features: FloatArray, target: FloatArray) -> Coefficients:
             candidate[columns] = solution / scale[columns]
             residual = rows @ candidate - goal
             error = float(residual @ residual)
-            # A further feature must earn its place, or noise would be extrapolated.
+            # One more feature must reduce the error clearly, or it would extrapolate noise.
             if error < best_error * (1 - 1e-3):
                 best, best_error = candidate, error
     return _coefficients(best)

@@ -1,4 +1,4 @@
-"""Measured or assumed costs of single layers (`pipeloom.layers/1`), from which a layout is chosen."""
+"""Measured or assumed costs of single layers (`pipeloom.layers/1`), the input of co-optimization."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pipeloom.bounds import Microbatches, NumBytes, Ranks, Seconds
 from pipeloom.errors import InputError, check_count
 
 BYTES_PER_PARAMETER = 2
-"""What ``parameter_bytes`` counts: weights in half precision."""
+"""Bytes of a parameter in ``parameter_bytes``: half precision."""
 ADAM_STATIC_BYTES = 18
-"""Bytes per parameter under mixed-precision Adam: weight, gradient, and three numbers in single precision."""
+"""Bytes per parameter with mixed-precision Adam: weight, gradient, and three numbers in single precision."""
 
 
 class StrategyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One memory strategy as files write it; which of the backward fields are given depends on the pair."""
+    """One memory strategy in a file. Its backward fields depend on the form of the pair."""
 
     strategy: str
     forward_s: Seconds
@@ -30,24 +30,24 @@ class StrategyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One layer on one microbatch: seconds of its forward and backward, bytes it keeps and holds."""
+    """Costs of one layer on one microbatch."""
 
     name: str
     forward_s: Seconds
     activation_bytes: NumBytes
     parameter_bytes: NumBytes
     backward_s: Seconds | None = None
-    """The whole backward, where its parts are not known: such a layer is never split."""
+    """Seconds of the whole backward, if its parts are unknown. Such a layer is never split."""
     backward_input_s: Seconds | None = None
     backward_weight_s: Seconds | None = None
     static_bytes: NumBytes | None = None
-    """Weights, gradients and optimiser state; None: what Adam in mixed precision needs."""
+    """Bytes of weights, gradients and optimizer state; None: those of mixed-precision Adam."""
     candidates: tuple[StrategyEntry, ...] | None = None
     update_s: Seconds = 0.0
-    """What it adds to an iteration's end, after its rank's last task: gradients reduced, weights updated."""
+    """Seconds after the last task of its rank, to reduce gradients and update weights."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers, and a backward that is given twice or not at all."""
+        """Raise `InputError` for impossible numbers, and unless there is exactly one form of the backward."""
         for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "update_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
@@ -59,7 +59,7 @@ class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         whole, parts = self.backward_s is not None, (self.backward_input_s, self.backward_weight_s)
         if whole == any(part is not None for part in parts) or (not whole and None in parts):
             raise InputError(
-                "backward_s", "or both backward_input_s and backward_weight_s must be given", "give either, not both"
+                "backward_s", "or both backward_input_s and backward_weight_s are required", "give either, not both"
             )
 
     @property
@@ -71,27 +71,26 @@ class LayerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def held_bytes(self) -> int:
-        """Weights, gradients and optimiser state, by the default rule where the file does not say."""
+        """Bytes of weights, gradients and optimizer state, with the default."""
         if self.static_bytes is not None:
             return self.static_bytes
         return self.parameter_bytes // BYTES_PER_PARAMETER * ADAM_STATIC_BYTES
 
 
 class LayerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chain of layers with their costs, and the pipeline that they shall run on."""
+    """A chain of layers with their costs, and the pipeline that will run it."""
 
     name: str
     num_ranks: Ranks
     num_microbatches: Microbatches
     boundary_s: Seconds
-    """Seconds that the boundary transfer between two ranks takes."""
+    """Seconds of the boundary transfer between two ranks."""
     boundary_bytes: NumBytes
     layers: tuple[LayerCost, ...]
     memory_capacity_bytes: tuple[NumBytes, ...] | None = None
     format: Literal["pipeloom.layers/1"] = "pipeloom.layers/1"
 
     def __post_init__(self) -> None:
-        """Refuse tables that no pipeline can run."""
         for name in ("num_ranks", "num_microbatches"):
             check_count(name, getattr(self, name))
         if not 0 <= self.boundary_s < float("inf"):

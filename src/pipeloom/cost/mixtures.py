@@ -1,13 +1,14 @@
-"""Mixtures: a chunk's layers under strategies of their own, and which of them are worth offering (`dip.txt` §5.3).
+"""Mixtures: a different memory strategy for each layer of a chunk (`dip.txt` §5.3).
 
-One maker for measured and emulated costs: what a layer may do goes in, and out come the mixtures that no other beats in
-time and bytes, solved exactly (a multiple-choice knapsack): layers that have the same options differ by their place
-alone, so a mixture is how many of them do what.
+Measured and emulated costs both use this module. The input is the options of each layer, and the output is the Pareto
+set of mixtures in time and bytes. It is exact (a multiple-choice knapsack). Layers with equal options differ only by
+their position, so a mixture is how many of them use each option.
 
-Copies to the host and back run beside computation, on a lane for each direction. A chunk's forward takes no less than
-its copies out, its backward no less than its copies in; where either is longer, the rest is in the pair's time. So
-copies of some layers hide under the computation of all layers of their chunk, and never under that of other chunks:
-whatever the order of passes, each brings the lane no more than it can do meanwhile.
+Copies to and from the host overlap with computation, on one lane per direction. A chunk's forward takes at least as
+long as its copies out, and its backward at least as long as its copies in. If the copies are longer, the rest adds to
+the pair's time. So copies of some layers hide behind the computation of all layers of their chunk, and never behind
+that of other chunks. In any order of passes, each pass brings its lane no more copies than the lane can do during the
+pass.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 FORWARD, BACKWARD, HELD, HOST, OUT, IN = range(6)
-"""Columns of `Mixtures.amounts`, as the numbers of a `LayerOption`."""
+"""Columns of `Mixtures.amounts`, in the order of the numbers of a `LayerOption`."""
 MOST_PARTS = 12
-"""More equal layers than this go over to another strategy several at a time."""
+"""If there are more equal layers than this, several of them change their strategy together."""
 LANE_PRICES = (0.0, 0.5, 1.0)
-"""Part of a copy's time that may end up in the pair's: what may be best under one of these stays, until it is known."""
+"""Shares of a copy's time that may add to the pair's time. An option that can be best for one of these is kept until
+the share is known."""
 
 
 class LayerOption(NamedTuple):
@@ -41,44 +43,44 @@ class LayerOption(NamedTuple):
     activation_bytes: float
     host_bytes: float = 0
     copy_out: float = 0.0
-    """Time that copying to the host takes on its lane, where it may run beside computation."""
+    """Time of the copy to the host on its lane, which may overlap with computation."""
     copy_in: float = 0.0
 
 
 class Mixtures(NamedTuple):
-    """Mixtures of a chunk's layers, among them all that no other beats in time and bytes.
+    """Mixtures of a chunk's layers, which include the Pareto set in time and bytes.
 
     Attributes
     ----------
     amounts : array, shape (num_mixtures, 6)
         Sums over the layers.
     times : array, shape (num_mixtures,)
-        Of a forward and a backward, with what copies add.
+        Time of a forward and a backward, with the part of copies that does not overlap.
     groups : tuple of (options, places)
-        Equal layers: what they may do, and their places in the chunk.
-    lean_first : per group a list of int
-        What they may do in the order in which it is given to them: the leanest first, what offloads last.
+        Groups of equal layers: their options, and their positions in the chunk.
+    layer_order : per group a list of int
+        Order in which options are given to the layers: minimum-memory first, offloading last.
     counts : per group an array, shape (num_mixtures, num_options)
-        How many of its layers do what.
+        Number of layers of the group that use each option.
     base : array, shape (6,)
-        Amounts where every layer does what comes first among its options.
+        Amounts if every layer uses its first option.
     front, free_front : array
-        Mixtures that no other beats, leanest first; and those that keep off the host, which no other of these beats.
+        Pareto set of all mixtures, and of those without offloading, by increasing bytes.
     """
 
     amounts: FloatArray
     times: FloatArray
     groups: tuple[tuple[tuple[LayerOption, ...], list[int]], ...]
-    lean_first: tuple[list[int], ...]
+    layer_order: tuple[list[int], ...]
     counts: tuple[IntArray, ...]
     base: FloatArray
     front: IntArray
     free_front: IntArray
 
     def layers(self, number: int) -> tuple[str, ...]:
-        """Strategy of every layer of one mixture: equal ones side by side, the leanest first, the offloaded last."""
+        """Return the strategy of every layer of one mixture. Equal layers use the order of `layer_order`."""
         found = [""] * sum(len(places) for _, places in self.groups)
-        for (options, places), order, counts in zip(self.groups, self.lean_first, self.counts, strict=True):
+        for (options, places), order, counts in zip(self.groups, self.layer_order, self.counts, strict=True):
             names: list[str] = []
             each = counts[number].tolist()
             for i in order:
@@ -89,17 +91,17 @@ class Mixtures(NamedTuple):
 
 
 def mix(layers: Sequence[Sequence[LayerOption]]) -> Mixtures:
-    """Find the mixtures that are worth offering.
+    """Compute the Pareto set of mixtures.
 
     Parameters
     ----------
     layers : sequence of sequence of LayerOption
-        What each layer may do, in order; equal layers have equal options.
+        Options of each layer, in order. Equal layers have equal options.
 
     Raises
     ------
     InputError
-        No layers, or one without options.
+        If there are no layers, or one has no options.
     """
     if not layers or not all(layers):
         raise InputError("layers", "is empty or has a layer without options")
@@ -112,35 +114,35 @@ def mix(layers: Sequence[Sequence[LayerOption]]) -> Mixtures:
     for options, places in groups.items():
         counts = _shares(len(places), len(options))
         table = np.array([option[1:] for option in options], np.float64)
-        mine, base = counts.astype(np.float64) @ table, base + len(places) * table[0]
+        own, base = counts.astype(np.float64) @ table, base + len(places) * table[0]
         if not picked:
-            amounts = mine
+            amounts = own
             picked = [counts]
             continue
-        best = _promising(amounts)
-        amounts = (amounts[best, None, :] + mine).reshape(-1, len(_NOTHING[0]))
+        best = _candidate_rows(amounts)
+        amounts = (amounts[best, None, :] + own).reshape(-1, len(_NOTHING[0]))
         picked = [np.repeat(rows[best], len(counts), axis=0) for rows in picked] + [np.tile(counts, (len(best), 1))]
     times = pass_times(amounts).sum(axis=1)
     free = _front(amounts, times, amounts[:, HOST] == 0)
     front = _front(amounts, times) if amounts[:, HOST].any() else free
-    lean_first = tuple(
+    layer_order = tuple(
         sorted(range(len(options)), key=lambda i: (options[i].host_bytes > 0, options[i].activation_bytes))
         for options in groups
     )
-    return Mixtures(amounts, times, tuple(groups.items()), lean_first, tuple(picked), base, front, free)
+    return Mixtures(amounts, times, tuple(groups.items()), layer_order, tuple(picked), base, front, free)
 
 
 _NOTHING: FloatArray = np.zeros((1, 6))
 
 
 def pass_times(amounts: FloatArray) -> FloatArray:
-    """Times of the forward and of the backward, shape (num_mixtures, 2): no shorter than what their lanes copy."""
+    """Return the times of the forward and of the backward, shape (num_mixtures, 2), at least those of their copies."""
     found: FloatArray = np.maximum(amounts[:, : BACKWARD + 1], amounts[:, OUT:])
     return found
 
 
-def _promising(amounts: FloatArray) -> IntArray:
-    """Rows that may be part of a best mixture, whatever the other layers leave of the lanes."""
+def _candidate_rows(amounts: FloatArray) -> IntArray:
+    """Return rows that may be part of a best mixture, for any amounts of the other layers' copies."""
     time, copied = amounts[:, FORWARD] + amounts[:, BACKWARD], amounts[:, OUT] + amounts[:, IN]
     fronts = [_front(amounts, time, amounts[:, HOST] == 0)]
     if copied.any():
@@ -149,7 +151,7 @@ def _promising(amounts: FloatArray) -> IntArray:
 
 
 def _front(amounts: FloatArray, time: FloatArray, among: npt.NDArray[np.bool_] | None = None) -> IntArray:
-    """Rows that no other beats in bytes and time, leanest first; among some of them alone."""
+    """Return the Pareto set of rows in bytes and time, by increasing bytes; only ``among`` some rows if given."""
     held = amounts[:, HELD]
     order: IntArray = np.lexsort((time, held))
     if among is not None:
@@ -162,7 +164,10 @@ def _front(amounts: FloatArray, time: FloatArray, among: npt.NDArray[np.bool_] |
 
 @cache
 def _shares(num_layers: int, num_options: int) -> IntArray:
-    """All ways to deal equal layers to options, shape (num_ways, num_options); large numbers several at a time."""
+    """Return all ways to assign equal layers to options, shape (num_ways, num_options).
+
+    If there are many layers, groups of them change together.
+    """
     parts = min(num_layers, MOST_PARTS)
     ways = [(parts,)] if num_options == 1 else list(_splits(parts, num_options))
     ends = np.cumsum(np.array(ways, np.int64), axis=1)
@@ -178,12 +183,17 @@ def _splits(total: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
-    """The fastest of a front, the leanest, and the fastest in each of ``most - 2`` equal ranges of bytes between.
+    """Return the fastest and the minimum-memory mixture of a front, and the fastest in equal ranges of bytes.
+
+    Parameters
+    ----------
+    most : int
+        Number of mixtures. There are ``most - 2`` ranges.
 
     Raises
     ------
     InputError
-        ``most`` is below 2.
+        If ``most`` is below 2.
     """
     if most < 2:
         raise InputError("candidates", f"{most} is below 2", "the fastest and the leanest are always there")
@@ -201,13 +211,13 @@ def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
 
 
 def ladder(found: Mixtures, num_free: int, num_offloading: int) -> list[int]:
-    """So many mixtures in even steps of bytes, the fastest within each: the same step on every chunk is one setting.
+    """Return mixtures at even steps of bytes, so that the same step is a comparable setting on every chunk.
 
     Returns
     -------
     list of int
-        ``num_free`` that keep off the host, from the fastest to the leanest; then ``num_offloading`` of all, if any
-        offloads. Chunks that have fewer repeat some.
+        ``num_free`` mixtures without offloading, from the fastest to the minimum-memory one; then ``num_offloading`` of
+        all mixtures, if any offloads. Some may be repeated.
     """
     free = _steps(found, found.free_front, _parts(num_free))
     if found.front is found.free_front:
@@ -221,7 +231,10 @@ def _parts(number: int) -> FloatArray:
 
 
 def _steps(found: Mixtures, front: IntArray, parts: FloatArray) -> list[int]:
-    """Per part of the way from the leanest of a front to the fastest off the host: the most that holds no more."""
+    """Return the fastest mixture within each limit of bytes.
+
+    Limits are fractions of the way from the minimum-memory mixture of a front to the fastest without offloading.
+    """
     held = found.amounts[front, HELD]
     top = found.amounts[found.free_front[-1], HELD]
     chosen: list[int] = front[np.searchsorted(held, held[0] + parts * (top - held[0]), "right") - 1].tolist()

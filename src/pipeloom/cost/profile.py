@@ -1,4 +1,4 @@
-"""Costs from layers measured on the machine that trains (PipeTune A.4's way, one fit per kind of layer)."""
+"""Costs of layers measured on the training machine, with one fit per kind of layer (PipeTune A.4)."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ from pipeloom.spec import LayerSpec, Workload
 
 
 class StrategyMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one layer on one workload takes beyond keeping everything and a whole backward; medians, and exact bytes."""
+    """Measurements of one layer on one workload for strategies and split backwards: median seconds and exact bytes."""
 
     input_gradient_s: float
     weight_gradient_s: float
-    """The two halves of a split backward."""
+    """Seconds of the two halves of a split backward."""
     weight_gradient_bytes: int
-    """Held between the two, without the layer's own arguments."""
+    """Bytes held between the two halves, without the layer's own arguments."""
     selective_forward_s: float
     selective_backward_s: float
-    """Its recomputation included."""
+    """Seconds of the backward with its recomputation."""
     selective_bytes: int
-    """Held in between, without the layer's own arguments."""
+    """Bytes held from forward to backward, without the layer's own arguments."""
     offload_s: float
     load_s: float
-    """Moving what is saved, without the layer's own arguments, to the host and back."""
+    """Seconds to move saved tensors, without the layer's own arguments, to the host and back."""
     given_bytes: int
-    """The layer's arguments and its module's context, which are held from forward to backward."""
+    """Bytes of the layer's arguments and its module's context, which are held from forward to backward."""
     unsaved_bytes: int
-    """Those of them that autograd does not save, so that ``activation_bytes`` lacks them."""
+    """Bytes of these that autograd does not save. ``activation_bytes`` does not include them."""
     workspace_bytes: int
-    """Most that its forward or backward uses beyond what is held, its output included."""
+    """Peak bytes of its forward or backward beyond held tensors, output included."""
     forward_workspace_bytes: int | None = None
-    """The same of its forward alone; None: as much."""
+    """The same for its forward alone; None: use ``workspace_bytes``."""
     backward_workspace_bytes: int | None = None
-    """The same of a whole backward alone."""
+    """The same for a whole backward alone."""
     forward_moments: tuple[int, ...] = ()
-    """After each operation of its forward, bytes that live beyond what will be held; none: not noted."""
+    """Bytes after each operation of its forward, beyond those that will be held. Empty: not measured."""
     backward_moments: tuple[int, ...] = ()
-    """The same of a whole backward, beyond what was held."""
+    """The same for a whole backward, beyond those that were held."""
     weight_moments: tuple[int, ...] = ()
-    """The same of the second half of a split one."""
+    """The same for the second half of a split backward."""
 
     def __post_init__(self) -> None:
-        """Refuse what no measurement gives."""
         for name in self.__struct_fields__:
             if not name.endswith("_moments") and getattr(self, name) is not None:
                 check_not_negative(f"measurement.{name}", getattr(self, name))
 
 
 class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each number of `StrategyMeasurement` as a sum over a workload's features; of moments, those that may be most."""
+    """Each number of `StrategyMeasurement` as a sum over a workload's features.
+
+    Moments have several sums; the largest counts.
+    """
 
     input_gradient_s: SecondsCoefficients
     weight_gradient_s: SecondsCoefficients
@@ -77,23 +79,23 @@ class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def forward_most(self) -> tuple[Coefficients, ...]:
-        """What its forward uses beyond what is held: the largest of these sums."""
+        """Sums of which the largest is the peak of its forward beyond held tensors."""
         return self.forward_moments or (self.forward_workspace_bytes or self.workspace_bytes,)
 
     @property
     def backward_most(self) -> tuple[Coefficients, ...]:
-        """The same of a whole backward."""
+        """The same for a whole backward."""
         return self.backward_moments or (self.backward_workspace_bytes or self.workspace_bytes,)
 
     @property
     def half_most(self) -> tuple[Coefficients, ...]:
-        """The same of either half of a split backward, or of anything else that it does."""
+        """The same for either half of a split backward, and for all other passes."""
         every = (*self.forward_moments, *self.backward_moments, *self.weight_moments)
         return every or (self.workspace_bytes,)
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer timed on one workload: medians of repeated runs."""
+    """Measurements of one layer on one workload: medians of repeated runs."""
 
     module: str
     kind: str
@@ -108,11 +110,10 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def workload(self) -> Workload:
-        """What it was timed on."""
+        """Workload of the measurement."""
         return Workload(self.lengths, self.given)
 
     def __post_init__(self) -> None:
-        """Refuse what no measurement gives."""
         for name in ("forward_s", "backward_s", "activation_bytes"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -120,21 +121,21 @@ class LayerMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cost of a kind of layer as a non-negative sum over a workload's features.
+    """Costs of a kind of layer as sums over a workload's features.
 
-    Coefficients are of: one, instances, tokens, token pairs; and of bytes also of what each module that feeds this one
-    gives: instances, tokens. The constant is what a layer costs however small its input; token pairs are attention.
-    Coefficients of bytes may be below zero, their sum is not.
+    Coefficients are of: one, instances, tokens, token pairs. Bytes may also have coefficients of instances and tokens
+    from each module that feeds this one. The constant is the cost of a layer with tiny inputs; token pairs are
+    attention. Coefficients of bytes may be negative, their sum is not.
     """
 
     forward_s: SecondsCoefficients
     backward_s: SecondsCoefficients
     activation_bytes: ByteCoefficients
     strategies: StrategyFit | None = None
-    """None: not measured; then there are ``keep`` and ``recompute``, and whole backwards."""
+    """None: not measured. Then only ``keep``, ``recompute`` and whole backwards are available."""
 
     def of_bytes(self) -> Iterator[tuple[str, Coefficients]]:
-        """Yield the coefficients of every size, with the path of their field."""
+        """Yield path and coefficients of every field of bytes."""
         yield "activation_bytes", self.activation_bytes
         for name in () if self.strategies is None else self.strategies.__struct_fields__:
             value = getattr(self.strategies, name)
@@ -145,19 +146,19 @@ class LayerFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fitted costs of every kind of layer of a model, as measured on one machine."""
+    """Fitted costs of every kind of layer of a model, measured on one machine."""
 
     machine: str
     layers: dict[str, LayerFit]
-    """Key: ``module/kind``."""
+    """Fits by ``module/kind``."""
     typical_s: dict[str, Seconds] = {}
-    """Key as above: seconds of one such layer, forward and backward, on a typical batch; balances layouts."""
+    """Seconds of one layer, forward and backward, on a typical batch, by ``module/kind``. Used to balance layouts."""
     mean_error: Magnitude = 0.0
-    """Mean relative error of forward plus backward on the measurements themselves."""
+    """Mean relative error of forward plus backward on the measurements."""
     format: Literal["pipeloom.profile/1"] = "pipeloom.profile/1"
 
     def load(self, module: str, layer: LayerSpec) -> float:
-        """Seconds of one layer on a typical batch, as layouts are balanced by."""
+        """Return the seconds of one layer on a typical batch, to balance layouts."""
         key = f"{module}/{layer.kind}"
         if key not in self.typical_s:
             raise InputError(f"profile.typical_s[{key!r}]", "is missing", "profile the model on some batches")
@@ -170,7 +171,7 @@ def fit_profile(measurements: list[LayerMeasurement], machine: str) -> Profile:
     Raises
     ------
     InputError
-        When there is nothing to fit.
+        If there are no measurements.
     """
     if not measurements:
         raise InputError("measurements", "is empty", "measure every kind of layer on at least one workload")

@@ -1,4 +1,4 @@
-"""CostModel from a measured profile: what chunks take under every memory strategy, and split backwards."""
+"""`CostModel` from a measured profile, with all memory strategies and split backwards."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from pipeloom.spec import (
     word_strategies,
 )
 
-# Weights, gradients and two moments of Adam, each as large as the weights.
+# Weights, gradients and two moments of Adam, all of one size.
 _STATIC_COPIES = 4.0
 MOST_MIXTURES = 4
-"""Beside the strategies themselves."""
+"""Most mixtures of strategies that a chunk is offered."""
 
 
 def sharded_copies(num_replicas: int, frozen: bool = False) -> float:
-    """How many times a layer's weights a process holds whose replicas hold shards (FSDP2).
+    """Return the memory of a layer, in multiples of its weights, if replicas hold shards (FSDP2).
 
-    Weights and gradients are whole while an iteration runs; beside them lie the process's part of weights, gradients
-    and Adam's moments. Of frozen layers there are only weights.
+    Weights and gradients are whole during an iteration. In addition there is the process's shard of weights, gradients
+    and Adam's moments. Frozen layers have only weights.
     """
     return 1.0 + 1.0 / num_replicas if frozen else 2.0 + _STATIC_COPIES / num_replicas
 
 
 def usual_copies(frozen: bool) -> float:
-    """The same without shards."""
+    """Return the memory of a layer, in multiples of its weights, without shards."""
     return 1.0 if frozen else _STATIC_COPIES
 
 
 def check_strategies(entity: str, strategies: Sequence[Strategy]) -> None:
-    """Refuse an empty choice of memory strategies, and one that names a strategy twice."""
+    """Raise `InputError` if no strategies are chosen, or one twice."""
     if not strategies:
         raise InputError(entity, "is empty", "give at least keep")
     if len(set(strategies)) < len(strategies):
@@ -59,31 +59,28 @@ def check_strategies(entity: str, strategies: Sequence[Strategy]) -> None:
 
 @dataclass(frozen=True)
 class ProfileCosts:
-    """CostModel from a `Profile`.
+    """`CostModel` from a `Profile`.
 
-    A chunk's bytes are what the runtime holds for it between forward and backward: the arguments of its first layer
-    whatever the strategy, and what autograd saves (keep), what matrix products gave (selective), or nothing more
-    (recompute; offload, of which the host has the rest). What one computation needs while it runs is apart, in
+    A chunk's bytes are those that the runtime holds between forward and backward. They are the arguments of its first
+    layer, and in addition the tensors that autograd saves (keep), the results of matrix products (selective), or
+    nothing (recompute; offload, with the rest on the host). Peak bytes during a computation are separate, see
     `workspace_bytes`.
 
     Attributes
     ----------
-    model : ModelSpec
-    profile : Profile
     rank : RankSpec
-        Its links give the seconds of messages.
+        Its links determine the seconds of messages.
     strategies : tuple of Strategy
-        Memory strategies offered for every pair, for all layers of its chunk or mixed over them; the first is the base.
+        Memory strategies of every pair, for all layers of its chunk or mixed over them. The first is the base.
     factors : dict
-        Per module, measured over predicted seconds of (forward, backward): what calibration learned while
-        training ran. Absent means 1.
+        Measured over predicted seconds of (forward, backward) by module, learned during training; 1 if absent.
     slowness : tuple of float
-        Per rank, how many times longer it computes than most, learned likewise; beyond its end 1.
+        Compute time of each rank relative to most ranks, learned likewise. Ranks beyond its end have 1.
     split_backward : bool
-        Whether the halves of a split backward are offered too.
+        Whether split backwards are offered.
     held_copies : dict
-        Of ``"module/kind"``: how many times a layer's weights a process holds, gradients and optimiser state included.
-        Absent means 4, and 1 where the module is frozen.
+        Memory of a layer in multiples of its weights, with gradients and optimizer state, by ``"module/kind"``.
+        Default: 4, and 1 if the module is frozen.
     """
 
     model: ModelSpec
@@ -102,12 +99,12 @@ class ProfileCosts:
     )
 
     def __post_init__(self) -> None:
-        """Check once that all was measured that will be asked for, so that planning cannot fail on it later."""
+        """Check that all required measurements exist, so that planning cannot fail on them later."""
         object.__setattr__(self, "_layers", {m.name: m.flat_layers for m in self.model.modules})
         streams = {end.stream: end.output for module in self.model.modules for end in module.emits}
         object.__setattr__(self, "_streams", streams)
         check_strategies("strategies", self.strategies)
-        # What keeps or recomputes all is known from the plain passes.
+        # Costs of keep and recompute follow from the plain passes.
         needed: list[str] = [s for s in self.strategies if TRAITS[s].offloads or TRAITS[s].recomputes == "cheap"]
         needed += ["split backward"] if self.split_backward else []
         for key in [f"{name}/{layer.kind}" for name, layers in self._layers.items() for layer in layers]:
@@ -125,23 +122,23 @@ class ProfileCosts:
         return replace(self, factors={}, slowness=())
 
     def whole_backwards(self) -> ProfileCosts:
-        """Return the same costs without the halves of backwards."""
+        """Return the same costs without split backwards."""
         return replace(self, split_backward=False) if self.split_backward else self
 
     def corrected(self, correction: Correction) -> ProfileCosts:
-        """Return the same costs corrected by what was measured while training ran."""
+        """Return the same costs with a correction from training."""
         return replace(
             self, factors=correction.modules, slowness=correction.slowness, rank=correction.corrected(self.rank)
         )
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Costs of a chunk under each offered strategy, then under mixtures of them over its layers."""
+        """Return costs of a chunk under each offered strategy, then under mixtures of them over its layers."""
         here = self._on_rank(chunk, workload)
         found = [here.cost(strategy, self.split_backward) for strategy in self.strategies]
         return (*found, *(self._mixture(chunk, workload, layers) for layers in self._mixtures(chunk, workload)))
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[tuple[Strategy, ...], ...]:
-        """Mixtures that are worth offering, the same for all workloads of about so many tokens."""
+        """Return the offered mixtures, the same for all workloads with about this many tokens."""
         length = 1 << max(0, round(math.log2(max(1, workload.num_tokens))))
         key = chunk.module, chunk.layers, length
         if key not in self._mixed:
@@ -160,7 +157,7 @@ class ProfileCosts:
                 ]
             layers.append(known[kind])
         found = mix(layers)
-        # Those that keep off the host, too, for batches that do better without offloading.
+        # Include mixtures without offloading, for batches where these are faster.
         rows = dict.fromkeys(
             row for front in (found.front, found.free_front) for row in ranges(found, front, MOST_MIXTURES + 2)
         )
@@ -168,7 +165,10 @@ class ProfileCosts:
         return tuple(each for each in mixed if len(set(each)) > 1)
 
     def _mixture(self, chunk: Chunk, workload: Workload, layers: tuple[Strategy, ...]) -> StrategyCost:
-        """Cost of layers under strategies of their own: neighbours under one are a block, and blocks are as chunks."""
+        """Return the cost of layers under different strategies.
+
+        Adjacent layers under one strategy cost as much as a chunk.
+        """
         parts, begin = [], chunk.layers[0]
         for strategy, run in itertools.groupby(layers):
             end = begin + len(list(run))
@@ -189,21 +189,21 @@ class ProfileCosts:
         )
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Most that a pass uses beyond what is held, under any of the offered strategies that do not offload.
+        """Return the peak bytes of a pass beyond held tensors, over all offered strategies that do not offload.
 
-        Recomputation makes again, inside the backward, what was not held.
+        They include recomputed tensors in a backward.
         """
-        return self._workspace_bytes(chunk, workload, self._staying or self.strategies)
+        return self._workspace_bytes(chunk, workload, self._without_offload or self.strategies)
 
     def staging_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """What it uses more where pairs offload: that is there until it was moved, and again one computation early."""
-        if not self._staying:
+        """Return the additional peak bytes if pairs offload: tensors on their way to the host, and loaded ahead."""
+        if not self._without_offload:
             return 0
         most = self._workspace_bytes(chunk, workload, self.strategies)
         return most - self.workspace_bytes(chunk, workload)
 
     @property
-    def _staying(self) -> tuple[Strategy, ...]:
+    def _without_offload(self) -> tuple[Strategy, ...]:
         """Strategies that do not offload."""
         return tuple(each for each in self.strategies if not TRAITS[each].offloads)
 
@@ -212,32 +212,32 @@ class ProfileCosts:
         used = max(here.workspace(strategy, self.split_backward) for strategy in strategies)
         if not any(set(mixed) <= set(strategies) for mixed in self._mixtures(chunk, workload)):
             return used
-        # Gradients between blocks, where the chunk itself may end with the loss.
+        # Gradients between blocks, even if the chunk itself ends with the loss.
         return used + max(layer.output.num_bytes(workload) for layer in self._chunk_layers(chunk))
 
     def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
-        """What a pass of the chunk uses beyond what is held, under one strategy, or one for every layer."""
+        """Return the peak bytes of each pass beyond held tensors, under a strategy for all or for each layer."""
         here = self._on(chunk, workload)
         return here.passes(word_strategies(strategy))
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Bytes of the chunk's output."""
+        """Return the bytes of the chunk's output."""
         return self._chunk_layers(chunk)[-1].output.num_bytes(workload)
 
     def stream_bytes(self, stream: str, workload: Workload) -> int:
-        """Bytes of a stream whose emitting layer has this workload."""
+        """Return the bytes of a stream whose emitting layer has this workload."""
         return self._streams[stream].num_bytes(workload)
 
     def link_between(self, first: int, second: int) -> int:
-        """Number of the link between two ranks; by their hosts."""
+        """Return the number of the link between two ranks, which depends on their hosts."""
         return self.rank.link_between(first, second)
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
-        """Seconds of a message over a link."""
+        """Return the seconds of a message over a link."""
         return self.rank.transfer_s(num_bytes, link)
 
     def static_bytes(self, chunk: Chunk) -> int:
-        """Weights, of what is trained also gradients and Adam's moments, in the dtype of the layer's output."""
+        """Return the bytes of weights, and if trained of gradients and Adam's moments, in the dtype of the output."""
         total = 0
         usual = usual_copies(self.model.module(chunk.module).frozen)
         for layer in self._chunk_layers(chunk):
@@ -246,7 +246,7 @@ class ProfileCosts:
         return total
 
     def gradient_bytes(self, chunk: Chunk) -> int:
-        """Of the static bytes, those of gradients, which are made by the chunk's first backward."""
+        """Return the bytes of gradients, a part of the static bytes. The chunk's first backward allocates them."""
         if self.model.module(chunk.module).frozen:
             return 0
         return sum(layer.num_parameters * DTYPE_BYTES[layer.output.dtype] for layer in self._chunk_layers(chunk))
@@ -268,18 +268,18 @@ class ProfileCosts:
         forward_s, backward_s = forward_s * f_factor, backward_s * b_factor
         entering = self._entering_bytes(chunk, workload)
         if not measured:
-            # A module's own input is data, and lives anyway.
+            # A module's own input is part of the batch, which is in memory anyway.
             layers, first = self._layers[chunk.module], chunk.layers[0]
             given = (layers[first - 1].output.num_bytes(workload) if first else 0) + entering
             return _OnWorkload(forward_s, backward_s, round(kept) + entering, given, max(0, round(kept) - given))
         of = dict(zip(_SUMMED, measured, strict=True))
         given, unsaved = round(given) + entering, round(unsaved) + entering
-        # Arguments of the layers behind the first, where they are saved: those are made inside the chunk.
+        # Saved arguments of all layers but the first, which are computed inside the chunk.
         inside = of["given_bytes"] - of["unsaved_bytes"] - (given - unsaved)
         held = round(kept) + unsaved
-        # The gradient of the output; that of the loss is a number.
+        # The gradient of the output; the loss is a scalar.
         seed = 0 if self._ends(chunk) else self.boundary_bytes(chunk, workload)
-        # What single layers were seen to move lacks the tensors between them.
+        # Measured copies of single layers do not include the tensors between them.
         alone = kept - (of["given_bytes"] - of["unsaved_bytes"])
         moved = max(0, held - given)
         more = moved / alone if alone > 0 else 1.0
@@ -294,11 +294,11 @@ class ProfileCosts:
             selective_s=(of["selective_forward_s"] * f_factor, of["selective_backward_s"] * b_factor),
             selective_bytes=given + round(of["selective_bytes"]),
             move_s=(of["offload_s"] * more, of["load_s"] * more),
-            uses=_Uses(round(forward_bytes), round(backward_bytes), round(half_bytes), seed),
+            peaks=_PeakBytes(round(forward_bytes), round(backward_bytes), round(half_bytes), seed),
         )
 
     def _entering_bytes(self, chunk: Chunk, workload: Workload) -> int:
-        """Bytes of streams from other chunks that layers behind the first take: held like what the first is given."""
+        """Return the bytes of streams from other chunks to layers after the first. They are held like its arguments."""
         module = self.model.module(chunk.module)
         begin, end = chunk.layers
         behind = {each.stream for each in module.takes if begin < each.layer <= end}
@@ -310,12 +310,12 @@ class ProfileCosts:
             for each in source.emits:
                 if each.stream not in behind or (source is module and begin <= each.layer <= end):
                     continue
-                works = workload if source is module else self._given_workload(chunk.module, source.name, workload)
+                works = workload if source is module else self._source_workload(chunk.module, source.name, workload)
                 total += each.output.num_bytes(works)
         return total
 
-    def _given_workload(self, module: str, source: str, workload: Workload) -> Workload:
-        """What a part takes of another module, as near as it is known."""
+    def _source_workload(self, module: str, source: str, workload: Workload) -> Workload:
+        """Return the approximate workload of another module for the rows that a part takes from it."""
         place = self.model.sources(module).index(source)
         if place >= len(workload.given):
             return Workload(())
@@ -323,7 +323,7 @@ class ProfileCosts:
         return Workload(tuple(tokens // count + (i < tokens % count) for i in range(count)))
 
     def _ends(self, chunk: Chunk) -> bool:
-        """Whether the loss comes behind it."""
+        """Return whether the chunk ends with the loss."""
         last = self.model.modules[-1].name
         return chunk.module == last and chunk.layers[1] == len(self._layers[last]) - 1
 
@@ -336,16 +336,16 @@ _SUMMED = tuple(n for n in StrategyFit.__struct_fields__ if not n.endswith(("wor
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Coefficients of a chunk, one matrix of them: a plan asks for very many chunks on very many workloads."""
+    """Coefficients of a chunk as one matrix, because a plan evaluates many chunks on many workloads."""
 
     rows: FloatArray
-    """First sums over the layers: seconds forward and backward, bytes saved, bytes given to the first layer and those
-    of them that it does not save, and as `StrategyFit` where every layer was measured. Then sums of which the largest
-    counts, for every layer: what its forward uses beyond what the whole chunk will hold, negative where much is to
-    come; what a whole backward uses beyond what the chunk held, when it comes to the layer; what either half of a
-    split one uses."""
+    """First the rows of sums over the layers: seconds forward and backward, bytes saved, bytes of the first layer's
+    arguments, those of them that it does not save, and the fields of `StrategyFit` if every layer was measured. Then
+    three groups of rows for every layer, of which the largest counts: the peak of its forward beyond the bytes that the
+    chunk will hold in all (negative if later layers hold much), the peak of a whole backward beyond the bytes held when
+    it starts, and the peak of either half of a split backward."""
     starts: tuple[int, int, int]
-    """Where the last three begin."""
+    """First row of each of the last three groups."""
 
 
 def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
@@ -362,11 +362,11 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
         return _Sums(np.vstack([base, np.zeros((5, num))]), (5, 6, 7))
     given, unsaved = (rows([getattr(f, name) for f in known]) for name in ("given_bytes", "unsaved_bytes"))
     own = saved - given + unsaved
-    # Of the layers behind one: nothing is held yet when its forward runs, nor any more when its backward does.
+    # Later layers hold nothing yet when this layer's forward runs, and no longer when its backward runs.
     behind = own[::-1].cumsum(axis=0)[::-1] - own
-    # What a layer inside the chunk is given and nobody saves lives while it runs; the first one's is held.
+    # Unsaved arguments of an inner layer live while it runs; those of the first layer are held.
     inside = unsaved * (np.arange(len(known)) > 0)[:, None]
-    # The gradient of its output, made by the layer behind it.
+    # The gradient of its output, computed by the next layer.
     flowing = np.vstack([given[1:], np.zeros((1, num))])
 
     def most(found: Iterable[tuple[Coefficients, ...]], beside: FloatArray) -> FloatArray:
@@ -382,8 +382,8 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
     return _Sums(np.vstack([plain, forward, backward, half]), starts)
 
 
-class _Uses(NamedTuple):
-    """Bytes of passes under ``keep``."""
+class _PeakBytes(NamedTuple):
+    """Peak bytes of passes under ``keep``."""
 
     forward: int = 0
     backward: int = 0
@@ -392,31 +392,31 @@ class _Uses(NamedTuple):
     """The gradient of the output, in any backward."""
 
 
-_NO_USES = _Uses()
+_NO_PEAKS = _PeakBytes()
 
 
 @dataclass(frozen=True, slots=True)
 class _OnWorkload:
-    """A chunk on one workload: seconds with calibration in them, and bytes."""
+    """A chunk on one workload: corrected seconds, and bytes."""
 
     forward_s: float
     backward_s: float
     kept_bytes: int
     given_bytes: int
-    """Held under every strategy."""
+    """Bytes held under every strategy."""
     moved_bytes: int
-    """Made inside the chunk and saved: what recomputation makes again, and offloading moves."""
+    """Bytes that are computed and saved inside the chunk: recomputation computes them again, offloading moves them."""
     halves_s: tuple[float, float] | None = None
     between_bytes: int = 0
-    """Held between the halves of a split backward, under every strategy: by then all is there again."""
+    """Bytes held between the halves of a split backward under every strategy; all tensors are there by then."""
     selective_s: tuple[float, float] = (0.0, 0.0)
     selective_bytes: int = 0
     move_s: tuple[float, float] = (0.0, 0.0)
-    """To the host and back."""
-    uses: _Uses = _NO_USES
+    """Seconds to the host and back."""
+    peaks: _PeakBytes = _NO_PEAKS
 
     def slowed(self, slowness: float) -> _OnWorkload:
-        """On a rank that computes so many times longer; what moves to the host and back takes as long."""
+        """Return the costs on a rank whose computation is ``slowness`` times longer. Copies take the same time."""
         forward_s, backward_s = self.selective_s
         return replace(
             self,
@@ -427,7 +427,7 @@ class _OnWorkload:
         )
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
-        """Under one strategy."""
+        """Return the costs under one strategy."""
         forward_s, more_s, held, host = self.forward_s, 0.0, self.kept_bytes, 0
         match strategy:
             case "keep":
@@ -457,13 +457,13 @@ class _OnWorkload:
         )
 
     def workspace(self, strategy: Strategy, split: bool) -> int:
-        """Most that a pass uses, and beside it one such chunk on its way to the host and one on its way back."""
+        """Return the peak bytes of a pass, with one such chunk on its way to the host and one on its way back."""
         used = self.passes((strategy,))
         halves = (used.first_half_bytes, used.second_half_bytes) if split else ()
         return max(used.forward_bytes, used.backward_bytes, *halves) + 2 * used.moved_bytes
 
     def _recomputed_bytes(self, strategy: Strategy) -> int:
-        """What the backward makes again of a layer with this strategy."""
+        """Return the bytes that the backward recomputes under a strategy."""
         match TRAITS[strategy].recomputes:
             case "nothing":
                 return 0
@@ -475,12 +475,12 @@ class _OnWorkload:
                 assert_never(unknown)
 
     def passes(self, strategies: Sequence[Strategy]) -> PassBytes:
-        """What passes use, where layers have these strategies."""
+        """Return the peak bytes of passes whose layers have these strategies."""
         again = max((self._recomputed_bytes(each) for each in strategies), default=0)
-        # A split backward catches gradients; when its first half has ended, they count as held.
+        # A split backward collects gradients. When its first half has ended, they count as held.
         caught = max(0, self.between_bytes - self.kept_bytes)
         moves = any(TRAITS[each].offloads for each in strategies)
-        forward, backward, half, seed = self.uses
+        forward, backward, half, seed = self.peaks
         return PassBytes(
             forward_bytes=forward + again,
             backward_bytes=backward + seed + again,

@@ -1,8 +1,7 @@
-"""SEMU: the step emulator, from operators to whole clusters (`pipeweaver.txt` §4, `dip.txt` §6.1)."""
+"""SEMU: the step emulator, from operators to clusters (`pipeweaver.txt` §4, `dip.txt` §6.1)."""
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
 from pipeloom.emulator.expand import expand
-from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.fit import Calibration, CalibrationRow, Measurement, fit_device, mean_error
 from pipeloom.emulator.graph import Emulation, GraphBuilder, MemoryCurve, OperatorGraph, emulate_graph
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
@@ -11,7 +10,7 @@ from pipeloom.emulator.rules import Counts, Device, Efficiency
 from pipeloom.emulator.session import Checkpoint, Session
 from pipeloom.emulator.step import Step
 from pipeloom.emulator.subgraph import Call, Composite, Leaf, Port
-from pipeloom.emulator.sweep import Draw, PipelineShape, Points, SweepEntry, emulate, grid, sweep
+from pipeloom.emulator.sweep import Draw, PipelineShape, Points, SweepEntry, emulate, fastest_step, grid, sweep
 from pipeloom.emulator.tape import Context, Cost, Tape, Tensor
 from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 

@@ -1,9 +1,9 @@
-"""Build: from an architecture's layers and a cluster's hardware to traced templates."""
+"""Build traced templates from an architecture's layers and a cluster's hardware."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,89 +47,46 @@ from pipeloom.spec.architecture import (
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
 
+_MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
+    AttentionMixer: modules.Attention,
+    CrossAttentionMixer: modules.CrossAttention,
+    LatentAttentionMixer: modules.LatentAttention,
+    MLPMixer: modules.MLP,
+    ExpertsMixer: modules.MixtureOfExperts,
+    Mamba2Mixer: modules.Mamba2,
+    NormStep: modules.Norm,
+    JoinStep: modules.Join,
+    AverageStep: modules.Average,
+    ActivationStep: modules.Activation,
+    VectorsStep: modules.Vectors,
+    TokenEmbeddingLayer: modules.TokenEmbedding,
+    PatchEmbeddingLayer: modules.PatchEmbedding,
+    AudioEmbeddingLayer: modules.AudioEmbedding,
+    PatchMergerLayer: modules.PatchMerger,
+    ProjectorLayer: modules.Projector,
+    LanguageHeadLayer: modules.LanguageHead,
+    DenoisingHeadLayer: modules.DenoisingHead,
+}
+"""Module of each part of an architecture. Its parameters have the names of the part's fields."""
+
 
 def mixer_module(mixer: Mixer, hidden: int) -> modules.Module:
-    """The module that a mixer's sizes describe."""
-    if isinstance(mixer, AttentionMixer):
-        return modules.Attention(
-            hidden,
-            mixer.heads,
-            mixer.kv_heads,
-            mixer.head_width,
-            causal=mixer.causal,
-            bias=mixer.qkv_bias,
-            key_bias=mixer.key_bias,
-            output_bias=mixer.output_bias,
-            rotary=mixer.rotary,
-            norm_heads=mixer.norm_heads,
-            norm_whole=mixer.norm_whole,
-            output_gate=mixer.output_gate,
-            window=mixer.window,
-        )
-    if isinstance(mixer, CrossAttentionMixer):
-        return modules.CrossAttention(
-            hidden, mixer.heads, mixer.head_width, mixer.condition_tokens, mixer.condition_width, mixer.bias
-        )
-    if isinstance(mixer, LatentAttentionMixer):
-        return modules.LatentAttention(
-            hidden,
-            mixer.heads,
-            mixer.kv_rank,
-            mixer.query_rank,
-            mixer.nope_width,
-            mixer.rope_width,
-            mixer.value_width,
-            bias=mixer.bias,
-        )
-    if isinstance(mixer, MLPMixer):
-        return modules.MLP(hidden, mixer.inner, gated=mixer.gated, bias=mixer.bias)
-    if isinstance(mixer, ExpertsMixer):
-        return modules.MixtureOfExperts(
-            hidden,
-            mixer.inner,
-            mixer.experts,
-            mixer.chosen,
-            mixer.shared_inner,
-            mixer.imbalance,
-            gated=mixer.gated,
-            latent=mixer.latent,
-            shared_gate=mixer.shared_gate,
-            bias=mixer.bias,
-        )
-    assert isinstance(mixer, Mamba2Mixer)
-    return modules.Mamba2(
-        hidden,
-        mixer.heads,
-        mixer.head_width,
-        mixer.state,
-        mixer.groups,
-        mixer.kernel,
-        mixer.chunk,
-        bias=mixer.bias,
-        kernel_bias=mixer.kernel_bias,
-    )
+    """Return the module of a mixer."""
+    return _MODULES[type(mixer)](hidden=hidden, **msgspec.structs.asdict(mixer))
 
 
 def _steps_module(hidden: int, steps: Sequence[Step]) -> modules.Module:
-    """The module that an adapter's steps describe."""
+    """Return the module of an adapter's steps."""
     parts: list[modules.Module] = []
     width = hidden
     for step in steps:
-        if isinstance(step, NormStep):
-            parts.append(modules.Norm(step.kind))
-        elif isinstance(step, JoinStep):
-            parts.append(modules.Join(step.factor))
-            width *= step.factor
-        elif isinstance(step, AverageStep):
-            parts.append(modules.Average(step.factor))
-        elif isinstance(step, LinearStep):
+        if isinstance(step, LinearStep):
             parts.append(modules.Linear(width, step.out_width, step.bias))
             width = step.out_width
-        elif isinstance(step, ActivationStep):
-            parts.append(modules.Activation())
         else:
-            assert isinstance(step, VectorsStep)
-            parts.append(modules.Vectors(step.count))
+            parts.append(_MODULES[type(step)](**msgspec.structs.asdict(step)))
+        if isinstance(step, JoinStep):
+            width *= step.factor
     return modules.Sequential(tuple(parts))
 
 
@@ -152,7 +109,7 @@ def _residual_module(layer: ResidualLayer) -> modules.Module:
 
 
 def joining_layer(hidden: int, norm: Norm) -> ResidualLayer:
-    """What joins two hidden states: two products of half the width have its weights and operations."""
+    """Return the layer that joins two hidden states: two half-width products have the same weights and operations."""
     return ResidualLayer(hidden, (MLPMixer(hidden, gated=False),), norm=norm)
 
 
@@ -163,33 +120,19 @@ def _prediction_module(layer: PredictionLayer) -> modules.Module:
 
 
 def layer_module(layer: Layer) -> tuple[modules.Module, int]:
-    """The module that one layer's sizes describe, and the width of its input."""
+    """Return the module of a layer, and the width of its input."""
     if isinstance(layer, ResidualLayer):
         return _residual_module(layer), layer.hidden
     if isinstance(layer, AdapterLayer):
         return _steps_module(layer.hidden, layer.steps), layer.hidden
-    if isinstance(layer, AudioEmbeddingLayer):
-        return modules.AudioEmbedding(layer.bins, layer.hidden), layer.hidden
-    if isinstance(layer, TokenEmbeddingLayer):
-        return modules.TokenEmbedding(layer.vocabulary, layer.hidden, layer.positions), layer.hidden
-    if isinstance(layer, PatchEmbeddingLayer):
-        pixels = layer.patch_numbers, layer.hidden, layer.positions, layer.bias, layer.norm
-        return modules.PatchEmbedding(*pixels), layer.hidden
-    if isinstance(layer, PatchMergerLayer):
-        return modules.PatchMerger(layer.hidden, layer.factor, layer.out_width, layer.inner, layer.norm), layer.hidden
-    if isinstance(layer, ProjectorLayer):
-        return modules.Projector(layer.in_width, layer.out_width), layer.in_width
-    if isinstance(layer, LanguageHeadLayer):
-        sizes = layer.hidden, layer.vocabulary, layer.tied, layer.norm, layer.predictions
-        return modules.LanguageHead(*sizes), layer.hidden
     if isinstance(layer, PredictionLayer):
         return _prediction_module(layer), layer.hidden
-    assert isinstance(layer, DenoisingHeadLayer)
-    return modules.DenoisingHead(layer.hidden, layer.out_width), layer.hidden
+    width = layer.in_width if isinstance(layer, ProjectorLayer) else layer.hidden
+    return _MODULES[type(layer)](**msgspec.structs.asdict(layer)), width
 
 
 def efficiency(spec: EfficiencySpec) -> Efficiency:
-    """The emulator's form of a spec's efficiencies."""
+    """Convert the efficiencies of a spec."""
     return Efficiency(_curve(spec.flops), _curve(spec.memory), _curve(spec.network))
 
 
@@ -200,9 +143,9 @@ def _curve(points: Points) -> Curve:
 def local_devices(
     device: DeviceSpec, nic_bytes_per_s: float, nic_latency_s: float, copy_bytes_per_s: float | None = None
 ) -> tuple[Device, ...]:
-    """Compute, NVLink, NIC and PCIe of one accelerator, in the order of `DEVICE_NAMES`.
+    """Return compute, NVLink, NIC and PCIe of one accelerator, in the order of `DEVICE_NAMES`.
 
-    ``copy_bytes_per_s`` is what its host leaves of PCIe; None: all.
+    ``copy_bytes_per_s`` is the PCIe rate if the host limits it; None: the full rate.
     """
     tables = {
         part: {kind: efficiency(spec) for kind, spec in device.efficiency.get(part, {}).items()}
@@ -231,19 +174,19 @@ def local_devices(
 
 
 def cluster_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """The same of a cluster's accelerators."""
+    """Return the local devices of a cluster's accelerators."""
     return local_devices(cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the groups of a set of degrees lie: tensor peers next to each other, then context, data, pipeline."""
+    """Placement of parallel groups on devices: tensor peers are adjacent, then context, data, pipeline."""
 
     cluster: ClusterSpec
     degrees: Degrees
 
     def __post_init__(self) -> None:
-        """Refuse degrees that the cluster cannot hold."""
+        """Raise `InputError` if the degrees need more devices than the cluster has."""
         need, have = self.degrees.num_devices, self.cluster.num_devices
         if need > have:
             raise InputError(
@@ -253,16 +196,16 @@ class Placement:
             )
 
     def crosses_nodes(self, span: int) -> bool:
-        """Whether ``span`` consecutive devices are on more than one node."""
+        """Return whether ``span`` consecutive devices are on more than one node."""
         return span > self.cluster.devices_per_node
 
     def link(self, span: int) -> int:
-        """Slowest link inside ``span`` consecutive devices."""
+        """Return the slowest link inside ``span`` consecutive devices."""
         return NIC if self.crosses_nodes(span) or not self.cluster.device.nvlink_bytes_per_s else NVLINK
 
     @property
     def context(self) -> Context:
-        """What a layer is traced under."""
+        """Parallelism of traced layers."""
         d = self.degrees
         return Context(
             tensor=d.tensor,
@@ -283,28 +226,28 @@ class Placement:
 
     @property
     def rank_span(self) -> int:
-        """Consecutive devices of one pipeline rank, all replicas of it together."""
+        """Consecutive devices of one pipeline rank, all of its replicas together."""
         return self.degrees.tensor * self.degrees.context * self.degrees.data
 
     def pipeline_link(self, first: int, second: int) -> int:
-        """Link between two pipeline ranks: what joins nodes where any device of one has its peer on another node."""
+        """Return the link between two pipeline ranks: the network if any device has its peer on another node."""
         span, node = self.rank_span, self.cluster.devices_per_node
         crosses = any((first * span + k) // node != (second * span + k) // node for k in range(min(span, node)))
         return NIC if crosses or not self.cluster.device.nvlink_bytes_per_s else NVLINK
 
     @property
     def slowest_pipeline_link(self) -> int:
-        """The slowest link between neighbouring pipeline ranks, the last and the first among them."""
+        """Slowest link between neighboring pipeline ranks, including the last and the first."""
         ranks = max(2, self.degrees.pipeline)
         return max(self.pipeline_link(rank, (rank + 1) % ranks) for rank in range(ranks))
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
-        """One accelerator's local devices."""
+        """Local devices of one accelerator."""
         return cluster_devices(self.cluster)
 
     def send_ps(self, num_bytes: int, link: int) -> int:
-        """Picoseconds of one message of so many bytes over a link."""
+        """Return the picoseconds of one message over a link."""
         table = RuleTable(self.devices, ("send",), np.array([link]), np.array([1.0]))
         return int(table.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))[0])
 
@@ -323,25 +266,25 @@ def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, i
 
 
 def forget_templates() -> None:
-    """Trace and evaluate everything anew from now on (to measure what that takes)."""
+    """Clear the cache of templates, to measure the time of tracing and evaluation."""
     _template.cache_clear()
 
 
 def single_layer(layer: Layer) -> tuple[Layer, int]:
-    """One of the layers that an entry stands for, without the names of its streams, and how many there are."""
+    """Return one of the equal layers of an entry, without the names of its streams, and their number."""
     if not isinstance(layer, ResidualLayer):
         return layer, 1
     return msgspec.structs.replace(unnamed(layer), count=1), layer.count
 
 
 def stream_template(layer: ResidualLayer, placement: Placement) -> LayerTemplate:
-    """The template of what the features of a layer's stream go through, whose output is the stream."""
+    """Return the template of a stream's features, whose output is the stream."""
     steps = layer.tap or (JoinStep(1),)
     return layer_template(AdapterLayer(layer.hidden, steps), placement)
 
 
 def unnamed(layer: Layer) -> Layer:
-    """The layer without the names of its streams: what tells its cost from others'."""
+    """Return the layer without the names of its streams, which do not change its cost."""
     if not isinstance(layer, ResidualLayer) or (layer.emits is None and layer.takes is None):
         return layer
     ends = {field: "" for field in ("emits", "takes") if getattr(layer, field) is not None}
@@ -351,7 +294,7 @@ def unnamed(layer: Layer) -> Layer:
 def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:
-    """The traced template of one layer, traced once for each structure, parallelism and device."""
+    """Return the template of one layer, which is traced once for each structure, parallelism and device."""
     return _template(
         unnamed(layer), placement.context, msgspec.json.encode(placement.cluster), trainable, input_gradient
     )
@@ -360,7 +303,10 @@ def layer_template(
 def module_templates(
     architecture: Architecture, module: ModuleArchitecture, placement: Placement
 ) -> tuple[LayerTemplate, ...]:
-    """Templates of a module's layers, equal ones shared; gradients flow as far back as something is trained."""
+    """Return the templates of a module's layers, shared by equal layers.
+
+    Gradients flow back to the first layer that is trained, or follows a trained module.
+    """
     upstream = any(_trains(architecture, name) for name in module.after)
     out = []
     for i, layer in enumerate(module.flat_layers):
@@ -375,12 +321,12 @@ def _trains(architecture: Architecture, name: str) -> bool:
 
 
 def count_parameters(architecture: Architecture) -> int:
-    """Parameters of a whole model, those included that nothing runs."""
+    """Return the number of parameters of a model, including layers that never run."""
     return sum(module_parameters(architecture).values())
 
 
 def module_parameters(architecture: Architecture) -> dict[str, int]:
-    """The same by module."""
+    """Return the number of parameters of each module."""
     totals: dict[str, int] = {}
     known: dict[Layer, int] = {}
     for module in architecture.modules:

@@ -1,4 +1,4 @@
-"""Expand: a subgraph written out operator by operator, the reference that reuse must equal."""
+"""Expand a subgraph operator by operator, as the reference for reuse."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pipeloom.emulator.subgraph import INPUT, Leaf, Port, Subgraph
 
 
 def expand(graph: Subgraph) -> Leaf:
-    """The same operators without any reuse: every call written out, every replica a peer of its own.
+    """Return the same operators without reuse: every call is expanded, and every replica is a separate peer.
 
-    Replicas get devices of their own after the subgraph's; a collective operator of one waits for what the
-    same operator of each peer waits for. This is the reference that reuse must equal.
+    Replicas get their own devices after the subgraph's. A collective operator of one replica waits for all inputs of
+    the same operator of its peers. Results with reuse must equal those of this graph.
     """
     flat = _Flat(graph.num_devices)
     outputs = flat.add(graph, list(range(graph.num_devices)), [[-1 - i] for i in range(graph.num_inputs)])
@@ -40,7 +40,7 @@ class _Flat:
         self.peers: dict[tuple[int, ...], list[list[int]]] = {}
 
     def join(self, ports: list[int]) -> int:
-        """One operator that ends when all ports are ready; on a device of its own, taking no time."""
+        """Add an operator without duration, on a new device, that ends when all ports are ready."""
         if len(ports) == 1:
             return ports[0]
         self.device.append(self.num_devices)
@@ -50,13 +50,13 @@ class _Flat:
         return len(self.device) - 1
 
     def add(self, graph: Subgraph, devices: list[int], inputs: list[list[int]]) -> list[list[int]]:
-        """Write out one subgraph; ports are lists of operators to wait for."""
+        """Expand one subgraph. Ports are lists of operators to wait for."""
         return self._add_peers(graph, [devices], [inputs])[0]
 
     def _add_peers(
         self, graph: Subgraph, devices: list[list[int]], inputs: list[list[list[int]]]
     ) -> list[list[list[int]]]:
-        """Write out a subgraph for several peers in lockstep: operator by operator, peer by peer."""
+        """Expand a subgraph for several peers in lockstep: operator by operator, peer by peer."""
         if isinstance(graph, Leaf):
             return self._add_leaf(graph, devices, inputs)
         outputs: list[list[list[list[int]]]] = []  # call, peer, port, operators
@@ -65,17 +65,17 @@ class _Flat:
             return inputs[peer][port.port] if port.call == INPUT else outputs[port.call][peer][port.port]
 
         for number, call in enumerate(graph.calls):
-            mine = [[d[k] for k in call.devices] for d in devices]
-            given = [
+            own = [[d[k] for k in call.devices] for d in devices]
+            own_inputs = [
                 [[q for port in entry for q in ports(i, port)] for entry in call.inputs] for i in range(len(devices))
             ]
             widths = call.replicas
-            key = (id(graph), number, *mine[0])
+            key = (id(graph), number, *own[0])
             if widths > 1 and key not in self.peers:
                 self.peers[key] = [self._fresh(len(call.devices)) for _ in range(widths - 1)]
             extra = self.peers.get(key, [])
-            peers = mine + (extra if len(devices) == 1 else [])
-            inputs_of = given + [given[0] for _ in range(len(peers) - len(mine))]
+            peers = own + (extra if len(devices) == 1 else [])
+            inputs_of = own_inputs + [own_inputs[0] for _ in range(len(peers) - len(own))]
             for _ in range(call.repeat):
                 result = self._add_peers(call.graph, peers, inputs_of)
                 inputs_of = result
@@ -97,9 +97,9 @@ class _Flat:
             if graph.collective.size and graph.collective[i]:
                 everyone = sorted({q for b in before for q in b})
                 before = [everyone for _ in devices]
-            for peer, mine in enumerate(devices):
+            for peer, own in enumerate(devices):
                 number[peer].append(len(self.device))
-                self.device.append(mine[int(graph.device[i])])
+                self.device.append(own[int(graph.device[i])])
                 self.duration.append(int(graph.duration_ps[i]))
                 self.before.append(before[peer])
         return [

@@ -1,8 +1,8 @@
-"""Calibration: device tables fitted to measured operators (`dip.txt` §7.4; the measuring is in `runtime`).
+"""Calibrate device tables with measured operators (`dip.txt` §7.4; measurements are in `runtime`).
 
-Each kind of operator gets one efficiency curve, for the metric that sets its pace: operations for matrix
-products, attention and scans, memory bytes for the rest, network bytes for transfers. The curve is the
-median share of the peak among measurements of like size, so that a single disturbed one does not count.
+Each kind of operator gets one efficiency curve for its limiting metric: operations for matrix products, attention and
+scans, network bytes for transfers, memory bytes for all others. The curve is the median share of the peak among
+measurements of similar size, so that single outliers do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEVER_BINDS = 1e6
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One operator timed: its counts as the emulator reckons them, and the seconds that it took."""
+    """Measured seconds of one operator, with its counts in the emulator."""
 
     kind: str
     name: str
@@ -40,27 +40,26 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_bytes: float = 0.0
     part: DevicePart = "compute"
     steps: float = 0.0
-    """Messages in a row, each of which takes the link's latency."""
+    """Number of consecutive messages, each with the link's latency."""
 
     def __post_init__(self) -> None:
-        """Refuse times that no clock gives."""
         check_positive(f"measurement {self.name!r}.seconds", self.seconds)
 
     @property
     def metric(self) -> str:
-        """Metric that sets the pace of this kind of operator."""
+        """Limiting metric of this kind of operator."""
         if self.part != "compute":
             return "network"
         return "flops" if self.kind in FLOPS_KINDS and self.flops else "memory"
 
     @property
     def amount(self) -> float:
-        """Size in that metric."""
+        """Amount of the limiting metric."""
         return {"flops": self.flops, "memory": self.memory_bytes, "network": self.network_bytes}[self.metric]
 
 
 class CalibrationRow(NamedTuple):
-    """A shape that was not fitted: predicted and measured, and the relative error."""
+    """Predicted and measured seconds of a shape that is not part of the fit."""
 
     name: str
     predicted_s: float
@@ -68,20 +67,20 @@ class CalibrationRow(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, minus one."""
+        """Relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 
 class Calibration(NamedTuple):
-    """A fitted device, and how well it predicts operators and layers that were not fitted."""
+    """A fitted device, and its predictions of operators and layers that are not part of the fit."""
 
     device: DeviceSpec
     operators: tuple[CalibrationRow, ...]
     layers: tuple[CalibrationRow, ...]
     links: tuple[CalibrationRow, ...] = ()
-    """Messages and collectives; empty where links were not measured."""
+    """Messages and collectives; empty if links were not measured."""
     links_note: str = ""
-    """What the measured link is, or why none was measured."""
+    """Description of the measured link, or the reason why none was measured."""
 
     @property
     def mean_layer_error(self) -> float:
@@ -90,7 +89,7 @@ class Calibration(NamedTuple):
 
 
 def mean_error(rows: Sequence[CalibrationRow]) -> float:
-    """Mean absolute relative error."""
+    """Return the mean absolute relative error."""
     return float(np.mean([abs(row.error) for row in rows])) if rows else 0.0
 
 
@@ -99,13 +98,13 @@ def fit_device(
 ) -> DeviceSpec:
     """Fit a device table.
 
-    The peaks are the best rates measured, so that efficiencies stay near or below one; only their product
-    matters to predictions.
+    Peaks are the best measured rates, so that efficiencies are near or below one. Only the product matters for
+    predictions.
 
     Raises
     ------
     InputError
-        When there is no matrix product or nothing that moves memory among the measurements.
+        If the measurements have no matrix product or no operator that moves memory.
     """
     messages, latency = _smooth([m for m in measurements if m.steps])
     measurements = [*(m for m in measurements if not m.steps), *messages]
@@ -119,10 +118,10 @@ def fit_device(
             raise InputError("measurements", f"have no {what}", "measure at least one of several sizes")
     tables: dict[DevicePart, dict[str, EfficiencySpec]] = {}
     for part, kind in sorted({(m.part, m.kind) for m in measurements}):
-        mine = [m for m in measurements if (m.part, m.kind) == (part, kind) and m.amount > 0]
-        metric = mine[0].metric
-        curve = _curve(mine, peaks[part, metric], MOST_LINK_POINTS if latency.get(part) else MOST_POINTS)
-        # The metric that is not fitted must not set the pace: the measurements contain it.
+        same = [m for m in measurements if (m.part, m.kind) == (part, kind) and m.amount > 0]
+        metric = same[0].metric
+        curve = _curve(same, peaks[part, metric], MOST_LINK_POINTS if latency.get(part) else MOST_POINTS)
+        # Metrics without a fit must not be limiting: the measurements contain their effect.
         if metric == "network":
             spec = EfficiencySpec(network=curve)
         elif metric == "flops":
@@ -130,7 +129,7 @@ def fit_device(
         else:
             spec = EfficiencySpec(flops=NEVER_BINDS, memory=curve)
         tables.setdefault(part, {})[kind] = spec
-    # What was not measured behaves like the middle of what was, by memory.
+    # Kinds without measurements get the median efficiency of those with, by memory.
     moved = [m for m in measurements if m.part == "compute" and m.metric == "memory"]
     tables["compute"]["*"] = EfficiencySpec(flops=NEVER_BINDS, memory=_curve(moved, peaks["compute", "memory"]))
     links: tuple[DevicePart, ...] = ("nvlink", "nic", "pcie")
@@ -154,20 +153,20 @@ def fit_device(
 
 
 def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[DevicePart, float]]:
-    """Messages as a line in their size says, one line for each kind, at every doubling of the size.
+    """Replace messages by a line over their size for each kind, at every doubling of the size.
 
-    Each is a constant plus bytes over a bandwidth, fitted to the least sum of absolute relative errors, so that
-    neither large messages nor disturbed ones rule. The least constant per message is the link's latency, and taken
-    off; what a kind has beyond it goes into the kind's efficiency.
+    Each line is a constant plus bytes over a bandwidth. It minimizes the sum of absolute relative errors, so that large
+    messages and outliers do not dominate. The smallest constant per message is the link's latency, and is subtracted.
+    The rest of a kind's constant becomes part of its efficiency.
     """
     lines = {}
     latency: dict[DevicePart, float] = {}
     for part, kind in sorted({(m.part, m.kind) for m in messages}):
-        mine = [m for m in messages if (m.part, m.kind) == (part, kind)]
-        size, seconds = np.array([m.amount for m in mine]), np.array([m.seconds for m in mine])
+        same = [m for m in messages if (m.part, m.kind) == (part, kind)]
+        size, seconds = np.array([m.amount for m in same]), np.array([m.seconds for m in same])
         fixed, slope = _line(size, seconds)
-        lines[part, kind] = (mine[0], fixed, slope, np.log2(size.min()), np.log2(size.max()))
-        latency[part] = min(latency.get(part, float("inf")), fixed / mine[0].steps)
+        lines[part, kind] = (same[0], fixed, slope, np.log2(size.min()), np.log2(size.max()))
+        latency[part] = min(latency.get(part, float("inf")), fixed / same[0].steps)
     out = []
     for (part, _), (model, fixed, slope, low, high) in lines.items():
         left = fixed - latency[part] * model.steps
@@ -177,7 +176,7 @@ def _smooth(messages: Sequence[Measurement]) -> tuple[list[Measurement], dict[De
 
 
 def _line(size: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Constant and slope, neither negative, by iteratively reweighted least squares on relative errors."""
+    """Return constant and slope, both nonnegative, by iteratively reweighted least squares on relative errors."""
     least = float((seconds / size).min())
     if len(np.unique(size)) < 2:
         return float(np.median(seconds)) / 2, float(np.median(seconds / size)) / 2
@@ -194,11 +193,11 @@ def _line(size: FloatArray, seconds: FloatArray) -> tuple[float, float]:
 def _curve(
     measurements: Sequence[Measurement], peak: float, most_points: int = MOST_POINTS
 ) -> tuple[tuple[float, float], ...]:
-    """Points of an efficiency curve over seconds at the peak: medians of groups of like size."""
+    """Return the points of an efficiency curve over seconds at the peak: medians of groups of similar size."""
     ordered = sorted(measurements, key=lambda m: m.amount)
     size = np.log2([m.amount for m in ordered])
     share = np.log([m.amount / m.seconds / peak for m in ordered])
-    # Groups end where the size jumps most, so that repeated sizes stay together.
+    # Groups end at the largest jumps of the size, so that repeated sizes stay together.
     distinct = np.unique(np.round(size, 2))
     count = min(most_points, len(distinct))
     edges = np.quantile(distinct, np.linspace(0, 1, count + 1))
@@ -213,7 +212,7 @@ def _curve(
 
 
 def predict(device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_per_s: float = 1.0) -> list[float]:
-    """Seconds that the table gives for operators."""
+    """Return the predicted seconds of operators."""
     devices = local_devices(device, nic_bytes_per_s, 0.0)
     table = RuleTable(
         devices,
@@ -226,7 +225,7 @@ def predict(device: DeviceSpec, measurements: Sequence[Measurement], nic_bytes_p
 
 
 def compare(device: DeviceSpec, held_out: Sequence[Measurement]) -> tuple[CalibrationRow, ...]:
-    """Predictions beside measurements that were not fitted."""
+    """Return predictions and measurements that are not part of the fit."""
     return tuple(
         CalibrationRow(m.name, predicted, m.seconds)
         for m, predicted in zip(held_out, predict(device, held_out), strict=True)

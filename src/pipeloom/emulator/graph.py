@@ -1,8 +1,8 @@
-"""OperatorGraph: operators and tensors on devices, and what running them gives (`pipeweaver.txt` §4.1).
+"""`OperatorGraph`: operators and tensors on devices, and their emulation (`pipeweaver.txt` §4.1).
 
-Operators are issued in the order in which they are added, which is topological because an operator can only
-name operators and tensors that exist already. Inside there are flat arrays; `OperatorGraph.operator` and
-`OperatorGraph.tensor` are the view for people.
+Operators are issued in the order in which they are added. This order is topological, because an operator can only refer
+to existing operators and tensors. The graph stores flat arrays; `OperatorGraph.operator` and `OperatorGraph.tensor` are
+readable views.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_OPERATOR = -1
 
 
 class OperatorView(NamedTuple):
-    """One operator, readable."""
+    """Readable view of one operator."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class OperatorView(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """One tensor, readable: who makes it (-1: there from the start) and who reads it."""
+    """Readable view of one tensor. ``producer`` is -1 if it exists from the start."""
 
     name: str
     device: str
@@ -46,11 +46,10 @@ class TensorView(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OperatorGraph:
-    """Operators in issue order and the tensors between them. Make it with a `GraphBuilder`.
+    """Operators in issue order and the tensors between them. Create it with a `GraphBuilder`.
 
     Attributes
     ----------
-    devices : tuple of Device
     names, kinds : per operator
     device, steps : array, shape (num_operators,)
     amounts : float array, shape (num_operators, 3)
@@ -58,9 +57,8 @@ class OperatorGraph:
     predecessor_start, predecessor : compressed rows
     tensor_names : per tensor
     tensor_device, tensor_bytes, producer, kept : array, shape (num_tensors,)
-        A tensor lives from the start of its producer to the end of the
-        last operator that names it; ``kept`` says that it outlives the graph (parameters, what is saved for
-        the backward).
+        A tensor lives from the start of its producer to the end of the last operator that reads it. A ``kept`` tensor
+        outlives the graph (parameters, tensors saved for the backward).
     readers : per tensor a tuple of operators
     """
 
@@ -85,7 +83,7 @@ class OperatorGraph:
         return len(self.names)
 
     def operator(self, number: int) -> OperatorView:
-        """Readable view of one operator."""
+        """Return a readable view of one operator."""
         begin, end = self.predecessor_start[number], self.predecessor_start[number + 1]
         f, m, n = map(float, self.amounts[number])
         return OperatorView(
@@ -99,7 +97,7 @@ class OperatorGraph:
         )
 
     def tensor(self, number: int) -> TensorView:
-        """Readable view of one tensor."""
+        """Return a readable view of one tensor."""
         return TensorView(
             self.tensor_names[number],
             self.devices[int(self.tensor_device[number])].name,
@@ -111,7 +109,7 @@ class OperatorGraph:
 
 
 class Amounts(NamedTuple):
-    """What one operator does; ``steps`` messages follow one another."""
+    """Amounts of one operator. ``steps`` counts consecutive messages."""
 
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -120,7 +118,7 @@ class Amounts(NamedTuple):
 
 
 class GraphBuilder:
-    """Adds operators and tensors one by one and closes them into an `OperatorGraph`."""
+    """Adds operators and tensors one by one, and builds an `OperatorGraph`."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
@@ -130,7 +128,7 @@ class GraphBuilder:
         self._readers: list[list[int]] = []
 
     def tensor(self, name: str, device: str, num_bytes: int, *, producer: int = NO_OPERATOR, kept: bool = False) -> int:
-        """Add a tensor and return its number; without a producer it is there from the start."""
+        """Add a tensor and return its number. Without a producer it exists from the start."""
         if num_bytes < 0:
             raise InputError(f"tensor {name!r}", f"{num_bytes} bytes is negative")
         if not NO_OPERATOR <= producer < len(self._operators):
@@ -154,9 +152,9 @@ class GraphBuilder:
         Parameters
         ----------
         reads : tensors
-            Each is held until the operator ends, and its producer comes before the operator.
+            Each lives until the operator ends, and its producer precedes the operator.
         after : operators
-            Come before the operator though no tensor says so.
+            Further predecessors.
         """
         number = len(self._operators)
         for metric, value in zip(("flops", "memory_bytes", "network_bytes"), amounts, strict=False):
@@ -180,7 +178,7 @@ class GraphBuilder:
         return self._number[name]
 
     def build(self) -> OperatorGraph:
-        """Close the graph."""
+        """Build the graph."""
         operators, tensors = self._operators, self._tensors
         start = np.zeros(len(operators) + 1, np.int64)
         np.cumsum([len(op[7]) for op in operators], out=start[1:])
@@ -204,7 +202,7 @@ class GraphBuilder:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """Bytes in use on one device: ``num_bytes[i]`` from ``time_ps[i]`` on. What ends at t is free at t."""
+    """Bytes in use on one device: ``num_bytes[i]`` from ``time_ps[i]`` on. Memory that ends at t is free at t."""
 
     time_ps: IntArray
     num_bytes: IntArray
@@ -217,7 +215,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True, eq=False)
 class Emulation:
-    """Start and end of every operator, and the memory that its tensors take."""
+    """Start and end of every operator, and the memory of its tensors."""
 
     graph: OperatorGraph
     start_ps: IntArray
@@ -228,19 +226,13 @@ class Emulation:
         """End of the last operator."""
         return int(self.end_ps.max(initial=0))
 
-    def busy_ps(self, device: str) -> int:
-        """Time in which a device works."""
-        number = [d.name for d in self.graph.devices].index(device)
-        mine = self.graph.device == number
-        return int((self.end_ps[mine] - self.start_ps[mine]).sum())
-
     def memory(self, device: str) -> MemoryCurve:
-        """Memory curve of one device, from the lifetimes of the tensors on it."""
+        """Return the memory curve of one device, from the lifetimes of its tensors."""
         graph = self.graph
-        mine = np.flatnonzero(graph.tensor_device == [d.name for d in graph.devices].index(device))
-        begin = np.where(graph.producer[mine] < 0, 0, self.start_ps[graph.producer[mine]] if self.start_ps.size else 0)
-        finish = np.array([self._last_use(int(t)) for t in mine], np.int64)
-        return memory_curve(graph.tensor_bytes[mine], begin, finish)
+        own = np.flatnonzero(graph.tensor_device == [d.name for d in graph.devices].index(device))
+        begin = np.where(graph.producer[own] < 0, 0, self.start_ps[graph.producer[own]] if self.start_ps.size else 0)
+        finish = np.array([self._last_use(int(t)) for t in own], np.int64)
+        return memory_curve(graph.tensor_bytes[own], begin, finish)
 
     def _last_use(self, tensor: int) -> int:
         graph = self.graph
@@ -254,25 +246,25 @@ FOREVER = 1 << 60
 
 
 def memory_curve(num_bytes: IntArray, begin_ps: IntArray, end_ps: IntArray) -> MemoryCurve:
-    """Sum of the bytes alive at each time, tensors living in [begin, end); `FOREVER` never ends."""
+    """Return the sum of bytes alive at each time. Tensors live in [begin, end); `FOREVER` never ends."""
     ends = end_ps < FOREVER
     time = np.concatenate([begin_ps, end_ps[ends]])
     change = np.concatenate([num_bytes, -num_bytes[ends]])
     order = np.argsort(time, kind="stable")
     times, first = np.unique(time[order], return_index=True)
     level = np.cumsum(change[order])
-    # One entry per time, after all changes at that time: what ends at t is free for what begins at t.
+    # One entry per time, after all changes at that time: memory that ends at t is free at t.
     last = np.append(first[1:], len(time)) - 1
     return MemoryCurve(times, level[last] if len(time) else level)
 
 
 def emulate_graph(graph: OperatorGraph) -> Emulation:
-    """Timestamps of every operator: issue order, one at a time per device, overlap across devices.
+    """Compute start and end of every operator: in issue order, one at a time per device, overlapping across devices.
 
     Raises
     ------
     InputError
-        When an operator asks a device for what it does not give (network bytes on a compute device).
+        If an operator needs a metric that its device does not have (network bytes on a compute device).
     """
     table = RuleTable(graph.devices, graph.kinds, graph.device, graph.steps)
     duration = table.durations_ps(graph.amounts)

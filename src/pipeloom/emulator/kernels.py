@@ -1,12 +1,12 @@
 """Kernels over flat arrays: latencies, issue-order timing, max-plus transfer matrices.
 
-Timing rule, everywhere the same: a device runs its operators one at a time in the order in which they were
-issued, and an operator starts when its device is free and everything it waits for has ended. Under this rule
-every end time is a maximum of sums, so a run of operators is a matrix in max-plus algebra: from the times at
-which its devices and inputs are ready to the times at which they are free again. That is what makes reuse
-exact: a matrix computed once gives the same integers as running the operators again.
+The timing rule is the same everywhere. A device runs its operators one at a time in issue order. An operator starts
+when its device is free and all its predecessors have ended. Under this rule every end time is a maximum of sums. So a
+run of operators is a matrix in max-plus algebra, from the times at which its devices and inputs are ready to the times
+at which they are free again. Therefore reuse is exact: a cached matrix gives the same integers as running the operators
+again.
 
-Predecessors at or above zero are operators; ``-1 - i`` is external input i. Times are integer picoseconds.
+Nonnegative predecessors are operators; ``-1 - i`` is external input i. Times are integer picoseconds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from pipeloom.compiled import allocating, kernel
 
 NEVER = -(1 << 60)
-"""Minus infinity of max-plus algebra; sums of two of them still fit 64 bits."""
+"""Minus infinity of max-plus algebra. The sum of two of them fits into 64 bits."""
 
 MAX_COLUMNS = 64
-"""Devices and inputs of one reusable subgraph at most."""
+"""Largest number of devices and inputs of one reusable subgraph."""
 
 Array = Any
 
 
 @kernel
 def efficiency_at(seconds: float, points: Array, values: Array, count: int) -> float:
-    """Efficiency by seconds at the peak: linear in their log2 between the points, constant outside them."""
+    """Return the efficiency by seconds at the peak: linear in their log2 between the points, constant outside."""
     if count == 1 or seconds <= 0.0:
         return float(values[0])
     x = np.log2(seconds)
@@ -45,9 +45,9 @@ def efficiency_at(seconds: float, points: Array, values: Array, count: int) -> f
 def latencies(
     amounts: Array, rule: Array, steps: Array, rates: Array, points: Array, values: Array, counts: Array, fixed: Array
 ) -> Array:
-    """Picoseconds of every operator: the largest of its three metrics over what its device gives, or its launch.
+    """Return the picoseconds of every operator: the largest of its metrics over the device's rates, or its launch.
 
-    They are whole numbers as floats, since integers could wrap before their sum is checked.
+    They are integers stored as floats, because integers could overflow before their sum is checked.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ def latencies(
     rule : int array, shape (num_operators,)
         Row of the rule tables for the operator's kind on its device.
     steps : float array, shape (num_operators,)
-        Messages in a row; each costs the rule's fixed latency.
+        Consecutive messages; each costs the rule's fixed latency.
     rates : float array, shape (num_rules, 3)
-        Peak operations and bytes per second; 0 where the device has none of it.
+        Peak operations and bytes per second; 0 if the device has none.
     points, values : float array, shape (num_rules, 3, num_points)
-        Efficiency curves over log2 of the seconds at the peak; ``counts`` says how many points are used.
+        Efficiency curves over log2 of the seconds at the peak. ``counts`` has the number of used points.
     fixed : float array, shape (num_rules, 2)
-        Seconds per step, and the least that an operator with anything to do takes.
+        Seconds per step, and the minimum of an operator that has anything to do.
     """
     out = np.empty(len(rule))
     for i in range(len(rule)):
@@ -84,7 +84,7 @@ def latencies(
 def issue(
     device: Array, predecessor_start: Array, predecessor: Array, duration: Array, free: Array, ready: Array
 ) -> Array:
-    """End time of every operator; ``free`` (per device) is advanced in place."""
+    """Return the end time of every operator. ``free`` (per device) is advanced in place."""
     end = np.empty(len(device), np.int64)
     for i in range(len(device)):
         d = device[i]
@@ -107,12 +107,12 @@ def transfer(
     num_devices: int,
     num_inputs: int,
 ) -> tuple[Array, Array]:
-    """Max-plus matrix of a run of operators, and the row of every operator's end.
+    """Return the max-plus matrix of a run of operators, and the row of every operator's end.
 
     Returns
     -------
     matrix : int array, shape (num_devices + num_outputs, num_devices + num_inputs)
-        First the devices' free times, then the outputs' ready times, as a function of the same at entry.
+        Rows are the devices' free times, then the outputs' ready times, as functions of the same at entry.
     ends : int array, shape (num_operators, num_devices + num_inputs)
     """
     columns = num_devices + num_inputs
@@ -149,7 +149,7 @@ def transfer(
 
 @allocating
 def compose(after: Array, before: Array) -> Array:
-    """Max-plus product: first ``before``, then ``after``."""
+    """Return the max-plus product: first ``before``, then ``after``."""
     out = np.full((after.shape[0], before.shape[1]), NEVER, np.int64)
     for r in range(after.shape[0]):
         for k in range(after.shape[1]):
@@ -180,12 +180,12 @@ def run_calls(
     free: Array,
     ready: Array,
 ) -> None:
-    """Run calls of reusable subgraphs from number ``first`` on; ``free`` and ``ready`` are filled in place.
+    """Run calls of reusable subgraphs from number ``first`` on. ``free`` and ``ready`` are filled in place.
 
     ``matrices`` holds all transfer matrices row by row, matrix m from ``matrix_start[m]``. Call c runs matrix
-    ``call_matrix[c]`` on ``devices[device_start[c]:]``; its input port j waits on the outputs
-    ``wait_on[wait_start[input_start[c] + j]:...]``, and its outputs are ``ready[output_start[c]:]``.
-    ``free[c]`` is the state of all devices before call c.
+    ``call_matrix[c]`` on ``devices[device_start[c]:]``. Its input port j waits for the outputs
+    ``wait_on[wait_start[input_start[c] + j]:...]``, and its outputs are ``ready[output_start[c]:]``. ``free[c]`` is the
+    state of all devices before call c.
     """
     num_devices = free.shape[1]
     state = np.empty(MAX_COLUMNS, np.int64)

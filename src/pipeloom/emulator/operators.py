@@ -1,9 +1,9 @@
 """Operators: what one GPU kernel or collective computes, reads, writes and sends, forward and backward.
 
-Memory bytes count every operand once in and every result once out. Gradients to inputs and to weights are
-operators of their own. Collectives move what a ring moves: (n-1)/n of the gathered bytes per device for an
-all-gather or reduce-scatter, twice that for an all-reduce, in n-1 (2 (n-1)) messages; a tree all-reduce moves
-all bytes up and down in 2 log2(n) messages.
+Memory bytes count every operand once as input and every result once as output. Gradients to inputs and to weights are
+separate operators. Collectives move as many bytes as a ring: (n-1)/n of the gathered bytes per device for an all-gather
+or reduce-scatter, twice that for an all-reduce, in n-1 (2 (n-1)) messages. A tree all-reduce moves all bytes up and
+down in 2 log2(n) messages.
 
 To add an operator, write a function that calls `Tape.record` once.
 """
@@ -25,9 +25,9 @@ INDEX_BYTES = 8
 def linear(
     x: Tensor, in_width: int, out_width: int, *, bias: bool | int = False, split: int = 1, name: str = "matmul"
 ) -> Tensor:
-    """Matrix product with a weight of ``in_width`` x ``out_width`` numbers (this device's part of ``split``).
+    """Multiply by a weight matrix of ``in_width`` x ``out_width`` (this device's part of ``split``).
 
-    ``bias``: whether every column has one, or how many have.
+    ``bias`` is whether every column has a bias, or the number of those that have.
     """
     tape, dtype = x.tape, x.dtype_bytes
     weight = in_width * out_width
@@ -50,7 +50,7 @@ def linear(
 def grouped_linear(
     x: Tensor, in_width: int, out_width: int, *, groups: int, local_groups: int, split: int = 1
 ) -> Tensor:
-    """Matrix products of rows with the weights of their expert; this device holds ``local_groups`` of them."""
+    """Multiply rows by the weights of their expert. This device holds ``local_groups`` experts."""
     tape, dtype = x.tape, x.dtype_bytes
     weight = in_width * out_width
     tape.parameter(weight * split * groups, split * groups // local_groups, expert=True)
@@ -69,9 +69,9 @@ def grouped_linear(
 
 
 def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
-    """LayerNorm (saves its input, mean and deviation) or RMSNorm (its input and deviation) over the width.
+    """Apply LayerNorm (saves input, mean and deviation) or RMSNorm (saves input and deviation) over the width.
 
-    ``split``: over how many devices the width is divided.
+    ``split`` is the number of devices over which the width is divided.
     """
     tape, elements = x.tape, x.rows * x.width
     num_weights = x.width * (2 if kind == "layer" else 1)
@@ -93,7 +93,7 @@ def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
 
 
 def activation(x: Tensor) -> Tensor:
-    """Elementwise function that saves its input (GELU, SiLU, squared ReLU)."""
+    """Apply an elementwise function that saves its input (GELU, SiLU, squared ReLU)."""
     elements = x.rows * x.width
     return x.tape.record(
         Cost("activation", elements * 8, x.num_bytes * 2),
@@ -105,7 +105,7 @@ def activation(x: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Elementwise product; saves both factors."""
+    """Multiply elementwise. Saves both factors."""
     elements = x.rows * x.width
     return x.tape.record(
         Cost("multiply", elements, x.num_bytes * 3),
@@ -117,7 +117,7 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
 
 
 def scale(x: Tensor) -> Tensor:
-    """A learned factor for each column; saves its input."""
+    """Multiply each column by a learned factor. Saves its input."""
     elements = x.rows * x.width
     x.tape.parameter(x.width)
     return x.tape.record(
@@ -134,12 +134,12 @@ def scale(x: Tensor) -> Tensor:
 
 
 def hand_on(x: Tensor, feature: Tensor) -> Tensor:
-    """``x`` as it is, beside a stream that leaves the layer; the stream's gradient comes back with that of ``x``."""
+    """Return ``x``, while a stream leaves the layer. The stream's gradient arrives with that of ``x``."""
     return x.tape.record(Cost("view"), [x, feature], (x.rows, x.width), backward=Backward(passes_gradient=True))
 
 
 def gated_activation(x: Tensor) -> Tensor:
-    """SwiGLU as one kernel: the two halves of ``x`` give one of half the width; saves ``x`` alone."""
+    """Apply SwiGLU as one kernel to the two halves of ``x``. Saves only ``x``."""
     width = x.width / 2
     elements = x.rows * width
     return x.tape.record(
@@ -152,7 +152,7 @@ def gated_activation(x: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, width: float) -> Tensor:
-    """Rotary position embedding of ``width`` of the columns, in one kernel; saves nothing of its input."""
+    """Apply rotary position embedding to ``width`` columns in one kernel. Saves nothing of its input."""
     moved = x.rows * (width * x.dtype_bytes * 2)
     flops = x.rows * (width * 3)
     cost = Cost("rotary", flops, moved)
@@ -160,7 +160,7 @@ def rotary(x: Tensor, width: float) -> Tensor:
 
 
 def concatenate(parts: list[Tensor]) -> Tensor:
-    """Rows of several tensors of one width as one tensor; saves nothing."""
+    """Concatenate rows of tensors of one width. Saves nothing."""
     first = parts[0]
     rows = first.rows * len(parts)
     cost = Cost("copy", ZERO, rows * (first.width * first.dtype_bytes * 2))
@@ -168,7 +168,7 @@ def concatenate(parts: list[Tensor]) -> Tensor:
 
 
 def modulate(x: Tensor, shift_scale: Tensor) -> Tensor:
-    """``x * (1 + scale) + shift``, one shift and scale per instance."""
+    """Compute ``x * (1 + scale) + shift`` with one shift and scale per instance."""
     elements = x.rows * x.width
     return x.tape.record(
         Cost("modulate", elements * 2, x.num_bytes * 2 + shift_scale.num_bytes),
@@ -192,12 +192,12 @@ def attention(
     rows: Size,
     causal: bool = False,
 ) -> Tensor:
-    """Attention in tiles (FlashAttention): saves its inputs, its output and one log-sum per row and head.
+    """Compute tiled attention (FlashAttention). Saves its inputs, its output and one log-sum per row and head.
 
     Parameters
     ----------
-    inputs : tensors that hold queries, keys and values, in any grouping
-    pairs : query-key pairs that are computed, so half of them where causal
+    inputs : tensors with queries, keys and values, in any grouping
+    pairs : query-key pairs that are computed; if causal, half of them
     rows : query rows
     """
     first = inputs[0]
@@ -219,7 +219,7 @@ def attention(
 
 
 def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chunk: int) -> Tensor:
-    """Mamba-2's chunked state-space scan: products inside chunks, and states passed between them."""
+    """Compute Mamba-2's chunked state-space scan: products inside chunks, and states passed between them."""
     inner = heads * head_width
     within = chunk * (2 * groups * state + 2 * inner) / 2  # scores and their product with x, causal half
     between = 2 * 2 * state * inner  # states from x, and outputs from states
@@ -237,7 +237,7 @@ def scan(x: Tensor, *, heads: int, head_width: int, groups: int, state: int, chu
 
 
 def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Tensor:
-    """Causal depthwise convolution over ``width`` of the columns; saves its input."""
+    """Compute a causal depthwise convolution over ``width`` columns. Saves its input."""
     split = x.context.tensor
     x.tape.parameter(width * (kernel + bias) * split, split)
     moved = x.rows * (width * x.dtype_bytes)
@@ -256,12 +256,11 @@ def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Ten
 
 
 def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
-    """Look up rows of a table divided over tensor-parallel devices; saves the indices."""
+    """Look up rows of a table that is divided over tensor-parallel devices. Saves the indices."""
     context = indices.context
-    local = context.share("vocabulary", vocabulary)
+    context.share("vocabulary", vocabulary)  # raises if it does not divide
     indices.tape.parameter(vocabulary * width, context.tensor)
     moved = indices.rows * (width * context.dtype_bytes)
-    del local
     return indices.tape.record(
         Cost("embedding", ZERO, moved * 2),
         [indices],
@@ -275,7 +274,7 @@ def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
-    """Softmax and loss; saves the log-probabilities (``loss_bytes`` each) and the targets."""
+    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets."""
     elements = logits.rows * logits.width
     full = elements * loss_bytes
     return logits.tape.record(
@@ -289,7 +288,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
 
 
 def squared_error(x: Tensor) -> Tensor:
-    """Mean squared error against a target of the same size; saves the difference."""
+    """Compute the mean squared error against a target of the same size. Saves the difference."""
     elements = x.rows * x.width
     cost = Cost("squared_error", elements * 3, x.num_bytes * 3)
     return x.tape.record(
@@ -298,7 +297,7 @@ def squared_error(x: Tensor) -> Tensor:
 
 
 def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
-    """Join ``factor`` rows into one of so many times the width; ``moves`` where memory must be rearranged."""
+    """Join ``factor`` rows into one of ``factor`` times the width. ``moves``: memory must be rearranged."""
     cost = Cost("copy", ZERO, x.num_bytes * (2 if moves else 0))
     return x.tape.record(
         cost,
@@ -310,7 +309,7 @@ def regroup(x: Tensor, factor: int, *, moves: bool = False) -> Tensor:
 
 
 def average(x: Tensor, factor: int) -> Tensor:
-    """Mean of ``factor`` rows each; saves nothing."""
+    """Average groups of ``factor`` rows. Saves nothing."""
     cost = Cost("copy", x.rows * x.width, x.num_bytes * (1 + 1 / factor))
     return x.tape.record(cost, [x], (x.rows / factor, x.width), backward=Backward(input_gradient=cost), again="cheap")
 
@@ -323,7 +322,7 @@ def gather_rows(x: Tensor, rows: Size) -> Tensor:
 
 
 def route(x: Tensor, experts: int, chosen: int) -> Tensor:
-    """Softmax over experts and choice of the best; saves probabilities and indices."""
+    """Compute softmax over experts and choose the best. Saves probabilities and indices."""
     elements = x.rows * experts
     return x.tape.record(
         Cost("route", elements * 8, elements * (2 * STATISTIC_BYTES)),
@@ -335,7 +334,7 @@ def route(x: Tensor, experts: int, chosen: int) -> Tensor:
 
 
 def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
-    """Sum each token's expert results with its router weights; saves both."""
+    """Sum each token's expert results with its router weights. Saves both."""
     moved = x.num_bytes + rows * (x.width * x.dtype_bytes)
     flops = x.rows * (2 * x.width)
     return x.tape.record(
@@ -347,12 +346,12 @@ def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
 
 
 def ring(kind: str, num_bytes: Size, peers: int, device: int, *, passes: int = 1) -> Cost:
-    """A collective over a ring; ``num_bytes`` is what is gathered or reduced in all."""
+    """Return the cost of a collective over a ring. ``num_bytes`` is the size of all gathered or reduced data."""
     return Cost(kind, network=num_bytes * (passes * (peers - 1) / peers), device=device, steps=passes * (peers - 1))
 
 
 def all_reduce_cost(num_bytes: Size, peers: int, device: int, algorithm: Algorithm = "ring") -> Cost:
-    """All-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
+    """Return the cost of an all-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
     if algorithm == "tree":
         steps = 2 * math.ceil(math.log2(peers)) if peers > 1 else 0
         return Cost("all_reduce", network=num_bytes * (2 if peers > 1 else 0), device=device, steps=steps)
@@ -360,9 +359,9 @@ def all_reduce_cost(num_bytes: Size, peers: int, device: int, algorithm: Algorit
 
 
 def enter_tensor_parallel(x: Tensor) -> Tensor:
-    """All rows on every tensor-parallel peer: gather the shards, or (without sequence parallel) nothing.
+    """Gather all rows on every tensor-parallel peer. Without sequence parallelism, they are there already.
 
-    The gathered tensor is not kept: the backward gathers again, as Megatron does.
+    The gathered tensor is not kept: the backward gathers again, as in Megatron.
     """
     context = x.context
     if context.tensor == 1:
@@ -388,7 +387,7 @@ def enter_tensor_parallel(x: Tensor) -> Tensor:
 
 
 def leave_tensor_parallel(x: Tensor) -> Tensor:
-    """Sum partial results over tensor-parallel peers and leave each its rows."""
+    """Sum partial results over tensor-parallel peers. With sequence parallelism, each keeps its rows."""
     context = x.context
     if context.tensor == 1:
         return x
@@ -409,7 +408,7 @@ def leave_tensor_parallel(x: Tensor) -> Tensor:
 
 
 def exchange(x: Tensor) -> Tensor:
-    """All-to-all over the expert-parallel group."""
+    """Exchange rows by all-to-all over the expert-parallel group."""
     context = x.context
     if context.expert == 1:
         return x
@@ -418,7 +417,7 @@ def exchange(x: Tensor) -> Tensor:
 
 
 def share_keys(x: Tensor, width: float) -> Tensor:
-    """Send ``width`` of the columns (keys and values) round the context-parallel ring."""
+    """Send ``width`` columns (keys and values) around the context-parallel ring."""
     context = x.context
     if context.context == 1:
         return x

@@ -1,4 +1,4 @@
-"""PipelineModel: which layers of a model lie on which pipeline rank, and the work that samples bring them."""
+"""`PipelineModel`: the layers of a model on pipeline ranks, and the workloads of samples."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipeloom.spec import ChunkStrategy, Sample, Strategy, Workload, chunk_strat
 from pipeloom.spec.architecture import Architecture, ResidualLayer
 
 Work = Mapping[str, Sequence[Workload]]
-"""One microbatch: per module its sub-microbatches (none: the module has nothing to do)."""
+"""One microbatch: sub-microbatches of each module. Empty: the module has nothing to do."""
 
 
 def work_of(
     architecture: Architecture, samples: Sequence[Sample], sub_microbatch: Mapping[str, int] | None = None
 ) -> dict[str, tuple[Workload, ...]]:
-    """A microbatch's work per module, split evenly into sub-microbatches of at most the given instances."""
+    """Return a microbatch's workloads per module, split evenly into sub-microbatches of limited size."""
     out = {}
     for module in architecture.modules:
         lengths = [n for sample in samples for n in module.lengths(sample) if n > 0]
@@ -36,24 +36,23 @@ def work_of(
 
 
 class Stream(NamedTuple):
-    """What goes from a chunk of one module to a chunk of another, beside the modules' outputs."""
+    """A stream from a chunk of one module to a chunk of another."""
 
     source: tuple[str, int]
     target: tuple[str, int]
     template: LayerTemplate
-    """Whose output it is, on the source's workload."""
+    """Template whose output on the source's workload is the stream."""
 
 
 class PipelineModel:
-    """A model's layers on the ranks of a pipeline: each module divided over all of them (`dip.txt` §4).
+    """A model's layers on the ranks of a pipeline. Each module is divided over all ranks (`dip.txt` §4).
 
     Parameters
     ----------
-    architecture, placement
     typical : Work
-        The workload by which each module's layers are divided evenly.
+        Workload by which each module's layers are divided evenly.
     segments : mapping from module name to int
-        Chunks per rank; 1 where left out.
+        Chunks per rank; default 1.
     """
 
     def __init__(
@@ -102,28 +101,28 @@ class PipelineModel:
         return module, bisect.bisect_right(self.cuts[module], layer) - 1
 
     def chunks(self, module: str) -> range:
-        """Chunk numbers of a module; chunk i lies on rank i modulo the number of ranks."""
+        """Return the chunk numbers of a module. Chunk i is on rank i modulo the number of ranks."""
         return range(len(self.cuts[module]) - 1)
 
     def chunk_layers(self, module: str, chunk: int) -> tuple[LayerTemplate, ...]:
-        """Layers of one chunk."""
+        """Return the layers of one chunk."""
         cuts = self.cuts[module]
         return self.layers[module][cuts[chunk] : cuts[chunk + 1]]
 
     def layers_of(self, module: str, rank: int) -> tuple[LayerTemplate, ...]:
-        """Layers of a module on one rank."""
-        mine = [c for c in self.chunks(module) if c % self.num_ranks == rank]
-        return tuple(t for c in mine for t in self.chunk_layers(module, c))
+        """Return the layers of a module on one rank."""
+        own = [c for c in self.chunks(module) if c % self.num_ranks == rank]
+        return tuple(t for c in own for t in self.chunk_layers(module, c))
 
     def layers_on(self, rank: int) -> dict[str, tuple[tuple[int, int], ...]]:
-        """First and last layer of each of a rank's chunks, by module."""
+        """Return first and last layer of each of a rank's chunks, by module."""
         return {
             name: tuple((cuts[c], cuts[c + 1] - 1) for c in self.chunks(name) if c % self.num_ranks == rank)
             for name, cuts in self.cuts.items()
         }
 
     def stages(self, strategy: ChunkStrategy | str) -> dict[str, list[Stage]]:
-        """Stages of every module, each under one strategy."""
+        """Return the stages of every module under one strategy."""
         chosen = chunk_strategy(strategy)
         known: dict[tuple[tuple[int, Strategy, int], ...], Stage] = {}
 
@@ -140,7 +139,7 @@ class PipelineModel:
 
 
 _MOST_CUTS = 500_000
-"""Layers times chunks of a module, so that cutting it takes seconds at most."""
+"""Largest number of layers times chunks of a module, so that cutting takes seconds at most."""
 
 
 def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[int]:
@@ -155,12 +154,12 @@ def _weights(layers: Sequence[LayerTemplate], work: Sequence[Workload]) -> list[
 
 
 def split_evenly(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Cut a chain into consecutive non-empty parts so that the heaviest part is as light as can be.
+    """Cut a chain into consecutive non-empty parts so that the heaviest part is as light as possible.
 
     Returns
     -------
     tuple of int
-        ``parts + 1`` cuts, first 0, last the number of weights.
+        ``parts + 1`` cuts: the first is 0, the last is the number of weights.
     """
     total = np.concatenate([[0], np.cumsum(weights)])
     n = len(weights)
@@ -171,7 +170,7 @@ def split_evenly(weights: Sequence[int], parts: int) -> tuple[int, ...]:
         for end in range(p, n + 1):
             begins = np.arange(p - 1, end)
             heaviest = np.maximum(best[p - 1, begins], total[end] - total[begins])
-            # Of equal choices the latest begin, so that parts at the front are not starved.
+            # Among equal choices, take the latest begin, so that the first parts get enough layers.
             k = len(begins) - 1 - int(np.argmin(heaviest[::-1]))
             best[p, end], cut[p, end] = heaviest[k], begins[k]
     cuts = [n]

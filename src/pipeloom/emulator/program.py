@@ -1,12 +1,12 @@
 """Programs: forward and backward passes of a traced layer under a memory strategy.
 
-What a strategy keeps decides everything else: what is not kept is made again, by running its operator again,
-when the backward first asks for it (explicit recomputation, once; `facts` of the design, decision 7).
+The strategy decides which tensors are kept. All others are recomputed: their operator runs again when the backward
+first needs them, once.
 
-- ``keep``: all that the backward reads;
-- ``selective``: without the results of cheap operators (norms, activation functions), whose inputs are kept;
-- ``recompute``: only the layer's input;
-- ``offload``: all of it, but on the host between forward and backward, over PCIe.
+- ``keep``: keeps all tensors that the backward reads.
+- ``selective``: drops results of cheap operators (norms, activation functions), whose inputs are kept.
+- ``recompute``: keeps only the layer's input.
+- ``offload``: keeps all of them on the host between forward and backward, over PCIe.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
+from pipeloom.emulator.operators import ring
 from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import PCIE, Cost, Record, Tape, Tensor
 from pipeloom.spec import TRAITS, Strategy
@@ -23,14 +24,14 @@ Part = Literal["F", "B", "I", "W"]
 PARTS: tuple[Part, ...] = ("F", "B", "I", "W")
 
 ENTRY, PREVIOUS = -1, -2
-"""Input ports of a program: its activation or gradient is there; the layer before it was entered."""
+"""Input ports of a program: its activation or gradient is ready; the layer before it was entered."""
 
 ALIVE = -1
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one tensor: made by operator ``made`` (`ALIVE`: there at entry), read by ``used``."""
+    """Memory of one tensor: operator ``made`` creates it (`ALIVE`: it exists at entry), and ``used`` read it."""
 
     num_bytes: Size
     made: int
@@ -42,8 +43,8 @@ class Buffer:
 class Program:
     """Operators of one pass in issue order.
 
-    ``before[i]`` are the operators (or ports) that operator i waits for; ``result`` is the operator whose
-    end makes the pass's output ready.
+    ``before[i]`` are the operators (or ports) that operator i waits for. ``result`` is the operator whose end makes the
+    pass's output ready.
     """
 
     costs: list[Cost] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Program:
 class Passes:
     """All passes of one layer under one strategy, and the bytes held between them.
 
-    ``activation_bytes`` from F to the backward, ``weight_gradient_bytes`` from I to W, ``host_bytes`` on the
+    ``activation_bytes`` are held from F to the backward, ``weight_gradient_bytes`` from I to W, ``host_bytes`` on the
     host.
     """
 
@@ -67,7 +68,7 @@ class Passes:
 
 
 def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
-    """Tensors that the forward keeps, each once, in the order in which they are first needed."""
+    """Return the tensors that the forward keeps, each once, in the order in which they are first needed."""
     wanted: dict[Tensor, None] = {}
     seen: set[Tensor] = set()
 
@@ -100,21 +101,21 @@ def kept_tensors(tape: Tape, strategy: Strategy) -> list[Tensor]:
 
 
 def _needed(record: Record) -> tuple[Tensor, ...]:
-    """What a record's backward reads of the forward."""
+    """Return the forward's tensors that a record's backward reads."""
     flows = any(t.needs_gradient for t in record.inputs)
     inputs = record.saved if record.input_gradient is not None and flows else ()
     return (*inputs, *(record.saved_for_weight if record.weight_gradient is not None else ()))
 
 
 def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
-    """Write out the passes of a traced layer.
+    """Create the passes of a traced layer.
 
     Parameters
     ----------
     tape : Tape
-        What calling the layer recorded.
+        Records of one call of the layer.
     output : Tensor
-        The call's result.
+        Result of the call.
     """
     kept = kept_tensors(tape, strategy)
     held: dict[tuple[str, Tensor], None] = {}
@@ -131,11 +132,6 @@ def make_passes(tape: Tape, output: Tensor, strategy: Strategy) -> Passes:
     )
 
 
-def _ring(peers: int) -> float:
-    """Share of the bytes that each device of a ring sends."""
-    return (peers - 1) / peers
-
-
 def _total(sizes: Iterable[Size]) -> Size:
     out = ZERO
     for size in sizes:
@@ -144,59 +140,41 @@ def _total(sizes: Iterable[Size]) -> Size:
 
 
 def _backs(record: Record) -> bool:
-    """Whether a gradient flows back through a record."""
+    """Return whether a gradient flows back through a record."""
     return any(t.needs_gradient for t in record.inputs)
 
 
 def _source(tensor: Tensor) -> Tensor:
-    """The tensor that is held in place of a transient one."""
+    """Return the tensor that is held instead of a transient one."""
     while tensor.producer is not None and tensor.producer.transient:
         tensor = tensor.producer.inputs[0]
     return tensor
 
 
 class _Writer:
-    """Appends operators to one program, and follows what memory they use."""
+    """Appends operators to one program and tracks their memory."""
 
     def __init__(self, tape: Tape, kept: list[Tensor], strategy: Strategy) -> None:
         self.tape, self.kept, self.offloads = tape, kept, TRAITS[strategy].offloads
         self.program = Program()
         self.unsharded: int | None = None
         self.at: dict[tuple[str, Tensor], tuple[int, Buffer]] = {}
-        """Where a value ("x": activation, "g": its gradient) became ready, and its memory."""
+        """Operator after which a value ("x": activation, "g": its gradient) is ready, and its memory."""
 
     def _unshard(self) -> None:
         """Gather weights that are sharded over data parallelism, one layer ahead (ZeRO-3)."""
-        context = self.tape.context
-        if context.shard > 1 and self.tape.parameters:
-            self.unsharded = self._run(
-                Cost(
-                    "all_gather",
-                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link,
-                    steps=context.shard - 1,
-                ),
-                (),
-                [PREVIOUS],
-            )
+        if self.tape.context.shard > 1 and self.tape.parameters:
+            self.unsharded = self._run(self._shard_cost("all_gather"), (), [PREVIOUS])
 
     def _reduce(self, after: int) -> None:
         """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
-        context = self.tape.context
-        if context.shard > 1 and self.tape.parameters and after >= 0:
-            self._run(
-                Cost(
-                    "reduce_scatter",
-                    network=ONE * (self._local_parameters() * context.dtype_bytes) * _ring(context.shard),
-                    device=context.shard_link,
-                    steps=context.shard - 1,
-                ),
-                (),
-                [after],
-            )
+        if self.tape.context.shard > 1 and self.tape.parameters and after >= 0:
+            self._run(self._shard_cost("reduce_scatter"), (), [after])
 
-    def _local_parameters(self) -> float:
-        return sum(p.local for p in self.tape.parameters)
+    def _shard_cost(self, kind: str) -> Cost:
+        context = self.tape.context
+        num_bytes = ONE * (sum(p.local for p in self.tape.parameters) * context.dtype_bytes)
+        return ring(kind, num_bytes, context.shard, context.shard_link)
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
         buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)
@@ -218,7 +196,7 @@ class _Writer:
         return number
 
     def forward(self, output: Tensor) -> Program:
-        """Forward pass; what is kept outlives it, and so does its output."""
+        """Create the forward pass. Kept tensors and the output outlive it."""
         kept = set(self.kept)
         self._unshard()
         for record in self.tape.records:
@@ -237,7 +215,7 @@ class _Writer:
         return self.program
 
     def _enter(self) -> None:
-        """Have what the forward kept: in memory, or to be loaded from the host one layer ahead."""
+        """Add the tensors that the forward kept: in memory, or loaded from the host one layer ahead."""
         for tensor in reversed(self.kept) if self.offloads else self.kept:
             if self.offloads:
                 load = Cost("load", network=tensor.num_bytes, device=PCIE, steps=1)
@@ -246,7 +224,7 @@ class _Writer:
                 self._have("x", tensor, ENTRY)
 
     def _make(self, tensor: Tensor, after: int) -> None:
-        """Have a tensor of the forward, running its operator again if it was not kept."""
+        """Add a tensor of the forward. If it was not kept, run its operator again."""
         if ("x", tensor) in self.at:
             return
         record = tensor.producer
@@ -259,7 +237,7 @@ class _Writer:
                 self._have("x", made, number)
 
     def _gradient(self, tensor: Tensor, ready: int, buffer: Buffer | None = None) -> None:
-        """Note a gradient; a second one for the same tensor is added to the first."""
+        """Add a gradient. A second one for the same tensor is added to the first."""
         if ("g", tensor) not in self.at:
             if buffer is None:
                 self._have("g", tensor, ready)
@@ -274,7 +252,10 @@ class _Writer:
         self.at["g", tensor] = (number, old)
 
     def backward(self, output: Tensor, part: Part, held: dict[tuple[str, Tensor], None]) -> Program:
-        """Backward pass: whole (``B``), or gradients to inputs only (``I``), noting what W will read."""
+        """Create the backward: whole (``B``), or only gradients to inputs (``I``).
+
+        ``held`` collects the tensors that W will read.
+        """
         self._unshard()
         self._enter()
         self._have("g", output, ENTRY)
@@ -291,7 +272,7 @@ class _Writer:
                         self._gradient(tensor, ready, buffer)
                 continue
             if record.weight_gradient is not None and part == "B":
-                # Launched before the input gradient, so that a gather runs while that computes.
+                # Recompute before the input gradient, so that a gather overlaps with its computation.
                 for tensor in record.saved_for_weight:
                     self._make(tensor, ready)
             made = self._input_gradient(record, ready) if _backs(record) else None
@@ -325,7 +306,7 @@ class _Writer:
         return self._run(record.input_gradient, [*(("x", t) for t in record.saved), ("g", record.outputs[0])])
 
     def _hold(self, record: Record, held: dict[tuple[str, Tensor], None], ready: int) -> None:
-        """Hold what the gradient to the weights reads: gradients as they are, gathered shards ungathered."""
+        """Hold the tensors that the weight gradient reads: gradients unchanged, gathered shards as shards."""
         values = [("x", _source(t)) for t in record.saved_for_weight] + [("g", record.outputs[0])]
         for value in values:
             if value[0] == "x":
@@ -334,7 +315,7 @@ class _Writer:
             held[value] = None
 
     def weights(self, held: list[tuple[str, Tensor]]) -> Program:
-        """Gradients to the weights from what I held; no later layer waits for them."""
+        """Create the weight gradients from the tensors that I held. No other layer waits for them."""
         last = ALIVE
         for role, tensor in held:
             self._have(role, tensor, ENTRY)

@@ -1,4 +1,4 @@
-"""EmulatedStep: what emulating an iteration gives."""
+"""`EmulatedStep`: the result of emulating an iteration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeloom.emulator.rules import IntArray
 
 
 class StageTask(NamedTuple):
-    """What a task of an iteration is."""
+    """Identity of a task of an iteration."""
 
     module: str
     stage: int
@@ -24,8 +24,8 @@ class StageTask(NamedTuple):
 class RankTime:
     """Time of one rank inside the pipeline: total = compute + transfer + bubble - overlap.
 
-    ``compute_s`` is its stages', ``transfer_s`` its sends', ``overlap_s`` the part of those sends during which
-    it computes, ``bubble_s`` what remains: waiting.
+    ``transfer_s`` is the time of its sends, ``overlap_s`` the part of them during which it computes, and ``bubble_s``
+    the idle time.
     """
 
     total_s: float
@@ -46,27 +46,27 @@ class EmulatedStep:
     Attributes
     ----------
     iteration_s : float
-        Pipeline, gradient reduction and optimiser step.
+        Seconds of the pipeline, the gradient reduction and the optimizer step.
     pipeline_s : float
-        The pipeline alone.
+        Seconds of the pipeline alone.
     bubble : float
         Idle share of the ranks' computing time inside the pipeline.
     mfu : float
-        Products of forward and backward (twice the forward) over what all devices could have computed.
+        Operations of matrix products (forward, and twice for the backward) over the peak of all devices.
     peak_bytes, static_bytes : per rank
     ranks : per rank
-        Where its time goes, as in `adaptis.txt` Algorithm 1.
+        Parts of its time, as in `adaptis.txt` Algorithm 1.
     fits : bool
         Whether every peak is within the device's usable memory.
     tasks, start_ps, end_ps : per task
     strategy : str
         Text of a `ChunkStrategy`.
     in_flight : int
-        Microbatches between their first and last task at once.
+        Largest number of microbatches between their first and last task.
     num_tokens : int
-        Of the last module's sequences, in this replica's microbatches.
+        Tokens of the last module's sequences in this replica's microbatches.
     num_devices : int
-        Of this replica.
+        Devices of this replica.
     layers : per rank
         First and last layer of every chunk, by module.
     """
@@ -91,12 +91,12 @@ class EmulatedStep:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that each device of this replica gets done in a second."""
+        """Tokens per second and device of this replica."""
         return self.num_tokens / self.iteration_s / self.num_devices
 
 
 def union(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans without overlaps, in order."""
+    """Merge overlapping spans, and sort them."""
     out: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:

@@ -1,9 +1,9 @@
-"""Rules: what a device gives, and how an operator's three metrics become picoseconds.
+"""Rules: rates of devices, and durations of operators from their three metrics.
 
-An operator takes the largest of operations over speed, memory bytes over bandwidth and network bytes over
-throughput, each divided by an efficiency (the paper's scaling factor is its inverse; `dip.txt` §6.1), and no less
-than issuing it takes. An efficiency may depend on how long the operator would take at the peak, since small matrices
-and short messages are slow, and a rule of one's own may replace all this for one kind of operator.
+The duration of an operator is the largest of operations over speed, memory bytes over bandwidth and network bytes over
+throughput, each divided by an efficiency (the inverse of the paper's scaling factor; `dip.txt` §6.1), and at least the
+launch time. Small matrices and short messages are slow, so an efficiency may depend on the operator's time at the peak.
+A custom rule may replace all of this for one kind of operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int64]
 METRICS = ("flops", "memory", "network")
 
 Curve = tuple[tuple[float, float], ...]
-"""Points (seconds at the peak, efficiency), rising; one point: the same everywhere."""
+"""Increasing points (seconds at the peak, efficiency). A single point applies everywhere."""
 
 FULL: Curve = ((1.0, 1.0),)
 
@@ -39,13 +39,12 @@ class Efficiency:
     network: Curve = FULL
 
     def __post_init__(self) -> None:
-        """Refuse curves that are not functions or promise nothing."""
         for name in METRICS:
             check_points(f"efficiency.{name}", getattr(self, name))
 
 
 class Counts(NamedTuple):
-    """An operator as a rule sees it."""
+    """Kind and counts of an operator, the argument of a custom rule."""
 
     kind: str
     flops: float
@@ -55,16 +54,14 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """One device: compute, memory, link or host. A rate of 0 means that the device cannot do it.
+    """One device: compute, memory, link or host. A rate of 0 means that the device does not have this metric.
 
     Attributes
     ----------
-    flops_per_s, memory_bytes_per_s, network_bytes_per_s : float
     latency_s : float
-        Added once per step (message) of an operator that states steps.
+        Seconds added per step (message) of an operator with steps.
     launch_s : float
-        The least that an operator with anything to do takes.
-    capacity_bytes : int or None
+        Minimum seconds of an operator that has anything to do.
     efficiency : mapping from operator kind to `Efficiency`
         ``"*"`` stands for every other kind.
     overrides : mapping from operator kind to a rule, `Counts` -> seconds
@@ -81,7 +78,7 @@ class Device:
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse devices that compute and communicate at once: that is two devices."""
+        """Raise `InputError` for a device that computes and communicates: these are two devices."""
         if self.network_bytes_per_s and (self.flops_per_s or self.memory_bytes_per_s):
             raise InputError(
                 f"device {self.name!r}",
@@ -90,7 +87,7 @@ class Device:
             )
 
     def efficiency_of(self, kind: str) -> Efficiency:
-        """Efficiency of a kind of operator; causal attention falls back on attention, all on ``"*"``."""
+        """Return the efficiency of a kind of operator, or of attention for causal attention, or of ``"*"``."""
         for name in (kind, kind.removeprefix("causal_"), "*"):
             if name in self.efficiency:
                 return self.efficiency[name]
@@ -103,14 +100,12 @@ class Device:
 
 
 class RuleTable:
-    """The rules of one set of operators as arrays: compiled once, evaluated for every workload.
+    """Rules of a set of operators as arrays, built once and evaluated for every workload.
 
     Parameters
     ----------
-    devices : sequence of Device
-    kind, device : per operator
     steps : per operator
-        Messages in a row.
+        Consecutive messages.
     """
 
     def __init__(self, devices: tuple[Device, ...], kind: tuple[str, ...], device: IntArray, steps: FloatArray) -> None:
@@ -139,7 +134,7 @@ class RuleTable:
         )
 
     def durations_ps(self, amounts: FloatArray) -> IntArray:
-        """Picoseconds of every operator.
+        """Return the picoseconds of every operator.
 
         Parameters
         ----------
@@ -149,8 +144,8 @@ class RuleTable:
         Raises
         ------
         InputError
-            When an operator asks its device for what the device does not have, such as network bytes of a
-            compute device; or when the operators take so long that their sum does not fit.
+            If an operator needs a metric that its device does not have, such as network bytes on a compute device, or
+            if the sum of all durations is too large.
         """
         bad = np.argwhere((amounts > 0) & (self.rates[self.rule] <= 0))
         for i, m in bad.tolist():
@@ -158,7 +153,7 @@ class RuleTable:
                 continue
             raise InputError(
                 f"operator {i} ({self.kind[i]})",
-                f"has {amounts[i, m]:g} of {METRICS[m]}, device {self.devices[int(self.device[i])].name!r} gives none",
+                f"has {amounts[i, m]:g} of {METRICS[m]}, device {self.devices[int(self.device[i])].name!r} has none",
                 "put the operator on a device that does, e.g. a collective on a link",
             )
         rates = np.maximum(self.rates, 1e-300)

@@ -1,7 +1,7 @@
-"""A plain pipeline order for the emulator's own use: backward first, a bounded number of microbatches in flight.
+"""A simple pipeline schedule of the emulator: backward first, with a limited number of microbatches in flight.
 
-This is how an iteration is emulated when nobody hands in a schedule (`emulate`, `sweep`). It is list
-scheduling in the spirit of 1F1B; the planner's searches are elsewhere.
+It is used if no schedule is given (`emulate`, `sweep`). It is list scheduling similar to 1F1B. The planner's searches
+are in `pipeloom.search`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pipeloom.totals import check_total, summable
 
 @dataclass(slots=True)
 class PipelineTask:
-    """A stage's forward or backward on one part of a microbatch."""
+    """Forward or backward of a stage on one part of a microbatch."""
 
     rank: int
     microbatch: int
     backward: bool
     duration_ps: int
     held_bytes: int
-    """Taken by a forward, given back by its backward."""
+    """Bytes allocated by a forward and freed by its backward."""
     before: list[tuple[int, int]] = field(default_factory=list)
-    """Tasks to wait for, and picoseconds that their results travel."""
+    """Tasks to wait for, and picoseconds of the transfer of their results."""
 
 
 def task_arrays(tasks: Sequence[PipelineTask]) -> TaskArrays:
-    """Flatten tasks for `list_schedule`."""
+    """Convert tasks to arrays for `list_schedule`."""
     count = len(tasks)
     number, microbatch = np.unique([t.microbatch for t in tasks], return_inverse=True)
     forward = np.array([not t.backward for t in tasks])
@@ -57,7 +57,7 @@ def task_arrays(tasks: Sequence[PipelineTask]) -> TaskArrays:
 
 
 def _rows(owner: IntArray, count: int) -> IntArray:
-    """Starts of compressed rows whose entries have these owners."""
+    """Return the starts of compressed rows from the owners of their entries."""
     out = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=out[1:])
     return out
@@ -68,10 +68,9 @@ def list_schedule(
 ) -> tuple[list[int], list[int]]:
     """Order tasks greedily.
 
-    A rank that is free runs, of the tasks that are ready, a backward of the earliest microbatch if there is
-    one, else a forward of the earliest. A microbatch enters when fewer than ``in_flight`` are between the
-    start of their first and the end of their last task, which bounds memory and cannot deadlock. ``arrays`` is
-    what `task_arrays` gives, where it is known already.
+    A free rank runs a ready backward of the earliest microbatch, or else a ready forward of the earliest one. A
+    microbatch enters if fewer than ``in_flight`` are between the start of their first and the end of their last task.
+    This limits memory and cannot deadlock. ``arrays`` is the result of `task_arrays`, if it is known already.
 
     Returns
     -------

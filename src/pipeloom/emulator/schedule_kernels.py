@@ -1,4 +1,4 @@
-"""Compiled list scheduling of the emulator's own order."""
+"""Compiled list scheduling for the emulator's schedule."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Array = Any
 
 
 class TaskArrays(NamedTuple):
-    """Tasks as the kernel reads them, without durations: made once for all memory strategies.
+    """Tasks as arrays without durations, built once for all memory strategies.
 
     Attributes
     ----------
     rank, microbatch, place : array, shape (num_tasks,)
-        Microbatches are numbered without gaps; of ready tasks a rank runs the one with the least place.
+        Microbatches are numbered without gaps. Of its ready tasks, a rank runs the one with the lowest place.
     waiting : array, shape (num_tasks,)
         Number of tasks to wait for.
     first_start, first : compressed rows
-        Per microbatch the tasks that wait for nothing.
+        Tasks of each microbatch that wait for nothing.
     after_start, after, delay_ps : compressed rows
-        Per task those that wait for it, and how long its result travels to each.
+        Tasks that wait for each task, and the delay of its result to each.
     """
 
     rank: IntArray
@@ -40,7 +40,7 @@ class TaskArrays(NamedTuple):
 
 @kernel
 def _push(heap: Array, base: int, size: int, key: int, value: int) -> None:
-    """Add (key, value) to a heap of ``size`` pairs that begins at ``base``."""
+    """Push (key, value) to a heap of ``size`` pairs that begins at ``base``."""
     at = size
     while at > 0:
         up = (at - 1) >> 1
@@ -54,7 +54,7 @@ def _push(heap: Array, base: int, size: int, key: int, value: int) -> None:
 
 @kernel
 def _pop(heap: Array, base: int, size: int) -> None:
-    """Take away the least pair; the caller has read it at ``base``."""
+    """Remove the smallest pair, which the caller has read at ``base``."""
     last = size - 1
     key, value = heap[base + last]
     at = 0
@@ -76,22 +76,22 @@ def _pop(heap: Array, base: int, size: int) -> None:
 
 @allocating
 def run(tasks: TaskArrays, duration: Array, num_ranks: int, in_flight: int) -> tuple[Array, Array]:
-    """Event-driven list scheduling; every heap orders pairs (time or place, number)."""
+    """Run event-driven list scheduling. Every heap orders pairs (time or place, number)."""
     rank, microbatch, place = tasks.rank, tasks.microbatch, tasks.place
     first_start, first = tasks.first_start, tasks.first
     after_start, after, delay = tasks.after_start, tasks.after, tasks.delay_ps
     count, num_microbatches = len(rank), len(first_start) - 1
     waiting = tasks.waiting.copy()
     left = np.bincount(microbatch, minlength=num_microbatches)
-    mine = np.bincount(rank, minlength=num_ranks)
+    num_tasks = np.bincount(rank, minlength=num_ranks)
     base = np.zeros(num_ranks, np.int64)
-    base[1:] = np.cumsum(mine)[:-1]
+    base[1:] = np.cumsum(num_tasks)[:-1]
     # Per rank: tasks ready now (by place) and tasks ready later (by time).
     ready, later = np.empty((count, 2), np.int64), np.empty((count, 2), np.int64)
     num_ready, num_later = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     free, ready_at = np.zeros(num_ranks, np.int64), np.zeros(count, np.int64)
     start, order = np.full(count, -1, np.int64), np.empty(count, np.int64)
-    # A task makes an event when it becomes ready and one when it ends; others replace one that was taken.
+    # A task creates an event when it becomes ready and one when it ends. Other events replace one that was popped.
     events, num_events = np.empty((2 * count + 2, 2), np.int64), 0
     leaving, num_leaving = np.empty((num_microbatches + 1, 2), np.int64), 0
     fresh, num_fresh = np.empty(count, np.int64), 0

@@ -1,7 +1,7 @@
-"""Sessions: calls of reusable subgraphs on real devices, run as far as they are not known yet (`pipeweaver.txt` §4.2).
+"""Sessions: calls of reusable subgraphs on real devices, computed incrementally (`pipeweaver.txt` §4.2).
 
-A session can be checkpointed, and resumed with new edges, in which case all calls before the first one touched keep
-their results.
+A session can be saved as a checkpoint and resumed with new edges. All calls before the first changed one keep their
+results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeloom.totals import check_total
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A session's calls and results at one moment; `Session.restore` continues from it."""
+    """Calls and results of a session, from which `Session.restore` continues."""
 
     num_devices: int
     calls: tuple[Call, ...]
@@ -30,16 +30,12 @@ class Checkpoint:
 
 
 class Session:
-    """Runs calls on real devices, and remembers enough to resume.
-
-    Parameters
-    ----------
-    num_devices : int
+    """Runs calls on real devices, and caches results to resume.
 
     Attributes
     ----------
     num_reused : int
-        Calls whose results the last `run` took over instead of computing.
+        Number of calls whose results the last `run` reused.
     """
 
     def __init__(self, num_devices: int) -> None:
@@ -78,7 +74,7 @@ class Session:
                     raise InputError(f"calls[{number}].inputs", f"{port} is not an output of an earlier call")
 
     def connect(self, source: Port, call: int, port: int = 0) -> None:
-        """Add an edge: input ``port`` of ``call`` waits for ``source`` too."""
+        """Add an edge: input ``port`` of ``call`` also waits for ``source``."""
         old = self.calls[call]
         if not 0 <= port < len(old.inputs):
             raise InputError(f"calls[{call}]", f"has no input port {port}")
@@ -87,7 +83,7 @@ class Session:
         self.replace(call, Call(old.graph, old.devices, tuple(inputs), old.repeat, old.replicas))
 
     def replace(self, number: int, call: Call) -> None:
-        """Put another call in one's place; everything before it keeps its results."""
+        """Replace a call. All earlier calls keep their results."""
         self._check(number, call)
         if call.graph.num_outputs != self.calls[number].graph.num_outputs:
             raise InputError(f"calls[{number}]", "would change its number of outputs", "make a new session")
@@ -99,7 +95,7 @@ class Session:
         self._clean = min(self._clean, number)
 
     def run(self) -> IntArray:
-        """Run what is not known yet; return when each device is free, shape (num_devices,)."""
+        """Run all calls without results. Return when each device is free, shape (num_devices,)."""
         pool = self._pool = self._pool or _Pool(self.calls)
         total = len(self.calls)
         free = np.zeros((total + 1, self.num_devices), np.int64)
@@ -114,25 +110,25 @@ class Session:
         return last
 
     def ready_ps(self, port: Port) -> int:
-        """When an output was ready in the last run."""
+        """Return when an output was ready in the last run."""
         return int(self._ready[self._output_start[port.call] + port.port])
 
     def entries_and_exits_ps(self, calls: IntArray, devices: IntArray) -> tuple[IntArray, IntArray]:
-        """When each call could start (its device free and its inputs ready), and when it freed the device."""
+        """Return when each call could start (device free and inputs ready), and when it freed the device."""
         assert self._pool is not None
         ready = self._pool.inputs_ready(self._ready)
         begin = np.maximum(self._free[calls, devices], ready[calls])
         return begin, np.maximum(begin, self._free[calls + 1, devices])
 
     def checkpoint(self) -> Checkpoint:
-        """Freeze calls and results."""
+        """Return calls and results as a checkpoint."""
         if self._clean != len(self.calls):
             self.run()
         return Checkpoint(self.num_devices, tuple(self.calls), self._free, self._ready)
 
     @classmethod
     def restore(cls, saved: Checkpoint) -> Session:
-        """Continue from a checkpoint, leaving the checkpoint as it is."""
+        """Return a new session that continues from a checkpoint, which is not changed."""
         session = cls(saved.num_devices)
         session.calls = list(saved.calls)
         session._free, session._ready = saved.free, saved.ready
@@ -140,16 +136,16 @@ class Session:
         return session
 
     def as_subgraph(self, outputs: Sequence[Port] = ()) -> Composite:
-        """The session's calls as one subgraph, for nesting or for `expand`."""
+        """Return the session's calls as one subgraph, for nesting or for `expand`."""
         return Composite(self.num_devices, 0, tuple(self.calls), tuple(outputs))
 
 
 class _Pool:
-    """A session's calls as the arrays of `kernels.run_calls`."""
+    """Calls of a session as the arrays of `kernels.run_calls`."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._number: dict[tuple[int, int], int] = {}
-        self._graphs: list[Subgraph] = []  # held, so that no other graph gets the same id
+        self._graphs: list[Subgraph] = []  # keeps them alive, so that ids stay unique
         self._matrices: list[IntArray] = []
         self._shapes: list[tuple[int, int, int]] = []
         check_total("calls", sum(call.graph.total_ps * call.repeat for call in calls), "ps")
@@ -199,7 +195,7 @@ class _Pool:
         )
 
     def inputs_ready(self, ready: IntArray) -> IntArray:
-        """When all inputs of each call were ready, shape (num_calls,)."""
+        """Return when all inputs of each call were ready, shape (num_calls,)."""
         _, _, input_start, wait_start, waits = self._rest
         out = np.zeros(len(self._call_matrix), np.int64)
         port = np.repeat(np.arange(len(wait_start) - 1), np.diff(wait_start))
@@ -207,7 +203,7 @@ class _Pool:
         return out
 
     def replace(self, number: int, call: Call) -> None:
-        """Change the subgraph of one call whose devices and inputs stay."""
+        """Change the subgraph of a call whose devices and inputs stay."""
         known = len(self._matrices)
         self._call_matrix[number] = self._matrix(call)
         if len(self._matrices) > known:

@@ -1,8 +1,8 @@
-"""Size: a count that follows from a workload, kept symbolic so that a module is traced only once.
+"""`Size`: a count as a symbolic function of a workload, so that a module is traced only once.
 
-Every count of the emulator (operations, bytes) is linear in a few features of a (sub-)microbatch: a constant,
-its instances, its tokens, its query-key pairs, and those within each window that its attention has. Tracing a
-module gives coefficients; a new workload then costs one small matrix product.
+Every count of the emulator (operations, bytes) is linear in a few features of a (sub-)microbatch: a constant, its
+instances, its tokens, its query-key pairs, and the pairs within each attention window. Tracing a module gives
+coefficients. A new workload then costs one small matrix product.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Window(NamedTuple):
-    """What a query sees of its sequence: the last ``length`` keys up to itself, or those of its own block."""
+    """Keys that a query attends to: the last ``length`` keys up to itself, or those of its own block."""
 
     length: int
     slides: bool
 
     def pairs(self, lengths: Iterable[int]) -> int:
-        """Query-key pairs of sequences; blocks are full but the last of each sequence."""
+        """Return the query-key pairs of sequences. Blocks are full except the last of each sequence."""
         width, total = self.length, 0
         for n in lengths:
             inside, rest = min(n, width), n % width
@@ -40,9 +40,9 @@ Windowed = tuple[tuple[Window, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``one + instances * I + tokens * T + token_pairs * P`` for a workload with I, T and P of them.
+    """``one + instances * I + tokens * T + token_pairs * P`` for a workload with I instances, T tokens and P pairs.
 
-    ``windowed``: further coefficients, of the pairs within windows.
+    ``windowed`` has further coefficients of the pairs within windows.
     """
 
     one: float = 0.0
@@ -52,7 +52,7 @@ class Size:
     windowed: Windowed = ()
 
     def __add__(self, other: Size | float) -> Size:
-        """Sum of two sizes, or of a size and a constant."""
+        """Return the sum of two sizes, or of a size and a constant."""
         if not isinstance(other, Size):
             return Size(self.one + other, self.instances, self.tokens, self.token_pairs, self.windowed)
         return Size(
@@ -66,7 +66,7 @@ class Size:
     __radd__ = __add__
 
     def __mul__(self, factor: float) -> Size:
-        """Size times a number."""
+        """Return the size times a number."""
         windowed = self.windowed and tuple((window, part * factor) for window, part in self.windowed)
         return Size(
             self.one * factor, self.instances * factor, self.tokens * factor, self.token_pairs * factor, windowed
@@ -75,11 +75,11 @@ class Size:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Size:
-        """Size over a number."""
+        """Return the size divided by a number."""
         return self * (1.0 / divisor)
 
     def row(self, windows: tuple[Window, ...] = ()) -> tuple[float, ...]:
-        """Coefficients in feature order; ``windows`` are all those that it may have."""
+        """Return the coefficients in feature order. ``windows`` are all windows that it may have."""
         plain = (self.one, self.instances, self.tokens, self.token_pairs)
         if not windows:
             return plain
@@ -87,7 +87,7 @@ class Size:
         return (*plain, *(found.get(window, 0.0) for window in windows))
 
     def of(self, workload: Workload) -> float:
-        """Value for one workload."""
+        """Return the value for one workload."""
         windows = tuple(window for window, _ in self.windowed)
         return sum(a * b for a, b in zip(self.row(windows), feature_row(workload, windows), strict=True))
 
@@ -105,17 +105,17 @@ INSTANCES = Size(instances=1.0)
 TOKENS = Size(tokens=1.0)
 TOKEN_PAIRS = Size(token_pairs=1.0)
 CAUSAL_PAIRS = (TOKEN_PAIRS + TOKENS) / 2
-"""Query-key pairs that a causal mask leaves: n (n + 1) / 2 for each sequence of n tokens."""
+"""Query-key pairs under a causal mask: n (n + 1) / 2 for each sequence of n tokens."""
 
 
 def window_pairs(length: int, *, causal: bool) -> Size:
-    """Query-key pairs within a window: causal ones slide, others are blocks."""
+    """Return the query-key pairs within a window: causal windows slide, others are blocks."""
     return Size(windowed=((Window(length, causal), 1.0),))
 
 
 def feature_row(workload: Workload, windows: tuple[Window, ...] = ()) -> tuple[float, ...]:
-    """Features of a workload, in the order of `Size.row`."""
-    lengths = workload.lengths  # not its properties: this is asked for at every look-up
+    """Return the features of a workload, in the order of `Size.row`."""
+    lengths = workload.lengths  # not its properties, because every look-up computes this
     pairs = sum(map(mul, lengths, lengths))
     plain = (1.0, float(len(lengths)), float(sum(lengths)), float(pairs))
     return (*plain, *(float(window.pairs(lengths)) for window in windows)) if windows else plain

@@ -1,6 +1,6 @@
-"""Stages: runs of layers on one rank as reusable subgraphs, and their durations and bytes.
+"""Stages: layers on one rank as reusable subgraphs, with their durations and bytes.
 
-A stage is a chain of layers, so its matrix is the product of theirs, and a run of equal layers is a power.
+A stage is a chain of layers, so its matrix is the product of theirs. A run of equal layers is a power.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
 
 
 def runs_of(layers: Sequence[LayerTemplate], strategies: Sequence[Strategy] | Strategy = "keep") -> tuple[Run, ...]:
-    """Group equal neighbours of a chain of layers; one strategy for all, or one each."""
+    """Group equal neighbors of a chain of layers, with one strategy for all, or one each."""
     each = [strategies] * len(layers) if isinstance(strategies, str) else list(strategies)
     pairs = itertools.groupby(zip(layers, each, strict=True), key=lambda pair: (id(pair[0]), pair[1]))
     return tuple(Run(items[0][0], items[0][1], len(items)) for items in (list(group) for _, group in pairs))
@@ -44,7 +44,7 @@ def runs_of(layers: Sequence[LayerTemplate], strategies: Sequence[Strategy] | St
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage on one workload: picoseconds of each part when it runs alone, and bytes held between them."""
+    """Costs of a stage on one workload: picoseconds of each part when it runs alone, and bytes held between them."""
 
     duration_ps: dict[Part, int]
     activation_bytes: int
@@ -53,7 +53,7 @@ class StageCost:
 
 
 class Stage:
-    """A chain of layers under given strategies. Results are remembered per workload."""
+    """A chain of layers under strategies. Results are cached per workload."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
@@ -69,13 +69,13 @@ class Stage:
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Passes that the stage has; only F where nothing flows back."""
+        """Passes of the stage: only F if no gradient flows back."""
         backs = any("B" in run.layer.passes[run.strategy].programs for run in self.runs)
         return ("F", "B", "I", "W") if backs else ("F",)
 
     @functools.cached_property
     def _ordered(self) -> dict[Part, tuple[int, ...]]:
-        """Numbers of the runs that have a part, in the order in which they do it."""
+        """Numbers of the runs that have a part, in the order of execution."""
         out: dict[Part, tuple[int, ...]] = {}
         for part in self.parts:
             numbers = [i for i, r in enumerate(self.runs) if part in r.layer.passes[r.strategy].programs]
@@ -83,11 +83,11 @@ class Stage:
         return out
 
     def _evaluated(self, workload: Workload) -> list[EvaluatedLayer]:
-        """The layer of every run on a workload."""
+        """Return the evaluated layer of every run."""
         return [run.layer.on(workload) for run in self.runs]
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
-        """Max-plus matrix of one pass, shape (devices + 2, devices + 2); remembered per workload."""
+        """Return the max-plus matrix of one pass, shape (devices + 2, devices + 2), cached per workload."""
         key = (workload, part)
         known = self._matrices.get(key)
         if known is None:
@@ -111,11 +111,11 @@ class Stage:
         return out
 
     def duration_ps(self, workload: Workload, part: Part) -> int:
-        """Picoseconds of one pass on idle devices, until all of them are idle again."""
+        """Return the picoseconds of one pass on idle devices, until all of them are idle again."""
         return max(0, int(self.matrix(workload, part).max()))
 
     def cost(self, workload: Workload, parts: Sequence[Part] | None = None) -> StageCost:
-        """Durations of the parts asked for, and bytes, on one workload."""
+        """Return durations of the requested parts, and bytes, on one workload."""
         evaluated = self._evaluated(workload)
         layers = list(zip(self.runs, evaluated, strict=True))
         chosen = self.parts if parts is None else [p for p in parts if p in self.parts]
@@ -127,15 +127,15 @@ class Stage:
         )
 
     def output_bytes(self, workload: Workload) -> int:
-        """Bytes of the stage's output on one device."""
+        """Return the bytes of the stage's output on one device."""
         return self.runs[-1].layer.on(workload).output_bytes
 
     def model_flops(self, workload: Workload) -> float:
-        """Operations of the forward's products on one device."""
+        """Return the operations of the forward's matrix products on one device."""
         return sum(run.layer.on(workload).model_flops * run.count for run in self.runs)
 
     def workspace_bytes(self, workload: Workload) -> int:
-        """Most that any pass of any layer uses beyond what it takes in, keeps and hands on."""
+        """Return the peak bytes of any pass of any layer beyond its inputs, kept tensors and outputs."""
         most = 0
         for run in self.runs:
             for part in ("F", "B"):
@@ -145,7 +145,7 @@ class Stage:
         return most
 
     def graph(self, workload: Workload, part: Part) -> Composite:
-        """One pass as a reusable subgraph with input ports "ready" and "entered" (give both the same)."""
+        """Return one pass as a reusable subgraph. Give both input ports ("ready", "entered") the same value."""
         key = (workload, part)
         known = self._graphs.get(key)
         if known is not None:
@@ -159,7 +159,7 @@ class Stage:
             calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
         last = len(calls) - 1 if calls else INPUT
         graph = Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))
-        graph.__dict__["matrix"] = self.matrix(workload, part)  # the same product, without the detour
+        graph.__dict__["matrix"] = self.matrix(workload, part)  # the same product, already computed
         self._graphs[key] = graph
         if len(self._graphs) > CACHE_SIZE:
             self._graphs.popitem(last=False)

@@ -1,8 +1,8 @@
-"""Static memory: weights, gradients and optimiser state on one device, and what updating them costs.
+"""Static memory: weights, gradients and optimizer state on one device, and the cost of updates.
 
-Mixed-precision Adam as in Megatron: 2 bytes of weight, 4 of accumulated gradient and 12 of optimiser state
-(master weight, two moments) per parameter, 18 in all. ZeRO-1 divides the optimiser state over data
-parallelism, ZeRO-3 everything (Rajbhandari et al. 2020).
+Mixed-precision Adam as in Megatron: 2 bytes of weight, 4 of accumulated gradient and 12 of optimizer state (master
+weight, two moments) per parameter, 18 in all. ZeRO-1 divides the optimizer state over data parallelism, ZeRO-3
+everything (Rajbhandari et al. 2020).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ WEIGHT_BYTES = 2
 
 
 def shards(degrees: Degrees) -> tuple[int, int]:
-    """Over how many devices the state of dense weights and of experts is divided."""
+    """Return the number of devices over which the state of dense weights and of experts is divided."""
     dense = degrees.data * degrees.context
     return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
 
 
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
-    """Bytes of weights, gradients and optimiser state of some layers on one device.
+    """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
-    With ZeRO-3 two layers at a time are whole: the one at work and the one gathered ahead.
+    With ZeRO-3, two layers at a time are whole: the one that runs and the one that is gathered ahead.
     """
     total, largest = 0.0, 0
     for layer in layers:
@@ -47,7 +47,7 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
 
 
 def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int) -> list[Cost]:
-    """Operators of the end of an iteration: reduce gradients, optimiser step, gather the new weights."""
+    """Return the operators at the end of an iteration: reduce gradients, run the optimizer, gather new weights."""
     costs: list[Cost] = []
     state = degrees.state
     for count, peers in zip(
@@ -61,7 +61,7 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
             passes = 2 if degrees.zero == 0 else 1
             kind = "all_reduce" if passes == 2 else "reduce_scatter"
             costs.append(ring(kind, gradients, peers, data_link, passes=passes))
-        # Reads gradient and state, writes state and weight.
+        # The optimizer reads gradient and state, and writes state and weight.
         moved = count / divided * (state.gradient + 2 * state.optimizer + WEIGHT_BYTES)
         costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
         if peers > 1 and degrees.zero == 1:
@@ -70,7 +70,7 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
 
 
 def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
-    """Picoseconds of the end of an iteration on a rank that holds some layers."""
+    """Return the picoseconds at the end of an iteration on a rank with some layers."""
     costs = update_costs(layers, placement.degrees, placement.data_link)
     if not costs:
         return 0

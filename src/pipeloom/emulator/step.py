@@ -1,8 +1,8 @@
-"""One training iteration of one pipeline replica, operator by operator, from stages that are reused.
+"""One training iteration of one pipeline replica, operator by operator, with reused stages.
 
-The other replicas do the same on data of their own; what joins them is the gradients' reduction at the end.
-Tensor-parallel peers are simulated once. Every stage pass is one call of a subgraph; what travels between
-ranks goes over wires of its own, so that it overlaps with computation.
+The other replicas do the same with their own data; the gradient reduction at the end connects them. Tensor-parallel
+peers are simulated once. Every pass of a stage is one call of a subgraph. Messages between ranks use separate wires, so
+they overlap with computation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from pipeloom.collector import collector_paused
 from pipeloom.emulator.graph import FOREVER, MemoryCurve, memory_curve
 from pipeloom.emulator.pipeline import PipelineModel, Work
-from pipeloom.emulator.result import EmulatedStep, RankTime, StageTask, length, union
+from pipeloom.emulator.result import EmulatedStep, RankTime, length, union
 from pipeloom.emulator.rules import IntArray
 from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
@@ -28,8 +28,6 @@ from pipeloom.limits import MAX_PASSES
 from pipeloom.spec import ChunkStrategy, chunk_strategy
 from pipeloom.totals import PS_PER_S, check_work, summable
 
-__all__ = ["EmulatedStep", "RankTime", "StageTask", "Step"]
-
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
 
@@ -39,12 +37,10 @@ class Step:
 
     Parameters
     ----------
-    model : PipelineModel
-    microbatches : sequence of Work
     strategy : ChunkStrategy or its text
-        Of every chunk.
+        Strategy of every chunk.
     like : Step or None
-        A step of the same model and microbatches under another strategy, whose tasks and edges are taken over.
+        A step of the same model and microbatches under another strategy. Its tasks and edges are reused.
     in_flight : int or None
         None: as many as fit in memory, up to three per rank.
     """
@@ -85,14 +81,14 @@ class Step:
 
         queue = options if in_flight is None else [in_flight]
         self.planned_fits, first = plan(queue[0])
-        found, self.roomy = [first], self.planned_fits
+        found, self.planned_unconstrained = [first], self.planned_fits
         for before, option in itertools.pairwise(queue) if self.planned_fits else ():
             fits, candidate = plan(option)
             if fits:
                 found.append(candidate)
                 continue
-            # More in flight would take more still; what lies between may just fit.
-            self.roomy = False
+            # Larger numbers need more memory. The middle of the two may fit.
+            self.planned_unconstrained = False
             fits, candidate = plan((before + option + 1) // 2)
             found += [candidate] * fits
             break
@@ -100,11 +96,11 @@ class Step:
 
     @property
     def capacity(self) -> int:
-        """Memory that tensors can have on each device."""
+        """Memory that tensors can use on each device."""
         return self.model.placement.cluster.device.usable_bytes
 
     def _peaks(self, start: IntArray, end: IntArray) -> tuple[int, ...]:
-        """Largest memory of each rank: static, held activations, and the workspace of the largest pass."""
+        """Return the peak bytes of each rank: static, held activations, and the workspace of the largest pass."""
         out = []
         held = summable("activations", [p.held_bytes for p in self._all.plans])
         rank, take_all, give_all = self._all.rank, self._all.takes, self._all.gives
@@ -119,7 +115,7 @@ class Step:
         return tuple(out)
 
     def _workspace(self, rank: int) -> int:
-        """Most that any pass on a rank uses for itself, on the largest workload of each module."""
+        """Return the largest workspace of a pass on a rank, on the largest workload of each module."""
         if not hasattr(self, "_largest"):
             self._largest = {
                 m.name: max(
@@ -147,7 +143,7 @@ class Step:
         return tuple(rank * DEVICES_PER_RANK + d for d in range(NUM_DEVICES))
 
     def _issue(self) -> None:
-        """Issue all calls in the order of the schedule; sends right after what they send."""
+        """Issue all calls in the order of the schedule. Sends follow the task whose result they send."""
         self.session = Session(self.model.num_ranks * DEVICES_PER_RANK)
         self._call: dict[int, int] = {}
         local = [self._local(rank) for rank in range(self.model.num_ranks)]
@@ -177,7 +173,7 @@ class Step:
         self._call_of = np.array([self._call[i] for i in range(len(self.tasks))])
 
     def replace_microbatch(self, number: int, work: Work) -> None:
-        """Put another microbatch of as many parts in one's place; the order of tasks stays."""
+        """Replace a microbatch by one with the same number of parts. The order of tasks stays."""
         old = self.microbatches[number]
         names = [m.name for m in self.model.architecture.modules]
         if any(len(old.get(n, ())) != len(work.get(n, ())) for n in names):
@@ -199,7 +195,7 @@ class Step:
 
     @collector_paused()
     def run(self) -> EmulatedStep:
-        """Emulate."""
+        """Emulate the iteration."""
         if not self._issued:
             self._issue()
         free = self.session.run()
@@ -214,7 +210,7 @@ class Step:
         peaks = self._peaks(start, end)
         degrees, device = self.model.placement.degrees, self.model.placement.cluster.device
         flops = float(sum(self._all.flops))
-        spread_over = degrees.tensor * degrees.context  # each device's share is what was counted
+        spread_over = degrees.tensor * degrees.context  # counts are each device's share
         available = ranks * spread_over * device.flops_per_s * total / PS_PER_S
         bubble = max(0.0, 1 - busy / (ranks * pipeline))
         last_module = self.model.architecture.modules[-1].name
@@ -239,11 +235,11 @@ class Step:
         )
 
     def _times(self) -> tuple[IntArray, IntArray]:
-        """Start and end of every task on its rank's compute device."""
+        """Return start and end of every task on its rank's compute device."""
         return self.session.entries_and_exits_ps(self._call_of, self._all.rank * DEVICES_PER_RANK + COMPUTE)
 
     def _rank_times(self, start: IntArray, end: IntArray, total: int) -> tuple[RankTime, ...]:
-        """Split every rank's time; a send is laid right after the task that it follows."""
+        """Split every rank's time. A send starts when its task ends."""
         out = []
         sends: list[list[tuple[int, int]]] = [[] for _ in range(self.model.num_ranks)]
         for (source, _), call in self._send_call.items():
@@ -260,7 +256,7 @@ class Step:
         return tuple(out)
 
     def memory(self, rank: int, start: IntArray, end: IntArray) -> MemoryCurve:
-        """Static and held bytes of a rank over time (without the workspace of the pass at work)."""
+        """Return static and held bytes of a rank over time, without the workspace of the running pass."""
         held = np.array([p.held_bytes for p in self._all.plans])
         give_at = np.full(len(self.tasks), -1, np.int64)
         backward = {(t.module, t.stage, t.microbatch, t.part): i for i, t in enumerate(self.tasks) if t.backward}
@@ -277,7 +273,7 @@ class Step:
 
     @property
     def num_operators(self) -> int:
-        """Operators that the iteration stands for, reused ones counted every time."""
+        """Number of operators of the iteration; reused ones count every time."""
         return sum(c.graph.num_operators * c.repeat for c in self.session.calls)
 
     def _update_ps(self, rank: int) -> int:

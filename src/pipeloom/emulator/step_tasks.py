@@ -1,4 +1,4 @@
-"""The tasks of an iteration, what each waits for, and what each costs under one memory strategy."""
+"""Tasks of an iteration, their dependencies, and their costs under one memory strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeloom.spec import ChunkStrategy, Workload
 
 
 class TaskCost(NamedTuple):
-    """What a stage's two passes over a workload cost: bytes held between them, bytes handed on, operations of both."""
+    """Costs of a stage's two passes on a workload: bytes held between them, bytes of the output, operations of both."""
 
     forward_ps: int
     backward_ps: int
@@ -27,7 +27,7 @@ class TaskCost(NamedTuple):
 
 @dataclass
 class _Chain:
-    """Tasks of one part of a module in a microbatch: forward by chunk, and backward by chunk."""
+    """Tasks of one part of a module in a microbatch: forwards by chunk, and backwards in running order."""
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -38,25 +38,21 @@ class StepTasks:
 
     Parameters
     ----------
-    model : PipelineModel
     microbatches : list of Work
-        Read again whenever a cost is asked for.
-    strategy : ChunkStrategy
+        Read again for every request of a cost.
     like : StepTasks or None
-        Those of the same model and microbatches under another strategy; its tasks and edges are taken over.
+        Tasks of the same model and microbatches under another strategy. Its tasks and edges are reused.
 
     Attributes
     ----------
-    tasks : list of StageTask
     plans : list of PipelineTask
-        The same as the schedule sees them.
+        The tasks for the scheduler.
     edges : list of list
-        Per task those that it waits for, and the bytes that travel; 0 on one rank.
+        Predecessors of each task, and the bytes of the message; 0 within a rank.
     forward_of : list of int
-        Per task its forward; a forward is its own.
-    flops : list of float
+        Forward of each task; a forward is its own.
     rank, takes, gives : array, shape (num_tasks,)
-        Bytes are taken by a forward, and given back by its backward or, without one, by itself.
+        A forward takes bytes; its backward gives them back, or the forward itself if there is no backward.
     of_microbatch : dict
         Tasks of each microbatch.
     """
@@ -68,7 +64,7 @@ class StepTasks:
         self.stages = model.stages(strategy)
         self._sends: dict[tuple[int, int], Leaf] = {}
         self._joined: dict[tuple[int, int], list[tuple[int, Stream | None]]] = {}
-        """Edges that carry streams, by their ends: forward tasks and what of theirs travels; None: the output."""
+        """Edges with streams, by their ends: forward tasks and their streams; None is the output."""
         self._costs: dict[tuple[int, Workload], TaskCost] = {}
         self.tasks: list[StageTask] = []
         self.plans: list[PipelineTask] = []
@@ -77,24 +73,24 @@ class StepTasks:
         self.flops: list[float] = []
         if like is None:
             self._build()
-            self._look()
+            self._index()
         else:
             self._build_like(like)
 
     def stage(self, task: StageTask) -> Stage:
-        """The stage that a task runs."""
+        """Return the stage of a task."""
         return self.stages[task.module][task.stage]
 
     def workload(self, task: StageTask) -> Workload:
-        """What it runs on."""
+        """Return the workload of a task."""
         return self._microbatches[task.microbatch][task.module][task.part]
 
     def graph(self, task: StageTask) -> Subgraph:
-        """Its operators."""
+        """Return the operators of a task."""
         return self.stage(task).graph(self.workload(task), "B" if task.backward else "F")
 
     def cost(self, task: StageTask) -> TaskCost:
-        """What a task's stage costs on its workload."""
+        """Return the cost of a task's stage on its workload."""
         stage, workload = self.stage(task), self.workload(task)
         key = (id(stage), workload)
         if key not in self._costs:
@@ -109,7 +105,7 @@ class StepTasks:
         return self._costs[key]
 
     def send(self, num_bytes: int, source: int, target: int) -> Leaf:
-        """One message from a task's rank to another's, as a subgraph on its wire."""
+        """Return one message from a task's rank to another's, as a subgraph on its wire."""
         placement = self._model.placement
         link = placement.pipeline_link(self.tasks[source].rank, self.tasks[target].rank)
         if (num_bytes, link) not in self._sends:
@@ -120,7 +116,7 @@ class StepTasks:
         return self._sends[num_bytes, link]
 
     def bytes_between(self, source: int, target: int) -> int:
-        """What travels from one task to another: a forward's output, its streams, or their gradients."""
+        """Return the bytes of the message between two tasks: a forward's output, its streams, or their gradients."""
         carriers = self._joined.get((source, target))
         if carriers is None:
             carriers = [(self.forward_of[target] if self.tasks[target].backward else source, None)]
@@ -133,15 +129,15 @@ class StepTasks:
         return stream.template.on(self.workload(task)).output_bytes
 
     def renew(self, i: int) -> None:
-        """Read a task's cost anew, after its microbatch has changed."""
+        """Update a task's cost after its microbatch has changed."""
         task, plan = self.tasks[i], self.plans[i]
         cost = self.cost(task)
         self.flops[i] = 0.0 if task.backward else cost.flops
         plan.duration_ps = cost.backward_ps if task.backward else cost.forward_ps
         plan.held_bytes = cost.held_bytes
 
-    def _look(self) -> None:
-        """What follows from the tasks, whatever the strategy."""
+    def _index(self) -> None:
+        """Compute the arrays that do not depend on the strategy."""
         self.arrays = task_arrays(self.plans)
         self.rank = self.arrays.rank
         back = np.array([t.backward for t in self.tasks])
@@ -150,16 +146,16 @@ class StepTasks:
         self.of_microbatch: dict[int, list[int]] = {}
         for i, task in enumerate(self.tasks):
             self.of_microbatch.setdefault(task.microbatch, []).append(i)
-        # Bytes are taken by a forward, and given back by its backward or, without one, by itself.
+        # A forward takes bytes; its backward gives them back, or the forward itself if there is no backward.
         self.takes, self.gives = ~back, back | lone
 
     def _build_like(self, like: StepTasks) -> None:
-        """Take over tasks and edges; durations and bytes are this strategy's."""
+        """Reuse tasks and edges. Durations and bytes are those of this strategy."""
         self.tasks, self.edges, self.forward_of = like.tasks, like.edges, like.forward_of
         self.arrays, self.rank, self.of_microbatch = like.arrays, like.rank, like.of_microbatch
         self.takes, self.gives, self._joined = like.takes, like.gives, like._joined
         costs: list[TaskCost] = []
-        # Workloads are long; those at hand are told apart by identity before they are compared.
+        # Workloads are long, so look them up by identity before comparing them.
         known: dict[tuple[int, int], TaskCost] = {}
         for i, (task, plan) in enumerate(zip(self.tasks, like.plans, strict=True)):
             if task.backward:
@@ -201,7 +197,7 @@ class StepTasks:
             for below in chains[target]:
                 carrier = above.forward[chunk]
                 self._link(carrier, below.forward[taking], carrier, stream)
-                # Backwards are in the order in which they run, the last chunk's first.
+                # Backwards are in running order, the last chunk's first.
                 back, down = len(above.forward) - 1 - chunk, len(below.forward) - 1 - taking
                 if back < len(above.backward) and down < len(below.backward):
                     self._link(below.backward[down], above.backward[back], carrier, stream)
@@ -224,7 +220,7 @@ class StepTasks:
             chain.backward.append(self._add(task, chain.forward[chunk]))
             self._link(chain.forward[chunk], chain.backward[-1], chain.forward[chunk])
             if len(chain.backward) > 1:
-                # The gradient has the size of what came the other way.
+                # The gradient has the size of the activation.
                 self._link(chain.backward[-2], chain.backward[-1], chain.forward[chunk])
 
     def _add(self, task: StageTask, forward_of: int | None = None) -> int:
@@ -240,12 +236,12 @@ class StepTasks:
         self.plans.append(PipelineTask(task.rank, task.microbatch, task.backward, duration, cost.held_bytes, before))
 
     def _link(self, source: int, target: int, carrier: int, stream: Stream | None = None) -> None:
-        """``target`` waits for ``source``; what travels has the size of ``carrier``'s output, or of a stream of its."""
+        """Add an edge. The message has the size of ``carrier``'s output, or of one of its streams."""
         a, b = self.tasks[source], self.tasks[target]
         size = self._bytes(carrier, stream) if a.rank != b.rank else 0
         edges, before, place = self.edges[target], self.plans[target].before, len(self.edges[target])
         if stream is not None:
-            # A stream goes with what travels between the same tasks anyway.
+            # A stream joins the message between the same tasks.
             joined = self._joined.setdefault((source, target), [])
             for number, (other, known) in enumerate(edges):
                 if other == source:

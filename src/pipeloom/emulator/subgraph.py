@@ -1,8 +1,8 @@
 """Reusable subgraphs: nested, repeated, replicated, exact (`pipeweaver.txt` §4.2).
 
-A `Leaf` is a run of operators with known durations on its own (local) devices; a `Composite` is a run of
-calls of other subgraphs. Either is, by the timing rule of the kernels, one max-plus matrix from the times at
-which devices and inputs are ready to the times at which devices are free and outputs ready.
+A `Leaf` is a run of operators with known durations on its own (local) devices. A `Composite` is a run of calls of other
+subgraphs. By the timing rule of the kernels, both are max-plus matrices from the times at which devices and inputs are
+ready to the times at which devices are free and outputs are ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INPUT = -1
 
 
 class Port(NamedTuple):
-    """Output ``port`` of call ``call``; call `INPUT` means input port ``port`` of the enclosing subgraph."""
+    """Output ``port`` of call ``call``. Call `INPUT` is the input port ``port`` of the enclosing subgraph."""
 
     call: int
     port: int = 0
@@ -34,14 +34,13 @@ class Leaf:
 
     Attributes
     ----------
-    num_devices, num_inputs : int
     device, duration_ps : array, shape (num_operators,)
     predecessor_start, predecessor : compressed rows
         ``-1 - i`` is input port i.
     outputs : array
-        Operator (or ``-1 - i``) behind each output port.
+        Operator (or ``-1 - i``) of each output port.
     collective : bool array, shape (num_operators,)
-        Operators that, in a replicated call, wait for what their peers wait for.
+        Operators that, in a replicated call, also wait for the predecessors of their peers.
     """
 
     num_devices: int
@@ -53,7 +52,7 @@ class Leaf:
     outputs: IntArray
     collective: IntArray = field(default_factory=lambda: np.zeros(0, np.bool_))
     powers: dict[int, IntArray] = field(default_factory=dict, repr=False)
-    """Matrices of so many runs in a row, as far as they were asked for."""
+    """Cached matrices of repeated runs, by their number."""
 
     @property
     def num_outputs(self) -> int:
@@ -67,7 +66,7 @@ class Leaf:
 
     @functools.cached_property
     def total_ps(self) -> int:
-        """Sum of all durations, which no entry of the matrix exceeds."""
+        """Sum of all durations, an upper bound of the matrix entries."""
         return int(summable("operators of a subgraph", self.duration_ps, "ps").sum())
 
     @functools.cached_property
@@ -89,10 +88,9 @@ class Leaf:
 class Call:
     """One use of a subgraph.
 
-    ``devices[i]`` is the caller's device behind the subgraph's device i; ``inputs[j]`` are the ports that
-    input j waits for (none: ready from the start). ``repeat`` runs the subgraph so often in a row, its
-    outputs feeding its inputs. ``replicas`` says that so many symmetric peers do the same: they are
-    simulated once.
+    ``devices[i]`` is the caller's device for the subgraph's device i. ``inputs[j]`` are the ports that input j waits
+    for; if empty, it is ready from the start. ``repeat`` runs the subgraph several times in a row, with outputs as
+    inputs of the next run. ``replicas`` is the number of symmetric peers, which are simulated once.
     """
 
     graph: Subgraph
@@ -102,7 +100,7 @@ class Call:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        """Check that ports and devices fit."""
+        """Check ports and devices."""
         if len(self.devices) != self.graph.num_devices or len(set(self.devices)) != len(self.devices):
             raise InputError("call.devices", f"{self.devices} are not {self.graph.num_devices} different devices")
         if len(self.inputs) != self.graph.num_inputs:
@@ -116,13 +114,13 @@ class Call:
 
     @property
     def matrix(self) -> IntArray:
-        """Max-plus matrix of the call, repeats included."""
+        """Max-plus matrix of the call, with repeats."""
         return repeated(self.graph, self.repeat)
 
 
 @dataclass(frozen=True, eq=False)
 class Composite:
-    """Calls in issue order, inputs and outputs named by ports."""
+    """Calls in issue order, with inputs and outputs as ports."""
 
     num_devices: int
     num_inputs: int
@@ -130,7 +128,7 @@ class Composite:
     outputs: tuple[Port, ...]
 
     def __post_init__(self) -> None:
-        """Check that every port exists when it is used."""
+        """Check that every port exists before its use."""
         for i, call in enumerate(self.calls):
             if any(not 0 <= d < self.num_devices for d in call.devices):
                 raise InputError(f"calls[{i}].devices", f"{call.devices} are not all below {self.num_devices}")
@@ -156,19 +154,19 @@ class Composite:
 
     @property
     def num_operators(self) -> int:
-        """Number of operators, those of nested calls and repeats included."""
+        """Number of operators, including nested calls and repeats."""
         return sum(call.graph.num_operators * call.repeat for call in self.calls)
 
     @functools.cached_property
     def total_ps(self) -> int:
-        """Sum of all durations, repeats included."""
+        """Sum of all durations, including repeats."""
         total = sum(call.graph.total_ps * call.repeat for call in self.calls)
         check_total("calls of a subgraph", total, "ps")
         return total
 
     @functools.cached_property
     def matrix(self) -> IntArray:
-        """Max-plus matrix, made from those of the calls."""
+        """Max-plus matrix, computed from those of the calls."""
         check_total("calls of a subgraph", self.total_ps, "ps")
         columns = self.num_devices + self.num_inputs
         identity = np.full((columns, columns), NEVER, np.int64)
@@ -198,7 +196,7 @@ Subgraph = Leaf | Composite
 
 
 def repeated(graph: Subgraph, times: int) -> IntArray:
-    """Matrix of a subgraph run ``times`` in a row, by squaring; a leaf remembers it."""
+    """Return the matrix of ``times`` runs in a row, by repeated squaring, cached for leaves."""
     check_total("a repeated subgraph", graph.total_ps * times, "ps")
     if times == 1:
         return graph.matrix

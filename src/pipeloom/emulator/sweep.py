@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from pipeloom.emulator.build import Placement
-from pipeloom.emulator.fastest import fastest_step
 from pipeloom.emulator.pipeline import PipelineModel, Work, work_of
 from pipeloom.emulator.result import EmulatedStep
 from pipeloom.emulator.sizes import image_sizes
@@ -22,8 +21,9 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
 
-_NEAR = 1.2
-"""Times of the best up to which a point is tried with larger sub-microbatches too."""
+GIB = 2**30
+_RETRY_FACTOR = 1.2
+"""Points within this factor of the best are also tried with larger sub-microbatches."""
 DEFAULT_STRATEGIES = (
     ChunkStrategy("keep"),
     ChunkStrategy("selective"),
@@ -32,7 +32,7 @@ DEFAULT_STRATEGIES = (
 
 
 def default_data(architecture: Architecture) -> str:
-    """Data set of the zoo that suits a model: the papers' mixture for what it reads."""
+    """Return the data set of the zoo for a model: the papers' mixture for what it reads."""
     reads = {module.reads for module in architecture.modules}
     return "dip-t2v" if "videos" in reads else "dip-vlm"
 
@@ -40,8 +40,8 @@ def default_data(architecture: Architecture) -> str:
 def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) -> list[Sample]:
     """Draw samples of a data set as a model reads them, in random order.
 
-    Models without images read the texts alone, so there may be fewer than ``count``. Images of the zoo's data sets
-    have as many tokens as the model makes of their patches; a data set in a file is taken as it is.
+    Models without images read only the texts, so there may be fewer than ``count``. Images of the zoo's data sets have
+    as many tokens as the model makes of their patches. A data set in a file is used unchanged.
     """
     samples = draw_samples(data, count, seed)
     reads = {module.reads for module in architecture.modules}
@@ -53,9 +53,9 @@ def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) 
 
 
 def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
-    """``count`` microbatches of samples, prepared as the papers do for what the model reads.
+    """Draw ``count`` microbatches of samples, prepared as in the papers for what the model reads.
 
-    Models without images read the texts alone, packed the same way.
+    Models without images read only the texts, packed the same way.
     """
     reads = {module.reads for module in architecture.modules}
     mixture, parts = load_mixture(data)
@@ -77,23 +77,22 @@ def draw_microbatches(architecture: Architecture, data: str, count: int, seed: i
 
 
 Microbatches = Sequence[Sequence[Sample]]
-"""The samples of every microbatch of an iteration."""
+"""Samples of every microbatch of an iteration."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """So many microbatches, drawn with a seed from a data set of the zoo; None: the model's own."""
+    """Microbatches to draw from a data set of the zoo with a seed. No ``data``: the model's default."""
 
     num_microbatches: int
     data: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse to draw nothing."""
         check_count("num_microbatches", self.num_microbatches)
 
     def of(self, architecture: Architecture) -> Microbatches:
-        """Draw for a model."""
+        """Draw the microbatches for a model."""
         return draw_microbatches(
             architecture, self.data or default_data(architecture), self.num_microbatches, self.seed
         )
@@ -101,7 +100,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Chunks per rank by module, and how many microbatches run at once; None: as many as help and fit."""
+    """Chunks per rank by module, and microbatches in flight; None: as many as help and fit."""
 
     segments: Mapping[str, int] | None = None
     in_flight: int | None = None
@@ -109,10 +108,10 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class Points:
-    """What a sweep tries: degrees that use all of some devices, each with the fastest of some strategies that fits."""
+    """Points of a sweep: degrees that use all devices, each with the fastest of several strategies that fits."""
 
     num_devices: int | None = None
-    """None: all of the cluster."""
+    """Number of devices; None: all of the cluster."""
     max_tensor: int = 8
     strategies: Sequence[ChunkStrategy | str] = DEFAULT_STRATEGIES
 
@@ -132,19 +131,18 @@ def emulate(
     Parameters
     ----------
     model, cluster : zoo name, path of a TOML file, or the spec itself
-    degrees : Degrees
-    batch : samples per microbatch, or how they are drawn
+    batch : samples per microbatch, or how to draw them
     strategy : ChunkStrategy, its text, or None
-        Of every chunk; None: the fastest that fits.
+        Strategy of every chunk; None: the fastest that fits.
     sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
-    shape : chunks per rank by module, and microbatches at once
+    shape : chunks per rank by module, and microbatches in flight
 
     Raises
     ------
     InputError
-        When the degrees do not fit the model or the cluster.
+        If the degrees do not fit the model or the cluster.
     InfeasibleError
-        When no strategy fits in memory and none was named.
+        If ``strategy`` is None and no strategy fits in memory.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -159,14 +157,53 @@ def emulate(
     return Step(pipeline, works, strategy, shape.in_flight).run()
 
 
+def fastest_step(
+    model: PipelineModel,
+    microbatches: Sequence[Work],
+    strategies: Sequence[ChunkStrategy | str] = ("keep", "selective", "recompute:0.5", "recompute"),
+) -> EmulatedStep:
+    """Emulate the fastest of several strategies that fits in memory.
+
+    Parameters
+    ----------
+    strategies : sequence of ChunkStrategy or their texts
+        From the fastest to the one with the least memory.
+
+    Raises
+    ------
+    InfeasibleError
+        If none fits. The message has the lowest peak and the limit.
+    """
+    best: Step | None = None
+    smallest: Step | None = None
+    step: Step | None = None
+    for strategy in strategies:
+        step = Step(model, microbatches, strategy, like=step)
+        if step.planned_fits:
+            if best is None or step.planned_ps < best.planned_ps:
+                best = step
+            if step.planned_unconstrained:
+                break  # memory is no constraint, so more recomputation only takes time
+        elif best is None:
+            smallest = step
+    if best is None:
+        assert smallest is not None
+        peak, limit = max(smallest.run().peak_bytes), smallest.capacity
+        raise InfeasibleError(
+            f"needs {peak / GIB:.1f} GiB on a device at best, {limit / GIB:.1f} GiB are usable; "
+            "raise tensor or pipeline parallelism"
+        )
+    return best.run()
+
+
 def _typical(works: Sequence[Work]) -> Work:
-    """The microbatch of middling size, by which layers are divided over the ranks."""
+    """Return the microbatch of median size, by which layers are divided over the ranks."""
     return sorted(works, key=lambda work: sum(w.num_tokens for parts in work.values() for w in parts))[len(works) // 2]
 
 
 @dataclass(frozen=True)
 class SweepEntry:
-    """One point of a sweep: the degrees, and what they give or why they cannot."""
+    """One point of a sweep: the degrees, and their result or the reason why there is none."""
 
     degrees: Degrees
     result: EmulatedStep | None
@@ -174,12 +211,12 @@ class SweepEntry:
 
     @property
     def iteration_s(self) -> float:
-        """Time of an iteration of the whole global batch; infinite where it cannot run."""
+        """Seconds of an iteration of the whole global batch; infinite if it cannot run."""
         return self.result.iteration_s if self.result is not None else float("inf")
 
 
 def grid(num_devices: int, max_tensor: int, **fixed: int) -> list[Degrees]:
-    """All degrees (tensor, pipeline, data) that are powers of two and use all devices."""
+    """Return all degrees (tensor, pipeline, data) that are powers of two and use all devices."""
     powers = [1 << k for k in range(num_devices.bit_length()) if 1 << k <= num_devices]
     return [
         Degrees(tensor=t, pipeline=p, data=num_devices // (t * p), **fixed)  # type: ignore[arg-type]
@@ -197,11 +234,11 @@ def sweep(
     sub_microbatch: Mapping[str, int] | None = None,
     progress: Callable[[SweepEntry], None] | None = None,
 ) -> list[SweepEntry]:
-    """Emulate every combination of degrees on the same global batch, fastest first.
+    """Emulate every combination of degrees on the same global batch. Return the results, fastest first.
 
-    The global batch is dealt out to the data-parallel replicas; the one with the most work is emulated, since
-    all wait for it when gradients are reduced. Where no sub-microbatch is given, images go by DIP's rule
-    (`image_sizes`), and near the best also twice as many together: the rule looks at layers, not at pipelines.
+    The global batch is divided among the data-parallel replicas. The replica with the most work is emulated, because
+    all wait for it to reduce gradients. Without ``sub_microbatch``, DIP's rule groups images (`image_sizes`). Points
+    near the best also try twice as many, because the rule considers layers, not pipelines.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -212,7 +249,7 @@ def sweep(
 
     @cache
     def sizes(tensor: int) -> Mapping[str, int]:
-        # What is efficient depends on tensor parallelism alone.
+        # Efficient sizes depend only on tensor parallelism.
         return image_sizes(architecture, Placement(hardware, Degrees(tensor=tensor)), drawn)
 
     @cache
@@ -229,9 +266,9 @@ def sweep(
         if progress is not None:
             progress(entry)
     if sub_microbatch is None and any(module.reads == "images" for module in architecture.modules):
-        near = _NEAR * min(entry.iteration_s for entry in entries)
+        threshold = _RETRY_FACTOR * min(entry.iteration_s for entry in entries)
         for i, entry in enumerate(entries):
-            if entry.result is not None and entry.iteration_s <= near:
+            if entry.result is not None and entry.iteration_s <= threshold:
                 parts = partial(works, entry.degrees.tensor, 2)
                 larger = _entry(architecture, hardware, entry.degrees, parts, (entry.result.strategy,))
                 entries[i] = min(entry, larger, key=lambda e: e.iteration_s)

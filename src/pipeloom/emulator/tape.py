@@ -1,9 +1,8 @@
-"""Tape: what calling a module records, forward operators with the gradients that belong to them.
+"""`Tape`: the record of one call of a module, with forward operators and their gradients.
 
-A module is called on a symbolic `Tensor`; each function of `operators` appends a `Record` that states the
-forward counts, what must be kept for the backward, and the counts of the two backward operators: gradient
-to the inputs and gradient to the weights. `program` turns a tape into forward and backward passes under a
-memory strategy.
+A module is called on a symbolic `Tensor`. Each function of `operators` appends a `Record` with the counts of the
+forward, the tensors that the backward needs, and the counts of the two backward operators: gradient to the inputs and
+gradient to the weights. `program` creates forward and backward passes from a tape under a memory strategy.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ NUM_DEVICES = len(DEVICE_NAMES)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How one layer is spread over devices, seen from one of them.
+    """How one layer is divided over devices, seen from one of them.
 
     Attributes
     ----------
     tensor, context, expert : int
         Degrees of parallelism.
     sequence_parallel : bool
-        Whether what lies between tensor-parallel regions is divided by tokens; needs ``tensor`` > 1.
+        Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1.
     dtype_bytes, gradient_bytes : int
         Bytes of an activation or weight, and of an accumulated weight gradient.
     tensor_link, context_link, expert_link : int
@@ -51,17 +50,16 @@ class Context:
     shard_link: int = NIC
 
     def __post_init__(self) -> None:
-        """Refuse degrees below one."""
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
             check_count(f"context.{name}", getattr(self, name))
 
     @property
     def row_split(self) -> int:
-        """By how much tokens are divided outside tensor-parallel regions."""
+        """Divisor of the tokens outside tensor-parallel regions."""
         return self.tensor if self.sequence_parallel else 1
 
     def share(self, what: str, number: int) -> int:
-        """``number`` over the tensor-parallel degree; an `InputError` where it does not divide."""
+        """Return ``number`` over the tensor-parallel degree. Raise `InputError` if it does not divide."""
         if number % self.tensor:
             raise InputError(
                 what, f"{number} is not a multiple of tensor parallelism {self.tensor}", f"use a divisor of {number}"
@@ -71,7 +69,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Counts of one operator on one device; ``steps`` messages in a row each cost the link's latency."""
+    """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency."""
 
     kind: str
     flops: Size = ZERO
@@ -99,11 +97,11 @@ class Tensor:
 
     @property
     def context(self) -> Context:
-        """Parallelism that the tape is traced under."""
+        """Parallelism of the tape."""
         return self.tape.context
 
     def __add__(self, other: Tensor) -> Tensor:
-        """Elementwise sum, as in a residual connection; its gradient is passed on without work."""
+        """Add elementwise, as in a residual connection. The gradient passes on without an operator."""
         return self.tape.record(
             Cost("add", flops=self.rows * self.width, memory=self.num_bytes * 3),
             [self, other],
@@ -114,24 +112,22 @@ class Tensor:
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """One forward operator and the backward operators that belong to it.
+    """One forward operator and its backward operators.
 
     Attributes
     ----------
-    forward : Cost
     inputs, outputs : tuple of Tensor
-        ``outputs[0]`` is the result, the others are by-products kept for the backward (statistics).
+        ``outputs[0]`` is the result. The others are by-products for the backward (statistics).
     saved, saved_for_weight : tuple of Tensor
-        What the gradient to the inputs and the gradient to the weights read of the forward.
+        Tensors of the forward that the gradient to the inputs and the gradient to the weights read.
     input_gradient, weight_gradient : Cost or None
         None: there is none.
     passes_gradient : bool
-        The gradient of the output is the gradient of each input: no operator.
+        The gradient of the output is the gradient of each input, without an operator.
     cheap : bool
-        Made from tensors that are kept anyway, by an operator that only moves memory: selective
-        recomputation drops its result.
+        A memory-bound operator whose inputs are kept anyway. Selective recomputation drops its result.
     transient : bool
-        Its result is never kept but made again in the backward (gathered shards).
+        The result is never kept, but always recomputed in the backward (gathered shards).
     """
 
     forward: Cost
@@ -147,22 +143,23 @@ class Record:
 
 
 Again = Literal["as kept", "cheap", "always"]
-"""How a result gets to the backward: as the strategy says; so too, but cheap to make again; always made again."""
+"""How the backward gets a result: "as kept" by the strategy; the same, but "cheap" to recompute; "always"
+recomputed."""
 
 
 class Backward(NamedTuple):
-    """What belongs to a forward operator in the backward.
+    """Backward operators of a forward operator.
 
     Attributes
     ----------
     input_gradient, weight_gradient : Cost or None
         None: there is none.
     saved, saved_for_weight : sequence of Tensor
-        What each of them reads of the forward.
+        Tensors of the forward that each of them reads.
     saves_output : bool
-        The gradient to the inputs reads the result too.
+        Whether the gradient to the inputs also reads the result.
     passes_gradient : bool
-        The gradient of the output is the gradient of each input: no operator.
+        The gradient of the output is the gradient of each input, without an operator.
     """
 
     input_gradient: Cost | None = None
@@ -174,7 +171,7 @@ class Backward(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Parameters of one weight: all of it, and the part that one device holds."""
+    """Parameters of one weight: in all, and on one device."""
 
     total: float
     local: float
@@ -190,7 +187,7 @@ class Tape:
     parameters: list[Parameters] = field(default_factory=list)
 
     def input(self, width: float, rows: Size | None = None, *, needs_gradient: bool = True) -> Tensor:
-        """An activation that comes from outside; its rows default to this device's share of the tokens."""
+        """Return an input activation. Its rows default to this device's share of the tokens."""
         rows = self.tokens if rows is None else rows
         return Tensor(self, rows, width, self.context.dtype_bytes, needs_gradient=needs_gradient)
 
@@ -201,11 +198,11 @@ class Tape:
 
     @property
     def token_pairs(self) -> Size:
-        """Query-key pairs on this device (context parallelism balances them)."""
+        """Query-key pairs on this device. Context parallelism balances them."""
         return TOKEN_PAIRS / self.context.context
 
     def parameter(self, total: float, split: int = 1, *, expert: bool = False) -> None:
-        """Count a weight of ``total`` numbers, divided over ``split`` devices."""
+        """Add a weight of ``total`` parameters, divided over ``split`` devices."""
         self.parameters.append(Parameters(total, total / split, expert))
 
     def record(
@@ -224,9 +221,9 @@ class Tape:
         Parameters
         ----------
         shape : rows and width of the result
-        backward : what belongs to it in the backward
+        backward : its backward operators
         extra : rows, width and bytes per number of by-products, all saved for the gradient to the inputs
-        again : whether its result is kept from the forward, cheap to make again, or always made again
+        again : whether its result is kept, cheap to recompute, or always recomputed
         """
         record = Record(
             forward,

@@ -1,8 +1,7 @@
-"""LayerTemplate: a traced layer as arrays; a workload turns it into reusable subgraphs.
+"""`LayerTemplate`: a traced layer as arrays, evaluated for workloads.
 
-Tracing happens once per structure, parallelism and devices. For a new workload all operators of all passes
-and strategies take one matrix product and one kernel call; equal workloads (equal in their features) are
-looked up.
+A layer is traced once per structure, parallelism and devices. For a new workload, all operators of all passes and
+strategies take one matrix product and one kernel call. Results are cached by the features of the workload.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
 from pipeloom.totals import summable
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
-"""Operators that count as the model's work in utilisation."""
+"""Operators that count as the model's operations in utilization."""
 CACHE_SIZE = 4096
-"""Workloads remembered per layer; the oldest go first."""
+"""Cached workloads per layer; the oldest are dropped first."""
 
 
 class PassMemory(NamedTuple):
-    """Bytes in use during one pass when it runs alone: at entry, at most, and at exit."""
+    """Bytes in use during one pass that runs alone: at entry, at peak, and at exit."""
 
     entry: int
     peak: int
@@ -50,28 +49,26 @@ class EvaluatedLayer:
     host_bytes: dict[Strategy, int]
     output_bytes: int
     model_flops: float
-    """Operations of the forward's products (matrices, attention, scans), on one device."""
+    """Operations of the forward's products (matrices, attention, scans) on one device."""
     memory: dict[tuple[Strategy, Part], PassMemory] = field(default_factory=dict, repr=False)
-    """Of the passes that were asked for."""
+    """Cached memory of passes."""
 
 
 class LayerTemplate:
-    """One layer, traced.
+    """A traced layer.
 
     Parameters
     ----------
     module : Module
         Called on a tensor of ``in_width``.
-    in_width : int
-    context : Context
     devices : tuple of Device
         Compute, NVLink, NIC and PCIe, in the order of `DEVICE_NAMES`.
     trainable : bool
-        Whether gradients to its weights are wanted.
+        Whether gradients to its weights are needed.
     input_gradient : bool
-        Whether something before it wants the gradient of its input.
+        Whether the gradient of its input is needed.
     rows : Size, optional
-        Rows of the input on one device; default: its share of the tokens.
+        Rows of the input on one device. Default: its share of the tokens.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class LayerTemplate:
         self._output = output.num_bytes
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
         self.trainable = trainable
-        # Without a link to the host there is nothing to offload over.
+        # Without a link to the host, offloading is impossible.
         usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]
         self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in usable}
         self._compile()
@@ -109,7 +106,7 @@ class LayerTemplate:
 
     @property
     def local_parameters(self) -> tuple[int, int]:
-        """Parameters on one device: dense ones and those of experts."""
+        """Parameters on one device: dense ones, and those of experts."""
         dense = sum(p.local for p in self.parameters if not p.expert)
         return round(dense), round(sum(p.local for p in self.parameters if p.expert))
 
@@ -145,7 +142,7 @@ class LayerTemplate:
         self._flops = np.sum([row, *(size.row(self._windows) for size in products)], axis=0)
 
     def on(self, workload: Workload) -> EvaluatedLayer:
-        """The layer on one workload, looked up or evaluated."""
+        """Return the layer on one workload, cached."""
         row = feature_row(workload, self._windows)
         known = self._known.get(row)
         if known is not None:
@@ -157,7 +154,7 @@ class LayerTemplate:
         return known
 
     def amounts(self, workload: Workload) -> FloatArray:
-        """Operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
+        """Return operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
         out: FloatArray = self._amounts @ np.array(feature_row(workload, self._windows))
         return out
 
@@ -179,7 +176,7 @@ class LayerTemplate:
         )
 
     def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
-        """Bytes that one pass uses when it runs alone, from the lifetimes of its tensors."""
+        """Return the bytes of one pass that runs alone, from the lifetimes of its tensors."""
         known = self.on(workload).memory
         if (strategy, part) not in known:
             known[strategy, part] = self._memory(workload, strategy, part)
@@ -193,7 +190,7 @@ class LayerTemplate:
         return PassMemory(entry, max(entry, leaves, curve.peak_bytes), leaves)
 
     def memory_curve(self, workload: Workload, strategy: Strategy, part: Part) -> MemoryCurve:
-        """Memory curve of one pass that runs alone."""
+        """Return the memory curve of one pass that runs alone."""
         leaf = self.on(workload).leaves[strategy, part]
         program = self.passes[strategy].programs[part]
         zero = np.zeros(NUM_DEVICES, np.int64)
@@ -215,7 +212,7 @@ class LayerTemplate:
     def graph(
         self, workload: Workload, strategy: Strategy = "keep", parts: Sequence[Part] = ("F", "B")
     ) -> OperatorGraph:
-        """Operators and tensors of some passes, one pass after another, as a graph to look at."""
+        """Return operators and tensors of several passes in sequence, as a readable graph."""
         hbm = Device("hbm", memory_bytes_per_s=self.devices[0].memory_bytes_per_s)
         builder = GraphBuilder([*self.devices, hbm])
         last: list[int] = []
@@ -249,7 +246,7 @@ class LayerTemplate:
 
 
 def _freeze(tape: Tape, input_gradient: bool) -> None:
-    """Drop gradients to the weights; without an input gradient nothing flows back at all."""
+    """Drop gradients to the weights. Without an input gradient, there are no gradients at all."""
     for record in tape.records:
         record.weight_gradient = None
         if not input_gradient:
@@ -262,14 +259,14 @@ def _freeze(tape: Tape, input_gradient: bool) -> None:
 
 
 def _shape(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    """Arrays of a program that no workload changes."""
+    """Return the arrays of a program that do not depend on the workload."""
     start = np.zeros(len(program.costs) + 1, np.int64)
     np.cumsum([len(b) for b in program.before], out=start[1:])
     return (
         np.array([c.device for c in program.costs], np.int64),
         start,
         np.array([b for before in program.before for b in before], np.int64),
-        # Result of the pass, and when it was entered: what the next layer calls "the layer before".
+        # Result of the pass, and its entry, which is "the layer before" for the next layer.
         np.array([program.result, -1], np.int64),
         np.array([c.steps > 0 and c.kind not in ("offload", "load") for c in program.costs], np.bool_),
     )

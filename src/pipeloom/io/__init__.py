@@ -1,4 +1,4 @@
-"""Readers and writers of the exchange formats (``docs/formats.md``)."""
+"""Readers and writers of the file formats (``docs/formats.md``)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""One reader for every format: the file says itself what it is."""
+"""One reader for all formats."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from pipeloom.conversion import UPGRADE
 from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InputError
@@ -28,8 +29,6 @@ Loaded = (
     | tuple[Sample, ...]
 )
 
-_PROFILE = "pipeloom.profile/1"
-
 _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     instance.FORMAT: instance.instance_from_document,
     schedule.FORMAT: schedule.schedule_from_document,
@@ -38,22 +37,18 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Loaded]] = {
     layers.FORMAT: layers.layers_from_document,
     rule.FORMAT: rule.rule_from_document,
     batches.FORMAT: batches.batches_from_document,
-    _PROFILE: lambda document, where: convert(document, Profile, where),
+    "pipeloom.profile/1": lambda document, where: convert(document, Profile, where),
 }
 
 
 def load(path: PathLike) -> Loaded:
-    """Read any of Pipeloom's files.
+    """Read a file of any format.
 
     Parameters
     ----------
     path : str or path
-        Sample metadata by its name (``.jsonl``, ``.parquet``, ``.tar``); else the first words of the file say what
-        it is. A name ending in ``.gz`` is decompressed.
-
-    Returns
-    -------
-    TaskGraph, StatedSchedule, Layout, LayerTable, Profile, PackedBatches, OrderRule, ExecutionPlan or tuple of Sample
+        Sample metadata is recognized by its suffix (``.jsonl``, ``.parquet``, ``.tar``). All other files begin with
+        their format. A file whose name ends in ``.gz`` is decompressed.
 
     Raises
     ------
@@ -70,9 +65,9 @@ def load(path: PathLike) -> Loaded:
     name = document.get("format")
     reader = _READERS.get(name) if isinstance(name, str) else None
     if reader is None:
-        known = ", ".join(sorted(_READERS))
         problem = "is missing" if name is None else f"{show(name)} is unknown"
-        raise InputError(f"{where}: format", problem, f"known are {known}")
+        known = f"known are {', '.join(sorted(_READERS))}"
+        raise InputError(f"{where}: format", problem, f"{known}; {UPGRADE}" if "pipeloom." in str(name) else known)
     return reader(document, where)
 
 
@@ -82,7 +77,7 @@ def read_plan(path: PathLike) -> ExecutionPlan:
 
 
 def plan_from_text(text: str, where: str) -> ExecutionPlan:
-    """Parse a plan; errors begin with the file's name."""
+    """Parse the text form of a plan. Errors begin with ``where``."""
     try:
         return from_text(text)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""`pipeloom.batches/1`: which samples go through the model together, with their totals."""
+"""`pipeloom.batches/1`: which samples pass through the model together, and their total sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from pipeloom.bounds import Number, NumBytes
 from pipeloom.errors import InputError
-from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.document import convert_format, dump, read_document, to_document
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.io.samples import batch_totals
 from pipeloom.packing import Packing
@@ -25,12 +25,12 @@ class PackedMicrobatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_tokens: NumBytes = 0
     num_images: Number = 0
     image_tokens: NumBytes = 0
-    """Of the images, as the language model sees them."""
+    """Tokens of the images in the language model."""
     image_patches: NumBytes = 0
-    """Of the images, as the encoder sees them."""
+    """Patches of the images in the encoder."""
 
     def __post_init__(self) -> None:
-        """Refuse totals that cannot belong to the samples."""
+        """Raise `InputError` if the totals cannot belong to the samples."""
         if self.num_samples != len(self.samples):
             raise InputError("num_samples", f"{self.num_samples}, but samples has {len(self.samples)} ids")
         for name in ("text_tokens", "num_images", "image_tokens", "image_patches"):
@@ -46,14 +46,14 @@ class PackedBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Batches as they were packed, and by which policy."""
+    """Packed batches and the name of the packing policy."""
 
     policy: str
     batches: tuple[PackedBatch, ...]
     format: Literal["pipeloom.batches/1"] = "pipeloom.batches/1"
 
     def __post_init__(self) -> None:
-        """Refuse a sample that occurs twice in one batch: it would be trained on twice."""
+        """Raise `InputError` if a sample occurs twice in a batch, because it would be trained on twice."""
         for i, batch in enumerate(self.batches):
             seen: set[str] = set()
             for j, microbatch in enumerate(batch.microbatches):
@@ -64,8 +64,16 @@ class PackedBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     seen.add(name)
 
 
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
+    PackedBatches: ("format", "policy", "batches"),
+    PackedBatch: ("iteration", "microbatches"),
+    PackedMicrobatch: ("samples", "num_samples", "text_tokens", "num_images", "image_tokens", "image_patches"),
+}
+"""Fields that are always written. A field that was added later is omitted at its default (`docs/formats.md`)."""
+
+
 def packed_batches(packings: Sequence[Packing], policy: str) -> PackedBatches:
-    """Write packings down as ids and totals."""
+    """Convert packings to ids and totals."""
     return PackedBatches(policy, tuple(_packed(packing) for packing in packings))
 
 
@@ -79,22 +87,21 @@ def _packed(packing: Packing) -> PackedBatch:
 
 
 def read_batches(path: PathLike) -> PackedBatches:
-    """Read packed batches; an `InputError` names file, path, value and bound."""
+    """Read packed batches. An `InputError` names the file, the path inside, the value and the bound."""
     return batches_from_document(read_document(path), printable(str(path)))
 
 
 def batches_from_document(document: dict[str, Any], where: str = "batches") -> PackedBatches:
     """Validate a parsed document as packed batches."""
-    check_format(document, FORMAT, where)
-    return convert(document, PackedBatches, where)
+    return convert_format(document, PackedBatches, FORMAT, where)
 
 
 def batches_document(batches: PackedBatches) -> dict[str, Any]:
-    """Packed batches as a JSON document."""
-    fields: dict[str, Any] = msgspec.to_builtins(batches)
-    return {name: fields[name] for name in ("format", "policy", "batches")}
+    """Return packed batches as a JSON document."""
+    document: dict[str, Any] = to_document(batches, _ALWAYS_WRITTEN)
+    return document
 
 
 def write_batches(path: PathLike, batches: PackedBatches) -> None:
-    """Write packed batches, one microbatch a line."""
-    write_text(path, dump(batches_document(batches), depth=4))
+    """Write packed batches."""
+    write_text(path, dump(batches_document(batches)))

@@ -1,24 +1,30 @@
-"""JSON documents: strict reading, typed conversion whose errors name path and value, and tidy writing."""
+"""JSON documents: strict parsing, conversion to and from structs with errors that name path and value, and layout."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
+from pipeloom.conversion import UPGRADE
 from pipeloom.conversion import convert as convert
 from pipeloom.conversion import show as show
 from pipeloom.errors import InputError
 from pipeloom.io.files import PathLike, printable, read_text
 from pipeloom.taskgraph import MAX_S, MAX_TOTAL, NS_PER_S, IntArray
 
-_LINE = 110  # what is shorter stands on one line of a file
+T = TypeVar("T")
 
-_MAY_OVERFLOW = re.compile(r"[eE]\+?0*[1-9]\d{2}|\d{19}")
+_LINE = 110
+"""Values with shorter text stay on one line of a file."""
+_TWICE = "\0twice"
+_SUSPECT = re.compile(r"NaN|Infinity|\\u|[eE]\+?0*[1-9]\d{2}|\d{19}")
+"""Text that the standard parser accepts and no format allows contains one of these."""
 
 
 def read_document(path: PathLike) -> dict[str, Any]:
@@ -27,16 +33,28 @@ def read_document(path: PathLike) -> dict[str, Any]:
     Raises
     ------
     InputError
-        With the file and, where there is one, the path inside: no JSON, cut short, a key given twice, a
-        number that is not finite, text that is not Unicode, nesting without end.
+        If the file is not valid JSON, is truncated, repeats a key, nests too deeply, or has a number that is not finite
+        or text that is not Unicode. The error names the file and, if possible, the path inside it.
     """
     return parse_document(read_text(path), printable(str(path)))
 
 
 def parse_document(text: str, where: str) -> dict[str, Any]:
-    """Parse the text of one JSON object; ``where`` names it in errors, which are those of `read_document`."""
+    """Parse the text of one JSON object. Errors are those of `read_document`, with ``where`` as the file's name."""
+    repeated: list[str] = []
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            found[_TWICE] = next(name for i, name in enumerate(names) if name in names[:i])
+            repeated.append(found[_TWICE])
+        return found
+
     try:
-        document = _parse(text, where)
+        document = json.loads(text, object_pairs_hook=members)
+        # The second pass is slow, so it runs only if the text gives a reason.
+        defect = next(_defects(document, ""), None) if repeated or _SUSPECT.search(text) else None
     except json.JSONDecodeError as error:
         if not text.strip():
             raise InputError(where, "is empty") from error
@@ -44,43 +62,19 @@ def parse_document(text: str, where: str) -> dict[str, Any]:
         raise InputError(where, f"is not valid JSON: {error.msg.lower()} ({place})") from error
     except RecursionError as error:
         raise InputError(where, "is nested too deeply to be one of the formats") from error
-    except InputError:
-        raise
     except ValueError as error:  # an integer of thousands of digits
         raise InputError(where, "has a number with too many digits") from error
+    if defect is not None:
+        path, problem = defect
+        raise InputError(f"{where}: {printable(path)}" if path else where, problem)
     if not isinstance(document, dict):
-        raise InputError(where, f"is {_json_kind(document)}, not a JSON object")
+        kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+        raise InputError(where, f"is {kinds.get(type(document), 'a number')}, not a JSON object")
     return document
-
-
-def _parse(text: str, where: str) -> Any:
-    """Standard JSON, then what the standard parser lets through; the second look costs only where it may."""
-    suspect: list[str] = []
-
-    def unite(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) < len(pairs):
-            names = [name for name, _ in pairs]
-            members[_TWICE] = next(name for i, name in enumerate(names) if name in names[:i])
-            suspect.append("key")
-        return members
-
-    def constant(name: str) -> float:
-        suspect.append(name)
-        return float(name.replace("Infinity", "inf"))
-
-    document = json.loads(text, object_pairs_hook=unite, parse_constant=constant)
-    if suspect or "\\u" in text or _MAY_OVERFLOW.search(text):
-        for path, problem in _defects(document, ""):
-            raise InputError(f"{where}: {printable(path)}" if path else where, problem)
-    return document
-
-
-_TWICE = "\0twice"
 
 
 def _defects(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Everything that JSON text may say but no format allows, with its path."""
+    """Yield path and problem of every value that JSON text may have but no format allows."""
     if isinstance(node, dict):
         if _TWICE in node:
             yield f"{path}.{node[_TWICE]}".lstrip("."), "is given twice in one object"
@@ -98,88 +92,87 @@ def _defects(node: Any, path: str) -> Iterator[tuple[str, str]]:
         try:
             node.encode("utf-8")
         except UnicodeEncodeError:
-            yield path, "has a lone surrogate, which is no text"
+            yield path, "has a lone surrogate, which is not valid Unicode"
 
 
-def check_format(document: dict[str, Any], expected: str, where: str) -> None:
-    """Refuse a document of another format or version."""
+def convert_format(document: dict[str, Any], kind: type[T], expected: str, where: str) -> T:
+    """Check the format and version of a document, then validate it as ``kind``, see `convert`."""
     found = document.get("format")
     if found is None:
         raise InputError(f"{where}: format", "is missing", f'begin the file with "format": "{expected}"')
     if found != expected:
-        raise InputError(f"{where}: format", f"{show(found)} is not {expected!r}")
+        other_version = str(found).rpartition("/")[0] == expected.rpartition("/")[0]
+        raise InputError(f"{where}: format", f"{show(found)} is not {expected!r}", UPGRADE if other_version else "")
+    return convert(document, kind, where)
 
 
-def _json_kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return {list: "a list", str: "a string", bool: "true or false"}.get(type(value), "a number")
+def to_document(value: Any, always: Mapping[type, tuple[str, ...]]) -> Any:
+    """Convert structs to a JSON document that older readers accept, see `docs/formats.md`.
 
-
-def times_ns(path: str, seconds: Sequence[float], *, summed: bool = True) -> IntArray:
-    """Seconds to integer nanoseconds, ``rint(s * 1e9)``: to the nearest, halves to even. Done once, here.
-
-    Raises
-    ------
-    InputError
-        Naming the entry: it is negative, not finite, or the sum passes `MAX_TOTAL` nanoseconds (146 years).
+    Parameters
+    ----------
+    value : msgspec.Struct
+        Its fields may be structs, or lists of structs.
+    always : mapping
+        For every struct type, the fields that are always written, in this order: those of version 1 of the format.
+        Fields that were added later follow, and each is omitted at its default.
     """
-    values = np.asarray(seconds, dtype=np.float64)
-    bad = np.flatnonzero(~((values >= 0) & (values < MAX_S)))
-    if bad.size:
-        raise _bad_time(f"{path}[{bad[0]}]", float(values[bad[0]]))
-    if summed and float(values.sum()) >= MAX_S:
-        raise InputError(path, f"sums to {values.sum():g} s, which is not below {MAX_S:g} s")
-    return np.rint(values * float(NS_PER_S)).astype(np.int64)
+    if isinstance(value, tuple | list) and value and isinstance(value[0], msgspec.Struct):
+        return type(value)(to_document(item, always) for item in value)
+    if type(value) not in always:
+        return msgspec.to_builtins(value)
+    names = always[type(value)]
+    later = [f.name for f in msgspec.structs.fields(value) if f.name not in names and not _is_default(f, value)]
+    return {name: to_document(getattr(value, name), always) for name in (*names, *later)}
 
 
-def time_ns(path: str, seconds: float) -> int:
-    """One time in integer nanoseconds, rounded as in `times_ns`."""
-    if not 0 <= seconds < MAX_S:
-        raise _bad_time(path, seconds)
+def _is_default(field: msgspec.structs.FieldInfo, value: msgspec.Struct) -> bool:
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return bool(getattr(value, field.name) == default)
+
+
+def times_ns(seconds: Sequence[float]) -> IntArray:
+    """Convert `Seconds` to integer nanoseconds, ``rint(s * 1e9)``: to the nearest, halves to even."""
+    return np.rint(np.asarray(seconds, dtype=np.float64) * float(NS_PER_S)).astype(np.int64)
+
+
+def time_ns(seconds: float) -> int:
+    """Convert one time to integer nanoseconds, rounded as in `times_ns`."""
     return round(seconds * NS_PER_S)
 
 
-def _bad_time(path: str, value: float) -> InputError:
-    if not math.isfinite(value):
-        return InputError(path, f"{value} is not finite")
-    return InputError(path, f"{value:g} is negative" if value < 0 else f"{value:g} is not below {MAX_S:g} s")
+def summed_times_ns(path: str, seconds: Sequence[float]) -> IntArray:
+    """Convert times as `times_ns` does. Raise `InputError` if they sum to `MAX_S` (146 years) or more."""
+    if (total := float(np.sum(seconds))) >= MAX_S:
+        raise InputError(path, f"sums to {total:g} s, which is not below {MAX_S:g} s")
+    return times_ns(seconds)
 
 
-def counts(path: str, values: Sequence[int], *, summed: bool = False) -> IntArray:
-    """Integers from 0 to below 2**62 as an array; with ``summed`` their sum stays below it too."""
-    for i, value in enumerate(values):
-        if value < 0 or value >= MAX_TOTAL:
-            raise _out_of_range(f"{path}[{i}]", value)
-    if summed and sum(values) >= MAX_TOTAL:
-        raise InputError(path, f"sums to {show(sum(values))}, which is not below 2**62")
+def summed_sizes(path: str, values: Sequence[int]) -> IntArray:
+    """Return sizes in bytes as an array. Raise `InputError` if they sum to 2**62 or more."""
+    if (total := sum(values)) >= MAX_TOTAL:
+        raise InputError(path, f"sums to {show(total)}, which is not below 2**62")
+    return int_array(values)
+
+
+def int_array(values: Sequence[int]) -> IntArray:
+    """Return integers of a file as an array."""
     return np.asarray(values, dtype=np.int64)
 
 
-def count(path: str, value: int) -> int:
-    """One integer from 0 to below 2**62."""
-    if value < 0 or value >= MAX_TOTAL:
-        raise _out_of_range(path, value)
-    return value
-
-
-def _out_of_range(path: str, value: int) -> InputError:
-    return InputError(path, f"{show(value)} {'is negative' if value < 0 else 'is not below 2**62'}")
-
-
 def seconds(nanoseconds: IntArray | Sequence[int]) -> list[float]:
-    """Nanoseconds as seconds for a file; reading them back gives the same integers below 2**51 ns (26 days)."""
+    """Convert nanoseconds to seconds for a file. Times below 2**51 ns (26 days) survive a write and a read exactly."""
     return [int(ns) / NS_PER_S for ns in nanoseconds]
 
 
 def locate(error: InputError, where: str) -> InputError:
-    """The same error with the file's name before its path."""
+    """Return the error with the file's name before its path."""
     return InputError(f"{where}: {error.entity}", error.problem, error.remedy)
 
 
-def dump(document: Any, depth: int = 2) -> str:
-    """JSON text with one field a line down to ``depth``, long columns on one line, and a final newline."""
-    return _dump(document, depth, "") + "\n"
+def dump(document: Any) -> str:
+    """Return JSON text with one line for each field of the document and of its objects, and a final newline."""
+    return _dump(document, 2, "") + "\n"
 
 
 def _dump(node: Any, depth: int, indent: str) -> str:

@@ -1,4 +1,4 @@
-"""Bytes in and out of files: gzip by name, a size limit, and writes that happen wholly or not at all."""
+"""Read and write files: gzip by suffix, a size limit, and atomic writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.heartbeat import doing
 from pipeloom.outputs import check_input, refused, writing
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
-"""Largest file that is read, after decompression; a scheduling problem of a million tasks is about 100 MB."""
+"""Maximum size of a file after decompression. A scheduling problem of a million tasks is about 100 MB."""
 
 PathLike = str | os.PathLike[str]
 
@@ -28,17 +28,17 @@ _SIGNATURES = (
     (0, b"BZh", "bzip2 data"),
     (0, b"SQLite format 3\x00", "an SQLite database"),
 )
-"""Where kinds of files that are no text have which bytes."""
+"""Offset, signature and name of binary file formats."""
 
 
 def read_bytes(path: PathLike) -> bytes:
-    """Read a whole file, decompressed when its name ends in ``.gz``.
+    """Read a whole file, and decompress it if its name ends in ``.gz``.
 
     Raises
     ------
     InputError
-        Naming the path: it is missing, a directory, unreadable, larger than `MAX_FILE_BYTES`, no gzip, or a file that
-        the running command will write.
+        If the file is missing, a directory, unreadable, larger than `MAX_FILE_BYTES` or not gzip, or if the running
+        command will write it. The error names the path.
     """
     name = os.fspath(path)
     check_input(path)
@@ -62,7 +62,7 @@ def read_bytes(path: PathLike) -> bytes:
 
 
 def read_text(path: PathLike) -> str:
-    """Read a UTF-8 file; errors as in `read_bytes`, and where the bytes are no UTF-8."""
+    """Read a UTF-8 file. Raise the errors of `read_bytes`, and `InputError` if the bytes are not UTF-8."""
     data = read_bytes(path)
     try:
         return data.decode("utf-8")
@@ -71,29 +71,29 @@ def read_text(path: PathLike) -> str:
 
 
 def binary_kind(data: bytes) -> str:
-    """Return what a file of a known kind is that holds no text; empty: it may be text."""
+    """Return the format of a binary file; empty if it is not known or may be text."""
     return next((kind for at, sign, kind in _SIGNATURES if data[at : at + len(sign)] == sign), "")
 
 
 def write_bytes(path: PathLike, data: bytes) -> None:
-    """Write a whole file or leave what was there: a temporary file beside it takes its place at the end.
+    """Write a file atomically: write a temporary file in the same folder, then rename it.
 
-    A name ending in ``.gz`` is compressed. A target that is no regular file (a terminal, a pipe,
-    ``/dev/null``) is written to directly, for replacing it would destroy it.
+    A file whose name ends in ``.gz`` is compressed. A target that is not a regular file (a terminal, a pipe,
+    ``/dev/null``) is written directly, because a rename would destroy it.
 
     Raises
     ------
     InputError
-        Naming the path: its folder is missing, it is a directory, or the disk refuses.
+        If the folder is missing, the target is a directory, or the write fails. The error names the path.
     """
     check_writable(path)
     name = os.fspath(path)
     if name.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
     try:
-        # By its own name: where standard output is a pipe, what /dev/stdout leads to has none.
+        # Use the name itself: if standard output is a pipe, the target of /dev/stdout has no name.
         if _is_special(name):
-            # A pipe that nobody reads is an error; waiting for a reader could last for ever.
+            # A pipe without a reader raises an error; waiting for a reader could block forever.
             with open(name, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 os.set_blocking(file.fileno(), True)
                 file.write(data)
@@ -111,12 +111,12 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def keeps_company(path: PathLike) -> bool:
-    """Whether other files can lie beside it: it is no terminal, pipe or device."""
+    """Return whether other files can be beside it: it is not a terminal, pipe or device."""
     return not _is_special(os.fspath(path))
 
 
 def check_writable(path: PathLike) -> None:
-    """Refuse a target that `write_bytes` could not write, before long work is done for it."""
+    """Raise `InputError` if `write_bytes` could not write the target. Call it before long work."""
     name = os.fspath(path)
     try:
         if _is_special(name):
@@ -138,19 +138,19 @@ def check_writable(path: PathLike) -> None:
 
 
 def make_folder(path: PathLike) -> None:
-    """Make a folder and those above it; one that is there already is as good.
+    """Create a folder and its parents if they do not exist.
 
     Raises
     ------
     InputError
-        Naming the path: a file is in the way, or the disk refuses.
+        If a file is in the way, or the operation fails. The error names the path.
     """
     with writing(printable(os.fspath(path))):
         Path(path).mkdir(parents=True, exist_ok=True)
 
 
 def printable(name: str) -> str:
-    """A name that can be printed on one line, whatever characters it has."""
+    """Return a name that can be printed on one line, with any characters."""
     if not name:
         return "(empty path)"
     text = visible_line(name)
@@ -158,9 +158,9 @@ def printable(name: str) -> str:
 
 
 def _replace(target: str, data: bytes) -> None:
-    """Write beside the target, then rename over it; nothing is left behind when any step fails."""
+    """Write beside the target, then rename. A failed step leaves no temporary file."""
     folder, base = os.path.split(target)
-    # os.open, not tempfile: the file shall have the permissions that the user's umask gives.
+    # os.open, not tempfile: the file must get the permissions of the user's umask.
     temporary = os.path.join(folder, f".{base[:40]}.{secrets.token_hex(6)}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""`pipeloom.instance/1`: a scheduling problem as a file, to and from `TaskGraph`."""
+"""`pipeloom.instance/1`: reads and writes scheduling problems as `TaskGraph`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pipeloom.bounds import Number, NumBytes, Seconds
 from pipeloom.cost.layers import StrategyEntry
 from pipeloom.errors import InputError
 from pipeloom.io.document import (
-    check_format,
-    convert,
-    count,
-    counts,
+    convert_format,
     dump,
+    int_array,
     locate,
     read_document,
     seconds,
     show,
+    summed_sizes,
+    summed_times_ns,
     time_ns,
-    times_ns,
 )
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.taskgraph import (
@@ -85,31 +84,33 @@ def read_instance(path: PathLike) -> TaskGraph:
     Parameters
     ----------
     path : path
-        A ``pipeloom.instance/1``; ``.gz`` is unpacked.
+        A ``pipeloom.instance/1``. A name that ends in ``.gz`` is decompressed.
 
     Raises
     ------
     InputError
-        ``FILE: tasks.duration_s[17]: -0.2 is negative`` and the like: file, path, value, bound.
+        One line with the file, the path inside, the value and the bound, for example ``FILE: tasks.duration_s[17]: -0.2
+        is negative``.
     """
     return instance_from_document(read_document(path), printable(str(path)))
 
 
 def write_instance(path: PathLike, graph: TaskGraph) -> None:
-    """Write a scheduling problem; labels of a layout are not part of the format.
+    """Write a scheduling problem.
 
     Parameters
     ----------
     path : path
+        A name that ends in ``.gz`` is compressed.
     graph : TaskGraph
+        Labels of its layout are not part of the format.
     """
     write_text(path, dump(instance_document(graph)))
 
 
 def instance_from_document(document: dict[str, Any], where: str = "instance") -> TaskGraph:
-    """Build the task graph of a parsed document; errors as in `read_instance`."""
-    check_format(document, FORMAT, where)
-    data = convert(document, _Instance, where)
+    """Build the task graph of a parsed document. Errors are those of `read_instance`."""
+    data = convert_format(document, _Instance, FORMAT, where)
     try:
         return _graph(data)
     except InputError as error:
@@ -121,40 +122,40 @@ def _graph(data: _Instance) -> TaskGraph:
     kinds = []
     for i, name in enumerate(tasks.kind):
         if name not in KIND_NAMES:
-            raise InputError(f"tasks.kind[{i}]", f"{show(name)} is none of F, B, I, W")
+            raise InputError(f"tasks.kind[{i}]", f"{show(name)} is not one of F, B, I, W")
         kinds.append(KIND_NAMES.index(name))
     modules: dict[str, int] = {}
     module = [modules.setdefault(name, len(modules)) for name in tasks.module]
     if data.num_ranks != len(data.memory_static_bytes):
         problem = f"has {len(data.memory_static_bytes)} entries, num_ranks is {show(data.num_ranks)}"
         raise InputError("memory_static_bytes", problem)
-    static = counts("memory_static_bytes", data.memory_static_bytes, summed=True)
+    static = summed_sizes("memory_static_bytes", data.memory_static_bytes)
     capacity = data.memory_capacity_bytes
     graph = make_graph(
         name=data.name,
         num_ranks=data.num_ranks,
         tasks=Tasks(
             kind=kinds,
-            rank=counts("tasks.rank", tasks.rank),
-            duration_ns=times_ns("tasks.duration_s", tasks.duration_s),
-            pair=counts("tasks.pair", tasks.pair),
-            segment=_close_numbers(counts("tasks.segment", tasks.segment)),
-            microbatch=counts("tasks.microbatch", tasks.microbatch),
+            rank=int_array(tasks.rank),
+            duration_ns=summed_times_ns("tasks.duration_s", tasks.duration_s),
+            pair=int_array(tasks.pair),
+            segment=_close_numbers(int_array(tasks.segment)),
+            microbatch=int_array(tasks.microbatch),
             module=module,
             module_names=tuple(modules),
         ),
         pairs=Pairs(
-            activation_bytes=counts("pairs.activation_bytes", pairs.activation_bytes, summed=True),
+            activation_bytes=summed_sizes("pairs.activation_bytes", pairs.activation_bytes),
             weight_gradient_bytes=_sizes("pairs.weight_gradient_bytes", pairs.weight_gradient_bytes),
         ),
         edges=Edges(
-            source=counts("edges.source", edges.source),
-            target=counts("edges.target", edges.target),
-            delay_ns=times_ns("edges.delay_s", edges.delay_s),
+            source=int_array(edges.source),
+            target=int_array(edges.target),
+            delay_ns=summed_times_ns("edges.delay_s", edges.delay_s),
             bytes=_sizes("edges.bytes", edges.bytes),
         ),
         static_bytes=static,
-        capacity_bytes=None if capacity is None else counts("memory_capacity_bytes", capacity),
+        capacity_bytes=None if capacity is None else int_array(capacity),
     )
     graph = replace(
         graph,
@@ -167,13 +168,13 @@ def _graph(data: _Instance) -> TaskGraph:
 def _by_rank(path: str, values: list[int] | None, num_ranks: int) -> IntArray | None:
     if values is None:
         return None
-    found = counts(path, values)
+    found = int_array(values)
     check_length(path, found, num_ranks)
     return found
 
 
 def _sizes(path: str, values: list[int] | None) -> IntArray | None:
-    return None if values is None else counts(path, values, summed=True)
+    return None if values is None else summed_sizes(path, values)
 
 
 def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tuple[Candidate, ...], ...]:
@@ -191,11 +192,11 @@ def _candidates(graph: TaskGraph, lists: list[list[StrategyEntry]]) -> tuple[tup
 
 
 Form = Literal["forward", "whole", "split"]
-"""What a pair has beside its F: nothing, one B, or an I and a W."""
+"""Backward tasks of a pair: none, one B, or an I and a W."""
 
 
 def pair_form(graph: TaskGraph, pair: int) -> Form:
-    """Form of one pair."""
+    """Return the form of one pair."""
     if graph.backward_of[pair] == NO_TASK:
         return "forward"
     return "whole" if graph.weight_of[pair] == NO_TASK else "split"
@@ -207,7 +208,7 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
     Raises
     ------
     InputError
-        A duration that the form needs is missing, one that it has not is given, or a value is negative.
+        If a duration that the form needs is missing, or one that it does not have is present.
     """
     if form == "split":
         for name in ("backward_input_s", "backward_weight_s"):
@@ -224,23 +225,21 @@ def read_candidate(path: str, entry: StrategyEntry, form: Form) -> Candidate:
         if form == "forward" and entry.backward_s:
             raise InputError(f"{path}.backward_s", f"{entry.backward_s:g} for a pair without backward", "use null")
     backward = entry.backward_input_s if form == "split" else entry.backward_s
-    name = "backward_input_s" if form == "split" else "backward_s"
-    activation = count(f"{path}.activation_bytes", entry.activation_bytes)
-    kept = entry.weight_gradient_bytes
+    activation, kept = entry.activation_bytes, entry.weight_gradient_bytes
     return Candidate(
         strategy=entry.strategy,
-        forward_ns=time_ns(f"{path}.forward_s", entry.forward_s),
-        backward_ns=time_ns(f"{path}.{name}", backward or 0.0),
-        weight_ns=time_ns(f"{path}.backward_weight_s", entry.backward_weight_s or 0.0),
+        forward_ns=time_ns(entry.forward_s),
+        backward_ns=time_ns(backward or 0.0),
+        weight_ns=time_ns(entry.backward_weight_s or 0.0),
         activation_bytes=activation,
-        weight_gradient_bytes=activation if kept is None else count(f"{path}.weight_gradient_bytes", kept),
+        weight_gradient_bytes=activation if kept is None else kept,
         layers=tuple(entry.layers or ()),
-        host_bytes=count(f"{path}.host_bytes", entry.host_bytes),
+        host_bytes=entry.host_bytes,
     )
 
 
 def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
-    """One strategy as it stands in a file; what is the default is left out."""
+    """Return one strategy as a JSON object without fields at their defaults."""
     entry: dict[str, Any] = {"strategy": choice.strategy, "forward_s": choice.forward_ns / NS_PER_S}
     if form == "split":
         entry["backward_input_s"] = choice.backward_ns / NS_PER_S
@@ -258,7 +257,7 @@ def write_candidate(choice: Candidate, form: Form) -> dict[str, Any]:
 
 
 def instance_document(graph: TaskGraph) -> dict[str, Any]:
-    """The problem as a JSON document; reading it gives an equal graph."""
+    """Return the problem as a JSON document. Reading it gives an equal graph."""
     same = bool((graph.weight_gradient_bytes == graph.activation_bytes).all())
     choices, host, staging = graph.candidates, graph.host_capacity_bytes, graph.staging_bytes
     return {
@@ -298,7 +297,7 @@ def instance_document(graph: TaskGraph) -> dict[str, Any]:
 
 
 def _close_numbers(segment: IntArray) -> IntArray:
-    """Segments numbered from 0 without large gaps, as kernels want them; numbers that are so already stay."""
+    """Renumber segments from 0 without large gaps, as kernels need. Numbers without such gaps stay."""
     if len(segment) == 0 or segment.max() < len(segment):
         return segment
     closed: IntArray = np.unique(segment, return_inverse=True)[1].astype(np.int64)

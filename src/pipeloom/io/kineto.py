@@ -1,4 +1,4 @@
-"""Traces of torch.profiler (Kineto's Chrome trace JSON), one file a rank: what of them tells of a pipeline."""
+"""Read traces of torch.profiler (Kineto's Chrome trace JSON), one file per rank."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _CPU = frozenset({"cpu_op", "user_annotation", "python_function"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 _HOST = 0
-"""The processor among the profiler's types of devices."""
+"""The CPU's number among the profiler's device types."""
 _MODULE = "nn.Module: "
 _MESSAGES = ("c10d::send", "c10d::recv_", "gloo:")
 _OURS = ("F,", "B,", "I,", "W,")
-"""How categories of Pipeloom's own traces begin."""
+"""Prefixes of the categories in Pipeloom's own traces."""
 _LOOKED_AT = 1000
 _AGAIN = "record it again, and let the profiler end before the job does"
 
 
 class TraceEvent(NamedTuple):
-    """One box of a trace."""
+    """A slice of a trace."""
 
     start_ns: int
     end_ns: int
     name: str
     is_range: bool
-    """An annotation (`torch.profiler.record_function`), not an operator."""
+    """Whether it is an annotation (`torch.profiler.record_function`) rather than an operator."""
     shape: tuple[int, ...] = ()
-    """Of the tensor that an operator of c10d sends or receives; empty: not recorded, or another operator."""
+    """Shape of the tensor that a c10d operator sends or receives. Empty for other operators, or if not recorded."""
     dtype: str = ""
-    """Of the same, as gloo's own event says it."""
+    """Dtype of the same tensor, in the notation of the trace."""
 
 
 class Kernel(NamedTuple):
-    """Work of a device, and when the host launched it."""
+    """A kernel on a device, and the time at which the host launched it."""
 
     start_ns: int
     end_ns: int
@@ -52,14 +52,14 @@ class Kernel(NamedTuple):
 
 
 class Link(NamedTuple):
-    """An operator of a forward and the node of its backward."""
+    """Times of a forward operator and of its backward node."""
 
     forward_ns: int
     backward_ns: int
 
 
 class Allocation(NamedTuple):
-    """Memory that was taken, or given back where it is negative; by the host's clock."""
+    """Bytes allocated, or freed if negative, at a time of the host's clock."""
 
     at_ns: int
     num_bytes: int
@@ -67,27 +67,28 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """The trace of one rank.
+    """Trace of one rank.
 
     Attributes
     ----------
     source : str
-        Its file.
+        Name of the file.
     rank, world_size : int or None
-        As the profiler wrote them down; None: it did not, for `torch.distributed` was not initialised.
+        None if the profiler did not record them, because `torch.distributed` was not initialized.
     host : str
-        Name of its machine; empty: not known.
+        Host name; empty if unknown.
     events : tuple of TraceEvent
-        Operators and annotations, by start and then the longer first, so that what encloses comes before.
+        Operators and annotations, sorted by start. At equal starts the longer comes first, so that enclosing events
+        come before enclosed ones.
     modules : tuple of TraceEvent
-        Calls of ``nn.Module``, where stacks were recorded (``with_stack=True``).
+        Calls of ``nn.Module``, if stacks were recorded (``with_stack=True``).
     kernels : tuple of Kernel
-        By start.
+        Sorted by start.
     links : tuple of Link
-        By the forward's time.
+        Sorted by the forward's time.
     allocations : tuple of Allocation
-        By time, where memory was recorded (``profile_memory=True``): of the device where there are kernels, otherwise
-        of the host.
+        Sorted by time, if memory was recorded (``profile_memory=True``). Device memory if there are kernels, else host
+        memory.
     """
 
     source: str
@@ -132,12 +133,12 @@ class _File(msgspec.Struct):
 
 
 def trace_files(paths: Sequence[PathLike]) -> tuple[Path, ...]:
-    """Name the files of traces: those given, and of a folder all that end in ``.json`` or ``.json.gz``.
+    """Return trace files: the given files, and all files of a given folder that end in ``.json`` or ``.json.gz``.
 
     Raises
     ------
     InputError
-        A folder without any, or a file given twice.
+        If a folder has no such file, or a file is repeated.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -157,13 +158,13 @@ def read_kineto(path: PathLike) -> RankTrace:
     Parameters
     ----------
     path : path
-        As ``prof.export_chrome_trace`` or ``torch.profiler.tensorboard_trace_handler`` wrote it, or an array of its
-        events; ``.gz`` is unpacked.
+        A file of ``prof.export_chrome_trace`` or ``torch.profiler.tensorboard_trace_handler``, or an array of its
+        events. ``.gz`` is decompressed.
 
     Raises
     ------
     InputError
-        Naming the file: it cannot be read, is cut short, or is JSON of something else.
+        If the file cannot be read, is truncated, or is other JSON. The error names the file.
     """
     where = printable(str(path))
     data = read_bytes(path)
@@ -176,10 +177,10 @@ def read_kineto(path: PathLike) -> RankTrace:
         found = msgspec.json.decode(_closed(data), type=_File | list[_Event])
     except msgspec.ValidationError as error:
         raise InputError(
-            where, f"is no trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
+            where, f"is not a trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem = "is empty" if not data.strip() else f"is not whole JSON: {_lower(str(error))}"
+        problem = "is empty" if not data.strip() else f"is not complete JSON: {_lower(str(error))}"
         raise InputError(where, problem, _AGAIN) from error
     file = found if isinstance(found, _File) else _File(found)
     if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):
@@ -203,7 +204,7 @@ def read_kineto(path: PathLike) -> RankTrace:
 
 
 def _closed(data: bytes) -> bytes:
-    """Close an array of events: the format lets its writer leave out the bracket at the end."""
+    """Close an array of events. The format allows the writer to omit the closing bracket."""
     text = data.strip()
     if not text.startswith(b"[") or text.endswith(b"]"):
         return data
@@ -215,7 +216,7 @@ def _lower(text: str) -> str:
 
 
 def _ns(ts: float, file: _File) -> int:
-    """Microseconds since the trace's base, as nanoseconds of the host's clock."""
+    """Convert microseconds since the trace's base to nanoseconds of the host's clock."""
     return file.base_ns + round(ts * 1000)
 
 
@@ -236,7 +237,7 @@ def _boxes(file: _File, categories: frozenset[str]) -> Iterator[TraceEvent]:
 
 
 def _message(event: _Event) -> tuple[tuple[int, ...], str]:
-    """Shape and type of the first tensor of a message, where shapes were recorded."""
+    """Return shape and dtype of the first tensor of a message, if shapes were recorded."""
     dims, types = (_first(raw) for raw in ((event.args.dims, event.args.types) if event.args else (b"", b"")))
     while isinstance(dims, list) and dims and isinstance(dims[0], list):
         dims = dims[0]
@@ -266,7 +267,7 @@ def _allocations(file: _File, *, on_host: bool) -> Iterator[Allocation]:
 
 
 def _links(file: _File) -> tuple[Link, ...]:
-    """Pair the two ends of every arrow from an operator to its node of the backward."""
+    """Connect the ends of every arrow from an operator to its backward node."""
     begins = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "s" and e.cat == "fwdbwd"}
     ends = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "f" and e.cat == "fwdbwd"}
     return tuple(sorted(Link(begin, ends[number]) for number, begin in begins.items() if number in ends))

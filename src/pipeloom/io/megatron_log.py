@@ -1,4 +1,4 @@
-"""Timers in the log of a Megatron-LM run: seconds of forwards and backwards, rank by rank."""
+"""Read timers from the log of a Megatron-LM run: forward and backward seconds of each rank."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ _WHY = "run Megatron-LM with --timing-log-level 2 --timing-log-option all"
 
 @dataclass(frozen=True, slots=True)
 class MegatronTimers:
-    """What timers say of an iteration, mean over what was logged.
+    """Timers of one iteration, averaged over the logged iterations.
 
     Attributes
     ----------
-    source : str
     forward_s, backward_s : tuple of float
-        Of every pipeline rank, for all microbatches and all its chunks; mean over its replicas and tensor ranks.
+        Seconds of each pipeline rank for all microbatches and all of its chunks, averaged over its replicas and tensor
+        ranks.
     forward_backward_s : float
-        The whole pipeline, by the slowest rank; 0: not logged.
-    num_microbatches : int
+        Seconds of the whole pipeline on the slowest rank. 0 if not logged.
     chunks_per_rank : int
-        Virtual pipeline stages of a rank.
+        Virtual pipeline stages of each rank.
     num_logged : int
-        How often timers were logged; of more than one the first, which has the warm-up, does not count.
+        Number of logged iterations. If there are several, the first does not count, because it includes warm-up.
     """
 
     source: str
@@ -81,7 +80,7 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
     logged = list(_logged(lines, where))
     if not logged:
         if any(_EXTREMES.search(line) for line in lines):
-            raise InputError(where, "has only the least and most of all ranks, not each rank's time", _WHY)
+            raise InputError(where, "has only the minimum and maximum over ranks, not each rank's time", _WHY)
         raise InputError(where, "has no timers of Megatron-LM", _WHY)
     for name in _NAMES[:2]:
         if any(name not in one for one in logged):
@@ -107,7 +106,7 @@ def read_megatron_log(path: PathLike, *, num_microbatches: int | None = None) ->
 
 
 def _logged(lines: list[str], where: str) -> Iterator[dict[str, dict[int, float]]]:
-    """Every block of timers: by name, milliseconds of each rank."""
+    """Yield each block of timers: milliseconds of each rank by the name of the timer."""
     block: dict[str, dict[int, float]] = {}
     name = ""
     for number, line in enumerate(lines, 1):
@@ -130,7 +129,7 @@ def _logged(lines: list[str], where: str) -> Iterator[dict[str, dict[int, float]
 
 
 def _per_rank(logged: list[dict[str, dict[int, float]]], name: str, world: int, pipeline: int) -> tuple[float, ...]:
-    """Mean seconds of each pipeline rank; pipeline ranks are the outermost, as Megatron-LM numbers them."""
+    """Return mean seconds of each pipeline rank. Megatron-LM numbers pipeline ranks outermost."""
     width = world // pipeline
     rows: list[list[float]] = [[] for _ in range(pipeline)]
     for one in logged:
@@ -146,7 +145,7 @@ def _microbatches(arguments: dict[str, str], where: str, world: int, pipeline: i
     if whole % (one * replicas):
         raise InputError(
             where,
-            f"global_batch_size {whole} is no multiple of micro_batch_size {one} times {replicas} replicas",
+            f"global_batch_size {whole} is not a multiple of micro_batch_size {one} times {replicas} replicas",
             "give --microbatches",
         )
     return whole // (one * replicas)
@@ -165,10 +164,10 @@ def _number(arguments: dict[str, str], name: str, where: str) -> int:
 
 
 def _optional(arguments: dict[str, str], name: str) -> int:
-    """An argument that stands for 1 where it is not a number."""
+    """Return an argument, or 1 if it is not a number."""
     return _whole(arguments.get(name, "")) or 1
 
 
 def _whole(value: str) -> int:
-    """What a word says as a number; 0 where it is none, or of more digits than any of a run."""
+    """Return the number in a word; 0 if it is not a number or has too many digits."""
     return int(value) if re.fullmatch("[0-9]{1,12}", value) else 0

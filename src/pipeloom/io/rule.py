@@ -1,4 +1,4 @@
-"""`pipeloom.rule/1`: the priority rule that was found with a layout, in a file beside the layout's."""
+"""`pipeloom.rule/1`: reads and writes the priority rule of a layout, in a file beside the layout's."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeloom.errors import InputError
-from pipeloom.io.document import check_format, convert, dump, read_document
+from pipeloom.io.document import convert_format, dump, read_document, to_document
 from pipeloom.io.files import PathLike, printable, write_text
-from pipeloom.search.rule import OrderRule
+from pipeloom.search.rule import ChunkRule, OrderRule
 from pipeloom.spec import Layout
 
 FORMAT = "pipeloom.rule/1"
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
+    OrderRule: ("format", "period", "chunks"),
+    ChunkRule: (
+        *("layers", "rank", "forward", "backward", "weight"),
+        *("forward_wait", "backward_wait", "limit", "strategies"),
+    ),
+}
+"""Fields that are always written. A field that was added later is omitted at its default (`docs/formats.md`)."""
 
 
 def rule_path(layout_path: PathLike) -> Path:
-    """Name of the file beside a layout's: ``layout.json`` has its rule in ``layout.rule.json``."""
+    """Return the path of a layout's rule: ``layout.rule.json`` for ``layout.json``."""
     path = Path(layout_path)
     packed = ".gz" if path.suffix == ".gz" else ""
     name = path.name.removesuffix(packed)
@@ -27,19 +33,17 @@ def rule_path(layout_path: PathLike) -> Path:
 
 
 def read_rule(layout_path: PathLike, layout: Layout) -> OrderRule | None:
-    """Read the rule beside a layout's file; None where there is none.
+    """Read the rule beside a layout's file. Return None if there is none.
 
     Parameters
     ----------
     layout_path : path
-        Of the layout, a ``pipeloom.layout/1``.
-    layout : Layout
-        As it was read.
+        File of the layout.
 
     Raises
     ------
     InputError
-        Naming the rule's file: it cannot be read, or is of another layout.
+        If the rule cannot be read or belongs to another layout. The error names the rule's file.
     """
     path = rule_path(layout_path)
     if not path.exists():
@@ -55,18 +59,17 @@ def read_rule(layout_path: PathLike, layout: Layout) -> OrderRule | None:
 
 def rule_from_document(document: dict[str, Any], where: str = "rule") -> OrderRule:
     """Validate a parsed document as a rule."""
-    check_format(document, FORMAT, where)
-    return convert(document, OrderRule, where)
+    return convert_format(document, OrderRule, FORMAT, where)
 
 
 def rule_document(rule: OrderRule) -> dict[str, Any]:
-    """The rule as a JSON document, defaults written out."""
-    fields: dict[str, Any] = msgspec.to_builtins(rule)
-    return {name: fields[name] for name in ("format", "period", "chunks")}
+    """Return the rule as a JSON document."""
+    document: dict[str, Any] = to_document(rule, _ALWAYS_WRITTEN)
+    return document
 
 
 def write_rule(layout_path: PathLike, rule: OrderRule) -> Path:
-    """Write a rule beside a layout's file, one chunk a line; return where."""
+    """Write a rule beside a layout's file and return its path."""
     path = rule_path(layout_path)
     write_text(path, dump(rule_document(rule)))
     return path

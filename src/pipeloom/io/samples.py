@@ -1,4 +1,4 @@
-"""Sample metadata: JSON Lines (an object a line), Parquet (a row), WebDataset (a member), to and from `Sample`."""
+"""Read and write sample metadata: JSON Lines (one object per line), Parquet (one row) or WebDataset (one member)."""
 
 from __future__ import annotations
 
@@ -20,32 +20,29 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET_SUFFIX = ".parquet"
 SAMPLE_SUFFIXES = (*LINES_SUFFIXES, PARQUET_SUFFIX, *SUFFIXES)
 MAX_VALUES = MAX_FILE_BYTES // 16
-"""Of a Parquet file, where runs of equal values take no room."""
+"""Largest number of values in a Parquet file. Runs of equal values take no space in the file."""
 _ROWS = 10_000
 _BATCH_BYTES = MAX_FILE_BYTES // 8
 _SCAN_S = 10.0
-"""A hundred times what a scan of `MAX_VALUES` takes."""
+"""Timeout of a scan, a hundred times the time for `MAX_VALUES`."""
 _MAX_NAMES = 64 * MAX_FILE_BYTES
 _DIVIDE = "divide it into several files"
 _LISTS = ("image_tokens", "image_patches", "video_seconds", "video_height", "video_width", "audio_seconds")
 
 
 def read_samples(path: PathLike) -> tuple[Sample, ...]:
-    """Read sample metadata; the name says how: ``.parquet``, ``.tar`` (a WebDataset shard), else JSON Lines.
+    """Read sample metadata.
 
     Parameters
     ----------
     path : path
-
-    Returns
-    -------
-    tuple of Sample
+        Parquet (``.parquet``), WebDataset (``.tar``), or else JSON Lines.
 
     Raises
     ------
     InputError
-        ``FILE: line 12: image_tokens[0]: ...`` (or ``row 12``): a wrong type, an impossible size, an id given
-        twice, no sample at all; or pyarrow is missing for Parquet.
+        For example ``FILE: line 12: image_tokens[0]: ...`` (``row 12`` in Parquet): a wrong type, an impossible size, a
+        repeated id or no sample. Also if pyarrow is missing for Parquet.
     """
     where = printable(str(path))
     check_input(path)
@@ -63,7 +60,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
     for i, row in rows:
         sample = convert(_clean(row), Sample, f"{where}: {word} {i}")
         if sample.id in first:
-            problem = f"{sample.id!r} stands in {word} {first[sample.id]} too"
+            problem = f"{sample.id!r} is also in {word} {first[sample.id]}"
             raise InputError(f"{where}: {word} {i}: id", problem, "ids must be unique")
         first[sample.id] = i
         samples.append(sample)
@@ -73,7 +70,7 @@ def read_samples(path: PathLike) -> tuple[Sample, ...]:
 
 
 def _clean(row: dict[str, Any]) -> dict[str, Any]:
-    """What is null is absent: Parquet has no other way to leave a field out."""
+    """Drop null values: Parquet cannot omit a field in another way."""
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -88,7 +85,7 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
     try:
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         _scan(file, where)
-        # Its threads do not always end where an error ends this process.
+        # An error that ends this process does not always end pyarrow's threads.
         for batch in file.iter_batches(_rows_at_a_time(file.metadata, where), use_threads=False):
             size += batch.nbytes
             if size > MAX_FILE_BYTES:
@@ -103,14 +100,14 @@ def _parquet_rows(path: PathLike, where: str) -> Iterator[tuple[int, dict[str, A
 
 
 def _scan(file: Any, where: str) -> None:
-    """Scan all pages, which takes next to no memory, before `_rows_at_a_time` asks for the metadata of columns.
+    """Scan all pages before `_rows_at_a_time` reads the metadata of columns. A scan needs almost no memory.
 
-    Where such metadata are damaged, pyarrow ends the process; a scan raises an error for them.
+    If such metadata is damaged, reading it makes pyarrow end the process. A scan raises an exception instead.
 
     Raises
     ------
     InputError
-        The scan takes so long that there are far more values than are read.
+        If the scan times out, because the file has far too many values.
     """
     failures: list[Exception] = []
 
@@ -130,19 +127,19 @@ def _scan(file: Any, where: str) -> None:
 
 
 def _rows_at_a_time(metadata: Any, where: str) -> int:
-    """Rows that have at most `_BATCH_BYTES` together, whatever they are.
+    """Return a number of rows that always fit into `_BATCH_BYTES`.
 
     Raises
     ------
     InputError
-        The file has more values than are read: equal ones take next to nothing in it.
+        If the file has too many values. Equal values take almost no space in the file.
     """
     num_values, largest = 0, 1
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for j in range(group.num_columns):
             column, schema = group.column(j), metadata.schema.column(j)
             num_values += column.num_values
-            # No value is larger than its column is in the file, where equal values are written once.
+            # Equal values are written once, so no value is larger than its column in the file.
             size = column.total_uncompressed_size
             largest = max(largest, size)
             names = column.num_values * size if schema.physical_type == "BYTE_ARRAY" else 0
@@ -154,12 +151,12 @@ def _rows_at_a_time(metadata: Any, where: str) -> int:
 
 
 def write_samples(path: PathLike, samples: Iterable[Sample]) -> None:
-    """Write sample metadata as JSON Lines, fields that have their default left out."""
+    """Write sample metadata as JSON Lines and omit fields at their defaults."""
     write_text(path, "".join(msgspec.json.encode(sample_row(sample)).decode() + "\n" for sample in samples))
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """One sample as it stands on its line."""
+    """Return the fields of one line."""
     row: dict[str, Any] = {"id": sample.id, "text_tokens": sample.text_tokens}
     for name in _LISTS:
         if values := getattr(sample, name):
@@ -168,7 +165,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def batch_totals(samples: Sequence[Sample]) -> dict[str, int]:
-    """Sums over some samples: what a packing balances."""
+    """Return the sums over samples that a packing balances."""
     return {
         "num_samples": len(samples),
         "text_tokens": sum(s.text_tokens for s in samples),

@@ -1,4 +1,4 @@
-"""`pipeloom.schedule/1`: an answer as a file, to and from `Schedule` and the figures stated beside it."""
+"""`pipeloom.schedule/1`: reads and writes a schedule with its timeline, lower bound and search record."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from pipeloom.bounds import Budget, Number, NumBytes, Seconds, Seed
 from pipeloom.errors import InputError
-from pipeloom.io.document import check_format, convert, counts, dump, locate, read_document, seconds, time_ns, times_ns
+from pipeloom.io.document import convert_format, dump, int_array, read_document, seconds, time_ns, times_ns, to_document
 from pipeloom.io.files import PathLike, printable, write_text
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline
 
-FORMAT = "pipeloom.schedule/1"
+FORMAT: Literal["pipeloom.schedule/1"] = "pipeloom.schedule/1"
 
 
 class SearchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a schedule was found: by which method, from which seed, with how much work."""
+    """Search that found a schedule: its method and seed, its budget and elapsed time in seconds, and evaluations."""
 
     method: str = ""
     seed: Seed | None = None
@@ -29,6 +29,8 @@ class SearchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a file, in the order in which they are written."""
+
     format: Literal["pipeloom.schedule/1"]
     instance: str
     order: list[list[Number]]
@@ -41,35 +43,42 @@ class _ScheduleFile(msgspec.Struct, forbid_unknown_fields=True):
     search: SearchRecord | None = None
 
 
+_ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
+    _ScheduleFile: (
+        *("format", "instance", "order", "candidate", "start_s", "makespan_s"),
+        *("lower_bound_s", "lower_bound", "peak_memory_bytes", "search"),
+    ),
+    SearchRecord: ("method", "seed", "budget_s", "elapsed_s", "evaluations"),
+}
+"""Fields that are always written. A field that was added later is omitted at its default (`docs/formats.md`)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StatedSchedule:
-    """A schedule with what its file states about it; None where the file states nothing.
+    """Contents of a schedule file. A field is None if the file does not have it.
 
-    The stated figures are claims: `pipeloom check` compares them with what the order really gives.
-
-    Attributes
-    ----------
-    instance : str
-        Name of the instance that it answers.
-    start_ns : array, shape (num_tasks,), or None
-    peak_bytes : array, shape (num_ranks,), or None
+    Times, bound and peaks are claims of the file. `pipeloom check` compares them with the values that follow from the
+    order.
     """
 
     schedule: Schedule
     instance: str
+    """Name of the instance that the schedule is for."""
     start_ns: IntArray | None = None
+    """Start of every task, shape (num_tasks,)."""
     makespan_ns: int | None = None
     lower_bound: LowerBound | None = None
     peak_bytes: IntArray | None = None
+    """Largest memory in use on every rank, shape (num_ranks,)."""
     search: SearchRecord | None = None
 
     def timeline(self, graph: TaskGraph) -> Timeline | None:
-        """The stated start times with the durations that the graph and the chosen candidates give.
+        """Combine the start times with the durations of the graph and the chosen candidates.
 
         Raises
         ------
         InputError
-            When the start times, peaks or candidates do not fit the graph.
+            If the start times, peaks or candidates do not fit the graph.
         """
         if self.start_ns is None:
             return None
@@ -85,45 +94,35 @@ class StatedSchedule:
 
 
 def read_schedule(path: PathLike) -> StatedSchedule:
-    """Read a schedule; only `order` and `instance` are needed, all else may be absent or null.
+    """Read a schedule.
 
     Parameters
     ----------
     path : path
-        A ``pipeloom.schedule/1``.
+        A ``pipeloom.schedule/1``. Only `order` and `instance` are required.
 
     Raises
     ------
     InputError
-        ``FILE: order[1][3]: -1 is negative`` and the like. Whether the order suits an instance is not
-        asked here but by the checker.
+        For example ``FILE: order[1][3]: -1 is negative``. This function does not check whether the order fits an
+        instance; `pipeloom check` does.
     """
     return schedule_from_document(read_document(path), printable(str(path)))
 
 
 def schedule_from_document(document: dict[str, Any], where: str = "schedule") -> StatedSchedule:
-    """Build the schedule of a parsed document; errors as in `read_schedule`."""
-    check_format(document, FORMAT, where)
-    data = convert(document, _ScheduleFile, where)
-    try:
-        return _stated(data)
-    except InputError as error:
-        raise locate(error, where) from error
-
-
-def _stated(data: _ScheduleFile) -> StatedSchedule:
-    order = tuple(counts(f"order[{rank}]", tasks) for rank, tasks in enumerate(data.order))
-    candidate = None if data.candidate is None else counts("candidate", data.candidate)
-    bound = None
-    if data.lower_bound_s is not None:
-        bound = LowerBound(time_ns("lower_bound_s", data.lower_bound_s), data.lower_bound or "")
+    """Build the schedule of a parsed document. Errors are those of `read_schedule`."""
+    data = convert_format(document, _ScheduleFile, FORMAT, where)
+    order = tuple(int_array(tasks) for tasks in data.order)
+    candidate = None if data.candidate is None else int_array(data.candidate)
+    bound_s = data.lower_bound_s
     return StatedSchedule(
         schedule=Schedule(order, candidate, data.search.method if data.search else ""),
         instance=data.instance,
-        start_ns=None if data.start_s is None else times_ns("start_s", data.start_s, summed=False),
-        makespan_ns=None if data.makespan_s is None else time_ns("makespan_s", data.makespan_s),
-        lower_bound=bound,
-        peak_bytes=None if data.peak_memory_bytes is None else counts("peak_memory_bytes", data.peak_memory_bytes),
+        start_ns=None if data.start_s is None else times_ns(data.start_s),
+        makespan_ns=None if data.makespan_s is None else time_ns(data.makespan_s),
+        lower_bound=None if bound_s is None else LowerBound(time_ns(bound_s), data.lower_bound or ""),
+        peak_bytes=None if data.peak_memory_bytes is None else int_array(data.peak_memory_bytes),
         search=data.search,
     )
 
@@ -135,19 +134,21 @@ def schedule_document(
     lower_bound: LowerBound | None = None,
     search: SearchRecord | None = None,
 ) -> dict[str, Any]:
-    """The answer as a JSON document, all fields given."""
-    return {
-        "format": FORMAT,
-        "instance": graph.name,
-        "order": [tasks.tolist() for tasks in schedule.order],
-        "candidate": None if schedule.candidate is None else np.asarray(schedule.candidate).tolist(),
-        "start_s": seconds(timeline.start_ns),
-        "makespan_s": timeline.makespan_ns / NS_PER_S,
-        "lower_bound_s": None if lower_bound is None else lower_bound.ns / NS_PER_S,
-        "lower_bound": None if lower_bound is None else lower_bound.name,
-        "peak_memory_bytes": timeline.peak_bytes.tolist(),
-        "search": msgspec.to_builtins(search or SearchRecord(method=schedule.method)),
-    }
+    """Return a schedule as a JSON document. Parameters are those of `write_schedule`."""
+    file = _ScheduleFile(
+        format=FORMAT,
+        instance=graph.name,
+        order=[tasks.tolist() for tasks in schedule.order],
+        candidate=None if schedule.candidate is None else np.asarray(schedule.candidate).tolist(),
+        start_s=seconds(timeline.start_ns),
+        makespan_s=timeline.makespan_ns / NS_PER_S,
+        lower_bound_s=None if lower_bound is None else lower_bound.ns / NS_PER_S,
+        lower_bound=None if lower_bound is None else lower_bound.name,
+        peak_memory_bytes=timeline.peak_bytes.tolist(),
+        search=search or SearchRecord(method=schedule.method),
+    )
+    document: dict[str, Any] = to_document(file, _ALWAYS_WRITTEN)
+    return document
 
 
 def write_schedule(
@@ -158,18 +159,21 @@ def write_schedule(
     lower_bound: LowerBound | None = None,
     search: SearchRecord | None = None,
 ) -> None:
-    """Write an answer with its timeline, bound and the record of its search.
+    """Write a schedule with its timeline, lower bound and search record.
 
     Parameters
     ----------
     path : path
+        A name that ends in ``.gz`` is compressed.
     graph : TaskGraph
-        Which the schedule is of.
+        Instance of the schedule.
     schedule : Schedule
+        Order of tasks, and chosen candidates.
     timeline : Timeline
-        When every task runs under it, see `simulate`.
+        Start and end of every task under the schedule, see `simulate`.
     lower_bound : LowerBound or None
+        None: the file has no bound.
     search : SearchRecord or None
-        How it was found.
+        None: the record has only the method of the schedule.
     """
     write_text(path, dump(schedule_document(graph, schedule, timeline, lower_bound, search)))

@@ -1,4 +1,4 @@
-"""Specs in TOML or JSON: models, clusters, profiles, a planner's setup."""
+"""Read specs in TOML or JSON: models, clusters, profiles, a planner's setup."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ T = TypeVar("T")
 
 
 def read_spec(path: PathLike, kind: type[T]) -> T:
-    """Read one spec; the name says how: ``.toml`` (or ``.toml.gz``), else JSON.
+    """Read one spec: TOML if the name ends in ``.toml`` or ``.toml.gz``, else JSON.
 
     Parameters
     ----------
-    path : str or path
     kind : type
-        A msgspec struct, e.g. `pipeloom.spec.ModelSpec`.
+        A msgspec struct, for example `pipeloom.spec.ModelSpec`.
 
     Raises
     ------
     InputError
-        One line with file, path inside, value and bound.
+        One line with the file, the path inside, the value and the bound.
     """
     where = printable(str(path))
     if not str(path).removesuffix(".gz").endswith(".toml"):

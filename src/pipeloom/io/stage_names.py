@@ -1,8 +1,8 @@
-"""Layouts as others write them: Megatron's pipeline layout string, and torchtitan's module names per stage.
+"""Layouts in the notation of other programs: Megatron's pipeline layout string and torchtitan's module names per stage.
 
-Megatron (``--pipeline-model-parallel-layout``): ``E`` embedding, ``t`` one layer, ``m`` multi-token prediction, ``L``
-loss; ``|`` parts the stages, ``x*3`` and ``(x)*3`` repeat. Stage i lies on rank ``i % p``. torchtitan
-(``module_fqns_per_model_part``): a list of module names for every stage, dealt to the ranks in turn or in a V.
+Megatron (``--pipeline-model-parallel-layout``): ``E`` is the embedding, ``t`` a layer, ``m`` a multi-token prediction
+layer and ``L`` the loss. ``|`` separates stages; ``x*3`` and ``(x)*3`` repeat. Stage i is on rank ``i % p``. torchtitan
+(``module_fqns_per_model_part``): a list of module names per stage, with stages on ranks in turn or in a V.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipeloom.spec import Chunk, Layout, ModuleLayout
 
 _MOST_LETTERS = 2**20
 _REPEATS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-"""What is repeated, in Megatron's order: a bracket, then one character. What either writes is not read again by it."""
+"""Patterns of repetitions, in the order in which Megatron expands them: a bracket, then one character."""
 
 
 def _chunks(layout: Layout, num_layers: int) -> list[tuple[int, int, int]]:
-    """First layer, last layer and rank of every stage; neighbours on one rank are one stage."""
+    """Return first layer, last layer and rank of every stage. Adjacent chunks on one rank are one stage."""
     if len(layout.modules) != 1:
         raise InputError("layout", f"has {len(layout.modules)} modules", "only one chain can be written so")
     stages: list[tuple[int, int, int]] = []
@@ -35,7 +35,10 @@ def _chunks(layout: Layout, num_layers: int) -> list[tuple[int, int, int]]:
 
 
 def _letters(names: tuple[str, ...]) -> list[str]:
-    """What each layer is to Megatron; embedding and head join the first and last layer where they are not alone."""
+    """Return the letters of each layer.
+
+    An embedding or head that is not a layer of its own joins the first or last layer.
+    """
     alone_first, alone_last = names[0] == "embedding", names[-1] == "head"
     letters = ["t"] * len(names)
     letters[0] = "E" if alone_first else "Et"
@@ -44,41 +47,41 @@ def _letters(names: tuple[str, ...]) -> list[str]:
 
 
 def megatron_layout(layout: Layout, layer_names: tuple[str, ...]) -> str:
-    """Write a layout as Megatron's string.
+    """Return a layout as Megatron's string.
 
     Parameters
     ----------
     layout : Layout
-        Of one module.
+        It has one module.
     layer_names : tuple of str
-        First ``embedding`` and last ``head`` stand for layers of their own; else both are part of a layer.
+        A first ``embedding`` and a last ``head`` are layers of their own. Otherwise both are part of a layer.
 
     Raises
     ------
     InputError
-        Stages do not lie on the ranks in turn, each rank as often, which is all that Megatron can do.
+        If the stages are not on the ranks in turn, with the same number on each rank. Megatron supports nothing else.
     """
     stages = _chunks(layout, len(layer_names))
     p = layout.num_ranks
     for i, (first, last, rank) in enumerate(stages):
         if rank != i % p:
             raise InputError(
-                f"layers {first} to {last}", f"lie on rank {rank}, Megatron would put stage {i} on rank {i % p}"
+                f"layers {first} to {last}", f"are on rank {rank}, Megatron puts stage {i} on rank {i % p}"
             )
     if len(stages) % p:
-        raise InputError("layout", f"has {len(stages)} stages, which is no multiple of {p} ranks")
+        raise InputError("layout", f"has {len(stages)} stages, which is not a multiple of {p} ranks")
     letters = _letters(layer_names)
     return megatron_text(["".join(letters[first : last + 1]) for first, last, _ in stages])
 
 
 def megatron_text(stages: Sequence[str]) -> str:
-    """Write stages of letters as Megatron's string; three or more alike in a row as ``t*3`` and ``(tt|)*3``."""
+    """Return stages of letters as Megatron's string, with runs of three or more as ``t*3`` and ``(tt|)*3``."""
     parts: list[str] = []
     for stage, run in itertools.groupby(stages):
         text, count = re.sub("t{3,}", lambda layers: f"t*{len(layers[0])}", stage), len(list(run))
         parts.append(f"({text}|)*{count}" if count > 2 else f"{text}|" * count)
     whole = "".join(parts)
-    # The last stage has no bar behind it, so a run that ends the string is one shorter, and the stage stands there.
+    # The last stage has no bar after it. So a run at the end of the string is one shorter, followed by the stage.
     ended = re.fullmatch(r"(.*)\(([^()]*)\|\)\*(\d+)", whole)
     if ended is None:
         return whole.removesuffix("|")
@@ -87,12 +90,12 @@ def megatron_text(stages: Sequence[str]) -> str:
 
 
 def megatron_stages(text: str) -> tuple[str, ...]:
-    """Read Megatron's string as the letters of every stage, repetitions written out as its own parser does.
+    """Return the letters of every stage, with repetitions expanded as in Megatron's parser.
 
     Raises
     ------
     InputError
-        Megatron refuses it, or it is too long.
+        If Megatron rejects the string, or it is too long.
     """
     text = text.replace(",", "")
     for pattern in _REPEATS:
@@ -113,16 +116,16 @@ def megatron_stages(text: str) -> tuple[str, ...]:
 
 
 def read_megatron_layout(text: str, num_ranks: int) -> Layout:
-    """Read Megatron's string as a layout of the chain of its ``t``; embedding and loss go with their neighbours.
+    """Return the layout of a chain with one layer for each ``t``. Embedding and loss are part of their neighbors.
 
     Raises
     ------
     InputError
-        Megatron refuses it, it has no layers, or it is too long.
+        If Megatron rejects the string, or it is too long or has no layers.
     """
     stages = megatron_stages(text)
     if len(stages) % num_ranks:
-        raise InputError("layout", f"{len(stages)} stages are no multiple of {num_ranks} ranks")
+        raise InputError("layout", f"{len(stages)} stages are not a multiple of {num_ranks} ranks")
     chunks, first = [], 0
     for i, stage in enumerate(stages):
         size = stage.count("t")
@@ -135,16 +138,16 @@ def read_megatron_layout(text: str, num_ranks: int) -> Layout:
 
 
 def torchtitan_modules(layout: Layout, layer_names: tuple[str, ...]) -> list[list[str]]:
-    """Write a layout as torchtitan's module names per stage (``module_fqns_per_model_part``).
+    """Return a layout as torchtitan's module names per stage (``module_fqns_per_model_part``).
 
     Raises
     ------
     InputError
-        Stages lie on the ranks neither in turn nor, two a rank, in a V.
+        If the stages are neither on the ranks in turn nor, two per rank, in a V.
     """
     stages, p = _chunks(layout, len(layer_names)), layout.num_ranks
     if [rank for _, _, rank in stages] == [*range(p), *reversed(range(p - 1))]:
-        # A V has two stages on the last rank: the last cut inside it, or else the middle of its layers.
+        # A V has two stages on the last rank. Cut at the last chunk boundary inside it, or else in the middle.
         first, last, rank = stages[p - 1]
         inner = [c.layers[0] for c in layout.chunks if first < c.layers[0] <= last]
         at = inner[0] if inner else (first + last + 1) // 2

@@ -1,7 +1,7 @@
-"""Sample metadata from a WebDataset shard: a tar file in which the files of one sample share a name.
+"""Read sample metadata from a WebDataset shard: a tar file in which the files of one sample share a name.
 
-Of every sample only its ``.json`` member is read; images, videos and texts beside it are passed over, so that a
-shard of many gigabytes is read at the speed of the disk and without memory.
+Only the ``.json`` member of each sample is read. Images, videos and texts are skipped, so a shard of many gigabytes is
+read at the speed of the disk and with little memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 
 
 def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
-    """Metadata objects of all samples of a shard, in its order, with their names.
+    """Return name and metadata object of every sample, in the order of the shard.
 
-    ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``; its object has the fields of
-    the sample-metadata format. ``id`` may be left out: then the name is the id.
+    ``0001.json`` belongs to sample ``0001``, as do ``0001.jpg`` and ``0001.caption.txt``. The object has the fields of
+    the sample metadata format. If it has no ``id``, the name is the id.
 
     Raises
     ------
     InputError
-        Naming the shard and the sample: no tar file, a sample without a ``.json`` member, or one that is no object.
+        If the file is not a tar file, or a sample has no ``.json`` member or one that is not an object. The error names
+        the shard and the sample.
     """
     where = printable(str(path))
     found: dict[str, dict[str, Any] | None] = {}
@@ -54,7 +55,7 @@ def read_shard(path: PathLike) -> list[tuple[str, dict[str, Any]]]:
 
 
 def split_member(member: str) -> tuple[str, str]:
-    """The sample's name and the extension of a file in a shard: the extension begins at the first dot."""
+    """Split the name of a member into the sample's name and the extension, which begins at the first dot."""
     folder, _, base = member.rpartition("/")
     stem, _, extension = base.partition(".")
     return (f"{folder}/{stem}" if folder else stem), extension

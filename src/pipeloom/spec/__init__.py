@@ -1,4 +1,4 @@
-"""Specs: what is trained, on what, with which data, laid out how."""
+"""Specs of models, hardware, data and layouts."""
 
 from pipeloom.spec.batch import Batch, Sample, Workload, batch_from_dicts
 from pipeloom.spec.hardware import HostLink, RankSpec, host_pair

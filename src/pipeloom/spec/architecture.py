@@ -1,7 +1,7 @@
-"""Architecture: a model's layers with the sizes that its cost follows from.
+"""Architecture: a model's layers with all sizes that determine its cost.
 
-`ModelSpec` says what planning needs to know of a model; an `Architecture` says what the emulator needs: every
-projection, head and expert. It is data, read from TOML; `pipeloom.emulator.build` turns it into modules.
+`ModelSpec` has what the planner needs. `Architecture` has what the emulator needs: every projection, head and expert.
+It is read from TOML, and `pipeloom.emulator.build` builds modules from it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Norm = Literal["layer", "rms"]
 
 
 MOST_SIZE = 2**31
-"""Of anything that a layer has: widths, heads, experts, words."""
+"""Largest size of a layer: widths, heads, experts, vocabularies."""
 
 
 def check_sizes(node: msgspec.Struct, where: str) -> None:
-    """Refuse sizes that no layer has; those that may be left out may be 0.
+    """Check the sizes of a layer. Sizes with default 0 may be 0.
 
     Raises
     ------
     InputError
-        Naming the field.
+        Names the field.
     """
     for field in msgspec.structs.fields(node):
         value = getattr(node, field.name)
@@ -42,8 +42,12 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
                 check_sizes(each, f"{entity}[{i}]" if isinstance(value, tuple) else entity)
 
 
-class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="attention"):
-    """Self-attention; ``kv_heads`` below ``heads`` is grouped-query attention."""
+class _MixerBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer"):
+    pass
+
+
+class AttentionMixer(_MixerBase, frozen=True, tag="attention"):
+    """Self-attention. If ``kv_heads`` is below ``heads``, it is grouped-query attention."""
 
     heads: Count
     kv_heads: Count
@@ -51,27 +55,25 @@ class AttentionMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     causal: bool = True
     qkv_bias: bool = False
     key_bias: bool = True
-    """Whether, where queries and values have biases, keys have them too."""
+    """Whether keys have biases too, if queries and values have."""
     output_bias: bool = False
     rotary: bool = True
     norm_heads: bool = False
-    """Whether each head's queries and keys are normed, by two vectors of its width."""
+    """Whether queries and keys of each head are normalized, with two vectors of the head's width."""
     norm_whole: bool = False
-    """Whether all heads' are normed together, by two vectors of their joint width."""
+    """Whether queries and keys of all heads are normalized together, with two vectors of their joint width."""
     output_gate: bool = False
-    """Whether a linear layer as wide as the queries gates the result of attention, number by number."""
+    """Whether a linear layer as wide as the queries gates the result elementwise."""
     window: Count | None = None
-    """Causal: the keys that a query sees, itself included. Otherwise sequences are cut into blocks of so many."""
+    """If causal, the number of keys that a query attends to, itself included. Otherwise the length of the blocks into
+    which sequences are cut."""
 
     def __post_init__(self) -> None:
-        """Refuse windows that see nothing."""
         if self.window is not None and self.window < 1:
             raise InputError("attention.window", f"{self.window} is below 1", "leave it out for full attention")
 
 
-class CrossAttentionMixer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="cross_attention"
-):
+class CrossAttentionMixer(_MixerBase, frozen=True, tag="cross_attention"):
     """Attention to ``condition_tokens`` tokens of another module per instance."""
 
     heads: Count
@@ -81,10 +83,8 @@ class CrossAttentionMixer(
     bias: bool = False
 
 
-class LatentAttentionMixer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="latent_attention"
-):
-    """Multi-head latent attention; no ``query_rank``: queries straight from the hidden width."""
+class LatentAttentionMixer(_MixerBase, frozen=True, tag="latent_attention"):
+    """Multi-head latent attention. Without ``query_rank``, queries are projected directly from the hidden width."""
 
     heads: Count
     kv_rank: Count
@@ -93,19 +93,19 @@ class LatentAttentionMixer(
     value_width: Count
     query_rank: Count | None = None
     bias: bool = False
-    """Of the projections from the hidden width down, and of the output."""
+    """Biases of the projections from the hidden width down, and of the output projection."""
 
 
-class MLPMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mlp"):
-    """Dense feed-forward, gated (SwiGLU) or not."""
+class MLPMixer(_MixerBase, frozen=True, tag="mlp"):
+    """Dense feed-forward network, gated (SwiGLU) or not."""
 
     inner: Count
     gated: bool = True
     bias: bool = False
 
 
-class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="experts"):
-    """Mixture of experts of width ``inner`` each, gated or not, ``shared_inner`` for all tokens."""
+class ExpertsMixer(_MixerBase, frozen=True, tag="experts"):
+    """Mixture of experts, each of width ``inner`` and gated or not, and a shared expert of ``shared_inner``."""
 
     inner: Count
     experts: Count
@@ -114,14 +114,15 @@ class ExpertsMixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     imbalance: Ratio = 1.0
     gated: bool = True
     latent: Count | None = None
-    """Width that tokens are brought down to before the experts and up from behind them; None: they are not."""
+    """Width to which tokens are projected before the experts, and from which they are projected back; None: no
+    projection."""
     shared_gate: bool = False
-    """Whether a number for each token, from a linear layer, scales what the shared expert gives."""
+    """Whether a linear layer computes a scale of the shared expert's output for each token."""
     bias: bool = False
-    """Of the shared expert, and of the layers down to ``latent`` and up."""
+    """Biases of the shared expert, and of the projections to and from ``latent``."""
 
 
-class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mixer", tag="mamba2"):
+class Mamba2Mixer(_MixerBase, frozen=True, tag="mamba2"):
     """Mamba-2 state-space mixer."""
 
     heads: Count
@@ -131,44 +132,48 @@ class Mamba2Mixer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     kernel: Count = 4
     chunk: Count = 256
     bias: bool = False
-    """Of both projections."""
+    """Biases of both projections."""
     kernel_bias: bool = True
 
 
 Mixer = AttentionMixer | CrossAttentionMixer | LatentAttentionMixer | MLPMixer | ExpertsMixer | Mamba2Mixer
 
 
-class NormStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="norm"):
-    """Norm over the width."""
+class _StepBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+    pass
+
+
+class NormStep(_StepBase, frozen=True, tag="norm"):
+    """Normalization over the width."""
 
     kind: Norm = "layer"
 
 
-class JoinStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="join"):
-    """Join ``factor`` rows into one of so many times the width."""
+class JoinStep(_StepBase, frozen=True, tag="join"):
+    """Join ``factor`` rows into one row that is ``factor`` times as wide."""
 
     factor: Count
 
 
-class AverageStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="average"):
+class AverageStep(_StepBase, frozen=True, tag="average"):
     """Replace ``factor`` rows by their mean."""
 
     factor: Count
 
 
-class LinearStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="linear"):
+class LinearStep(_StepBase, frozen=True, tag="linear"):
     """Linear layer."""
 
     out_width: Count
     bias: bool = True
 
 
-class ActivationStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="activation"):
+class ActivationStep(_StepBase, frozen=True, tag="activation"):
     """Elementwise function."""
 
 
-class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step", tag="vectors"):
-    """``count`` learned vectors of the width there, such as the end of a line of patches; only their weights count."""
+class VectorsStep(_StepBase, frozen=True, tag="vectors"):
+    """``count`` learned vectors of the current width. Only their weights count."""
 
     count: Count = 1
 
@@ -176,12 +181,16 @@ class VectorsStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 Step = NormStep | JoinStep | AverageStep | LinearStep | ActivationStep | VectorsStep
 
 
-class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="residual"):
-    """``count`` layers, each of some mixers with a norm before and a residual connection around each.
+class _LayerBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer"):
+    pass
 
-    ``post_norm``: one more norm after each mixer. ``scaled``: a learned factor for each column of what a mixer gives.
-    ``modulated``: shift, scale and gate by a condition (DiT), from a table, or with ``modulation_projection`` from a
-    linear layer of each block's own.
+
+class ResidualLayer(_LayerBase, frozen=True, tag="residual"):
+    """``count`` layers of several mixers, each with a norm before it and a residual connection around it.
+
+    ``post_norm`` adds a norm after each mixer. ``scaled`` adds a learned factor for each column of a mixer's output.
+    ``modulated`` adds shift, scale and gate by a condition (DiT), from a table, or with ``modulation_projection`` from
+    a linear layer of each block.
     """
 
     hidden: Count
@@ -193,35 +202,31 @@ class ResidualLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     modulated: bool = False
     modulation_projection: bool = False
     emits: str | None = None
-    """Stream of its output's features, which go through ``tap``, to a later layer that ``takes`` it."""
+    """Stream to a later layer, with the output's features after ``tap``."""
     tap: tuple[Step, ...] = ()
     takes: str | None = None
-    """Stream of the model's width that is added to its output."""
+    """Stream of the model's width that is added to the output."""
 
     def __post_init__(self) -> None:
-        """Refuse taps whose features go nowhere, and streams with several ends."""
+        """Raise `InputError` for a tap without a stream, and for a stream with several ends."""
         if self.tap and self.emits is None:
             raise InputError("residual.tap", "is given without `emits`", "name the stream")
         if self.count != 1 and (self.emits is not None or self.takes is not None):
             raise InputError("residual.count", f"{self.count} layers share a stream's end", "give each its own")
 
 
-class TokenEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="token_embedding"
-):
-    """Token table, with ``positions`` learned position vectors."""
+class TokenEmbeddingLayer(_LayerBase, frozen=True, tag="token_embedding"):
+    """Token embedding table, with ``positions`` learned position vectors."""
 
     vocabulary: Count
     hidden: Count
     positions: Number = 0
 
 
-class PatchEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_embedding"
-):
+class PatchEmbeddingLayer(_LayerBase, frozen=True, tag="patch_embedding"):
     """Linear layer from ``patch_numbers`` pixel values of a patch.
 
-    ``positions``: learned vectors, of positions and of a class.
+    ``positions`` counts learned vectors of positions and of a class.
     """
 
     patch_numbers: Count
@@ -229,22 +234,20 @@ class PatchEmbeddingLayer(
     positions: Number = 0
     bias: bool = True
     norm: Norm | None = None
-    """Of what it gives."""
+    """Norm of the output; None: none."""
 
 
-class AudioEmbeddingLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="audio_embedding"
-):
-    """Two convolutions over a spectrum of ``bins``, three steps wide; the second halves the number of steps."""
+class AudioEmbeddingLayer(_LayerBase, frozen=True, tag="audio_embedding"):
+    """Two convolutions of kernel size 3 over a spectrum of ``bins``. The second halves the number of steps."""
 
     bins: Count
     hidden: Count
 
 
-class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="patch_merger"):
-    """MLP over ``factor`` neighbouring patches, which become one token of ``out_width``.
+class PatchMergerLayer(_LayerBase, frozen=True, tag="patch_merger"):
+    """MLP over ``factor`` neighboring patches, which become one token of ``out_width``.
 
-    ``inner``: width between its two linear layers; left out, that of the joined patches, as in Qwen2-VL.
+    ``inner`` is the width between its two linear layers. None: that of the joined patches, as in Qwen2-VL.
     """
 
     hidden: Count
@@ -254,43 +257,41 @@ class PatchMergerLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     norm: Norm = "layer"
 
 
-class ProjectorLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="projector"):
+class ProjectorLayer(_LayerBase, frozen=True, tag="projector"):
     """Two-layer MLP adapter."""
 
     in_width: Count
     out_width: Count
 
 
-class AdapterLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="adapter"):
-    """Steps one after another, each on what the one before gives; weights are whole on every device."""
+class AdapterLayer(_LayerBase, frozen=True, tag="adapter"):
+    """A sequence of steps. Every device holds all weights."""
 
     hidden: Count
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        """Refuse adapters that do nothing."""
         if not self.steps:
             raise InputError("adapter.steps", "is empty", "give at least one step")
 
 
-class LanguageHeadLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="language_head"
-):
-    """Final norm, vocabulary product and loss."""
+class LanguageHeadLayer(_LayerBase, frozen=True, tag="language_head"):
+    """Final norm, vocabulary projection and loss."""
 
     hidden: Count
     vocabulary: Count
     tied: bool = False
     norm: Norm = "rms"
     predictions: Number = 0
-    """Number of states of each token, beside the last block's, that a `PredictionLayer` sends."""
+    """Number of additional states of each token from a `PredictionLayer`."""
 
 
-class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="prediction"):
+class PredictionLayer(_LayerBase, frozen=True, tag="prediction"):
     """``depth`` multi-token prediction layers in a row, on one device.
 
     Each joins the hidden states with the embedding of a later token and runs a block of ``mixers``. The output has the
-    input and the states of all of them. The device holds a copy of the embedding, which is no parameter of the model.
+    input and the states of all layers. The device holds a copy of the embedding, which does not count as a parameter of
+    the model.
     """
 
     hidden: Count
@@ -300,9 +301,7 @@ class PredictionLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     norm: Norm = "rms"
 
 
-class DenoisingHeadLayer(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="layer", tag="denoising_head"
-):
+class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
     """Final norm, linear layer and squared error of a diffusion model."""
 
     hidden: Count
@@ -324,7 +323,7 @@ Layer = (
 
 
 class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One modality module: what it reads, what feeds it, its layers."""
+    """One modality module: what it reads, which modules feed it, and its layers."""
 
     name: str
     reads: Reads
@@ -332,10 +331,10 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     after: tuple[str, ...] = ()
     frozen: bool = False
     unused: tuple[Layer, ...] = ()
-    """Layers that the model has and nothing runs; only their weights count, and only where a model's are counted."""
+    """Layers that the model has but never runs. Only their weights count, and only in the model's number of
+    parameters."""
 
     def __post_init__(self) -> None:
-        """Refuse modules without layers."""
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
         for field in ("layers", "unused"):
@@ -345,7 +344,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def flat_layers(self) -> tuple[Layer, ...]:
-        """One entry per layer, counts written out; each entry has count 1, so equal layers are equal."""
+        """Layers with counts expanded. Each entry has count 1, so equal layers are equal."""
         out: list[Layer] = []
         for layer in self.layers:
             if isinstance(layer, ResidualLayer):
@@ -356,7 +355,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def num_blocks(self) -> int:
-        """Number of residual layers; of a module without any, of all layers."""
+        """Number of residual layers, or of all layers if there are none."""
         layers = self.flat_layers
         return sum(isinstance(layer, ResidualLayer) for layer in layers) or len(layers)
 
@@ -390,12 +389,12 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return tuple(found)
 
     def lengths(self, sample: Sample) -> tuple[int, ...]:
-        """Lengths of the sequences that one sample sends through this module (maybe none)."""
+        """Return the sequence lengths of one sample in this module (possibly none)."""
         return tuple(n for n in lengths_in(self.name, self.reads, sample) if n)
 
 
 class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole model. ``published_parameters``: of the real model that it stands for, where there is one."""
+    """A whole model. ``published_parameters`` is the number of parameters of the published model, if there is one."""
 
     name: str
     source: str
@@ -403,10 +402,10 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     published_parameters: NumBytes | None = None
 
     def __post_init__(self) -> None:
-        """Refuse doubled names, modules that read what comes later, and streams that do not run forward."""
+        """Raise `InputError` for repeated names, modules that read later ones, and streams that run backward."""
         check_modules(self.modules, "architecture.modules")
         check_streams(self.modules)
 
     def module(self, name: str) -> ModuleArchitecture:
-        """Return the module of that name; an `InputError` lists the known ones."""
+        """Return the module with this name. An `InputError` lists the known ones."""
         return find_module(self.modules, name)

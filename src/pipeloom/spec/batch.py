@@ -1,4 +1,4 @@
-"""The metadata of the coming samples: what a planner may know before a batch is trained on."""
+"""Metadata of samples: all that a planner may know before a batch is trained on."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from pipeloom.limits import MAX_COUNT
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of one training sample; field names and defaults are those of the sample-metadata format."""
+    """Sizes of one training sample. Names and defaults of fields are those of the sample metadata format."""
 
     id: str
     text_tokens: Number = 0
     image_tokens: tuple[Count, ...] = ()
-    """Tokens that the language model sees, one entry per image."""
+    """Tokens in the language model, one entry per image."""
     image_patches: tuple[Count, ...] | None = None
-    """Patches that the vision encoder sees, one entry per image; absent means ``image_tokens``."""
+    """Patches in the vision encoder, one entry per image. None: the same as ``image_tokens``."""
     video_seconds: tuple[Duration, ...] = ()
     video_height: tuple[Count, ...] = ()
     video_width: tuple[Count, ...] = ()
     audio_seconds: tuple[Duration, ...] = ()
     lengths: dict[str, tuple[Count, ...]] | msgspec.UnsetType = msgspec.UNSET
-    """By a module's name, lengths of the sequences that go through it, where what it reads does not tell them: one for
-    each document, image, video or recording of the sample that it reads."""
+    """Sequence lengths in a module by its name, if the other fields do not determine them. One entry for each document,
+    image, video or recording of the sample that the module reads."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no batch can have."""
         if not 0 <= self.text_tokens <= MAX_COUNT:
             problem = "is negative" if self.text_tokens < 0 else f"is above {MAX_COUNT}"
             raise InputError(f"sample {self.id!r}.text_tokens", f"{self.text_tokens} {problem}")
@@ -52,23 +51,23 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Patches per image, falling back to the language model's tokens."""
+        """Patches per image; the language model's tokens if unknown."""
         return self.image_tokens if self.image_patches is None else self.image_patches
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of the sample in the backbone: its text and the tokens of its images and recordings."""
+        """Length of the sample in the backbone: its text tokens and the tokens of its images and recordings."""
         return self.text_tokens + sum(self.image_tokens) + sum(audio_tokens(self))
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The samples of one iteration of one pipeline replica, in the order in which the loader gave them."""
+    """The samples of one iteration of one pipeline replica, in the order of the loader."""
 
     samples: tuple[Sample, ...]
     iteration: Number = 0
 
     def __post_init__(self) -> None:
-        """Refuse empty batches and doubled ids, which would lose or repeat a sample."""
+        """Raise `InputError` for an empty batch or a repeated id, which would lose or repeat a sample."""
         if not self.samples:
             raise InputError("batch.samples", "is empty", "give at least one sample")
         seen: set[str] = set()
@@ -78,22 +77,22 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             seen.add(sample.id)
 
     def part(self, members: Sequence[int]) -> Batch:
-        """The samples at some positions, as a batch of their own."""
+        """Return the samples at some positions as a batch."""
         return Batch(tuple(self.samples[i] for i in members), self.iteration)
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What one (sub-)microbatch asks of a module: lengths of the sequences that attend within themselves.
+    """Sequence lengths that one (sub-)microbatch sends through a module. Each sequence attends to itself.
 
-    An image of ``n`` patches is a sequence of length ``n`` to its encoder; a packed document is one to
-    the language model. Costs follow from these lengths: instances (PipeTune A.4: encoders by batch size), tokens
-    (dense layers) and squared lengths (attention); and, of a module that others feed, from what it is given: two
-    documents of one length may have one image between them, or ten.
+    An image of ``n`` patches is a sequence of length ``n`` for its encoder. A packed document is a sequence for the
+    language model. Costs are functions of the number of instances (PipeTune A.4: encoders by batch size), of tokens
+    (dense layers) and of squared lengths (attention). Costs of a module that reads other modules also depend on its
+    inputs from them: two documents of one length may have one image between them, or ten.
     """
 
     lengths: tuple[int, ...]
     given: tuple[tuple[int, int], ...] = ()
-    """Per module that feeds it: how many of that module's sequences it takes, and their tokens; none: unknown."""
+    """Number of sequences and tokens that each module that it reads gives to it. Empty: unknown."""
 
     @property
     def num_instances(self) -> int:
@@ -111,30 +110,29 @@ class Workload(msgspec.Struct, frozen=True):
         return sum(n * n for n in self.lengths)
 
     def largest_share(self, num_ranks: int) -> Workload:
-        """What the tensor-parallel rank with most to do has of it, where instances are dealt to so many."""
+        """Return the largest share of a tensor-parallel rank, if instances are divided among ``num_ranks`` ranks."""
         shares = (Workload(self.lengths[first : first + count]) for first, count in dealt(self.lengths, num_ranks))
         most = max(shares, key=lambda share: (share.num_tokens, share.num_token_pairs))
         total = max(self.num_tokens, 1)
-        # Of what it is given, as much as it has of the tokens.
+        # Its part of the inputs from other modules is its part of the tokens.
         given = tuple(tuple(-(-each * most.num_tokens // total) for each in pair) for pair in self.given)
         return msgspec.structs.replace(most, given=given)
 
 
 def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Deal instances to tensor-parallel ranks, in order and so that the most tokens any rank has are as few as can be.
+    """Divide instances among tensor-parallel ranks in order, with the fewest tokens on the fullest rank.
 
-    Costs, memory and the runtime all deal by this, so that what is planned is what runs.
+    Costs, memory and the runtime all use this function, so the plan matches the run.
 
     Parameters
     ----------
     lengths : sequence of int
         Tokens of every instance.
-    num_ranks : int
 
     Returns
     -------
     tuple of (first, count)
-        Of every rank; the last ranks may have none.
+        Instances of every rank. The last ranks may have none.
     """
     low, high = max(max(lengths, default=0), -(-sum(lengths) // num_ranks)), sum(lengths)
     while low < high:
@@ -148,7 +146,7 @@ def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]
 
 
 def _runs(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Consecutive runs of at most so many tokens, as long as can be: first and count."""
+    """Divide instances greedily into consecutive runs of at most ``most`` tokens. Return first and count of each."""
     runs, first, tokens = [], 0, 0
     for i, length in enumerate(lengths):
         if tokens + length > most:
@@ -163,15 +161,15 @@ AUDIO_FRAMES_PER_TOKEN = 2
 
 
 def audio_frames(sample: Sample) -> tuple[int, ...]:
-    """Positions that an audio encoder attends over, per recording: 50 a second, at least one.
+    """Return the positions of an audio encoder for each recording: 50 per second, at least one.
 
-    As Whisper's encoder: a spectrum every 10 ms, halved in number by its convolutions.
+    As in Whisper's encoder: a spectrum every 10 ms, whose number its convolutions halve.
     """
     return tuple(max(1, int(seconds * AUDIO_FRAMES_PER_SECOND + 0.5)) for seconds in sample.audio_seconds)
 
 
 def audio_tokens(sample: Sample) -> tuple[int, ...]:
-    """Tokens that the language model sees, per recording: one for two positions of the encoder, 25 a second."""
+    """Return the tokens of each recording in the language model: one per two encoder positions, 25 per second."""
     return tuple(-(-frames // AUDIO_FRAMES_PER_TOKEN) for frames in audio_frames(sample))
 
 
@@ -181,16 +179,16 @@ PIXEL_COMPRESSION = 16
 
 
 def video_tokens(sample: Sample) -> tuple[int, ...]:
-    """Tokens of each video: 16 frames a second, 8 frames and 16 x 16 pixels to a token.
+    """Return the tokens of each video: 16 frames per second, one token for 8 frames and 16 x 16 pixels.
 
-    The auto-encoder of MovieGen compresses 8 times in time and in each direction of space, and its
-    transformer joins 2 x 2 latent pixels (`dip.txt` §7.1 takes MovieGen's configuration). A partial token counts
-    as one, and a video has at least one token per 16 x 16 pixels.
+    MovieGen's auto-encoder compresses by 8 in time and in both directions of space, and its transformer joins 2 x 2
+    latent pixels (`dip.txt` §7.1 uses MovieGen's configuration). A partial token counts as one, and a video has at
+    least one token per 16 x 16 pixels.
 
     Raises
     ------
     InputError
-        When a video's length, height or width is missing.
+        If a video's length, height or width is missing.
     """
     counts = len(sample.video_seconds), len(sample.video_height), len(sample.video_width)
     if len(set(counts)) > 1:
@@ -207,12 +205,12 @@ def video_tokens(sample: Sample) -> tuple[int, ...]:
 
 
 def batch_from_dicts(rows: list[dict[str, Any]], iteration: int = 0) -> Batch:
-    """Build a batch from plain dictionaries, as a loader's ``describe`` function gives them.
+    """Build a batch from dictionaries, such as the results of a loader's ``describe`` function.
 
     Raises
     ------
     InputError
-        When a row has an unknown field, a wrong type or an impossible size; the row is named.
+        If a row has an unknown field, a wrong type or an impossible size. The error names the row.
     """
     samples = [convert(row, Sample, f"batch.samples[{i}]") for i, row in enumerate(rows)]
     return Batch(samples=tuple(samples), iteration=iteration)

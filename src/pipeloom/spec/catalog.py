@@ -1,4 +1,4 @@
-"""Catalog: the zoo's devices, clusters, models and data sets, and users' own files of the same kinds."""
+"""Catalog: devices, clusters, models and data sets of the zoo, and users' files of the same kinds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """Names of all entries of one kind."""
+    """Return the names of all entries of one kind."""
     folder = resources.files("pipeloom.spec").joinpath("zoo", kind)
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
 def read(kind: Kind, name: str) -> dict[str, Any]:
-    """Content of a zoo entry, or of a TOML file where ``name`` is a path that ends in ``.toml``."""
+    """Return the content of a zoo entry, or of a TOML file if ``name`` ends in ``.toml``."""
     if name.endswith(".toml"):
         path = Path(name)
-        # False, too, for a name that no file can have.
+        # Returns False also for a name that no file can have.
         if not os.path.isfile(path):
             raise InputError(printable_line(name), "is not a file")
         check_input(path)
@@ -47,14 +47,14 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
         data = resources.files("pipeloom.spec").joinpath("zoo", kind, f"{name}.toml").read_bytes()
     try:
         content: dict[str, Any] = msgspec.toml.decode(data)
-    # ValueError: what is no UTF-8, or a number of thousands of digits.
+    # ValueError: not UTF-8, or a number of thousands of digits.
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InputError(name, f"is not TOML: {error}") from error
     return content
 
 
 def load_device(name: str) -> DeviceSpec:
-    """A device by its zoo name or file.
+    """Load a device by its name in the zoo or from a file.
 
     In a file, ``efficiency`` is a table, or the name or file of one.
     """
@@ -65,7 +65,7 @@ def load_device(name: str) -> DeviceSpec:
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """A cluster by its zoo name or file, or in words (`read_plain`).
+    """Load a cluster by its name in the zoo, from a file, or from its short notation (`read_plain`).
 
     In a file, ``device`` is a table, or the name or file of a device.
     """
@@ -98,7 +98,7 @@ def _plain_cluster(text: str) -> ClusterSpec:
 
 
 def device_toml(device: DeviceSpec) -> str:
-    """A device as TOML, readable back with `load_device`."""
+    """Return a device as TOML, which `load_device` can read."""
     content = msgspec.to_builtins(device)
     tables = content.pop("efficiency")
     lines = [f"{key} = {_toml(value)}" for key, value in content.items()]
@@ -119,7 +119,7 @@ def _toml(value: Any) -> str:
 
 
 class CombinedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A module of a combined model: one taken from another model, renamed, with layers put on its ends."""
+    """A module of a combined model: the one module of another model, renamed, with layers dropped or appended."""
 
     model: str
     name: str
@@ -127,13 +127,13 @@ class CombinedModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: tuple[str, ...] = ()
     frozen: bool = False
     drop_last: Number = 0
-    """Layers to leave out at the end (a head that the combination does not use)."""
+    """Number of layers to drop at the end, for example an unused head."""
     append: tuple[Layer, ...] = ()
-    """Layers to put at the end (an adapter)."""
+    """Layers to append, for example an adapter."""
 
 
 class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model made of others."""
+    """A model that consists of modules of other models."""
 
     name: str
     source: str
@@ -141,18 +141,18 @@ class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_architecture(name: str) -> Architecture:
-    """A model by its zoo name or file, combined ones included.
+    """Load a model, possibly a combination, by its name in the zoo or from a file.
 
     Raises
     ------
     InputError
-        Naming the file, the field and what is wrong with it.
+        One line with the file, the field and the problem.
     """
     return _load_architecture(name, ())
 
 
 def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
-    """A model that is a part of others, each of the one before it."""
+    """Load a model that is a part of the models ``within``, each a part of the one before it."""
     content = read("models", name)
     if "part" not in content:
         content["modules"] = content.pop("module", content.get("modules", []))
@@ -161,7 +161,7 @@ def _load_architecture(name: str, within: tuple[str, ...]) -> Architecture:
     modules, within = [], (*within, name)
     for part in combination.part:
         if part.model in within:
-            raise InputError(f"{name}: part {part.name!r}", f"{part.model!r} is a part of itself", "name another model")
+            raise InputError(f"{name}: part {part.name!r}", f"{part.model!r} contains itself", "name another model")
         source = _load_architecture(part.model, within)
         if len(source.modules) != 1:
             raise InputError(

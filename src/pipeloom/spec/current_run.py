@@ -1,4 +1,4 @@
-"""What somebody trains with now: degrees, schedule, layout, recomputation and microbatches, whoever's trainer it is."""
+"""A current training run of any trainer: degrees, schedule, layout, recomputation and microbatches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.spec.strategies import ChunkStrategy, Strategy, chunk_strategy
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Stage = Number | dict[str, Number]
-"""Blocks of a stage: of the last module, or of each module named."""
+"""Number of blocks of a stage: of the last module, or of each named module."""
 
 _COUNTS = (
     "tp",
@@ -31,7 +31,7 @@ _COUNTS = (
 
 
 class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What somebody trains with now. Files and words have these names (docs/compare.md)."""
+    """A current training run. Files and options use these names (docs/compare.md)."""
 
     tp: Count = 1
     pp: Count = 1
@@ -41,35 +41,37 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ep: Count = 1
     zero: Literal[0, 1, 3] = 1
     schedule: RunSchedule | None = None
-    """None: interleaved 1F1B where there are several chunks a rank, 1F1B where not."""
+    """None: interleaved 1F1B if there are several chunks per rank, else 1F1B."""
     chunks: Count | None = None
     """Stages of each rank; None: as many as ``layout`` has, or one."""
     group: Count | None = None
-    """Microbatches that each stage of a rank takes in turn, interleaved; None: as many as there are ranks."""
+    """Consecutive microbatches of one stage in interleaved 1F1B; None: as many as there are ranks."""
     layout: tuple[Stage, ...] = ()
-    """Blocks of every stage in model order, stage ``j`` on rank ``j % pp``. A number is of the last module, encoders
-    are whole in the first stage then. Embeddings are in the first stage, heads in the last. Empty: equal numbers."""
+    """Blocks of every stage in model order, with stage ``j`` on rank ``j % pp``. A number counts blocks of the last
+    module, and then encoders are whole in the first stage. Embeddings are in the first stage, heads in the last. Empty:
+    equal numbers."""
     recompute: str | None = None
-    """``none``, ``selective``, ``full``, or of a share of each chunk's layers ``full:0.5``; None: as little as fits."""
+    """``none``, ``selective``, ``full``, or ``full:0.5`` for a share of each chunk's layers. None: as little as
+    fits."""
     microbatch_samples: Count | None = None
     microbatch_tokens: Count | None = None
-    """Of a microbatch at most: samples in order, packed end to end."""
+    """Most tokens of a microbatch, which is filled with samples in order."""
     pad_to: Count | None = None
-    """Tokens that every sample is padded to; None: not padded."""
+    """Length to which every sample is padded; None: no padding."""
     microbatches: Microbatches | None = None
-    """Of one replica in one iteration."""
+    """Number of microbatches of one replica in one iteration."""
     only: RunSchedule | None = None
-    """The one of 1F1B and interleaved 1F1B that the trainer's other settings allow; None: either."""
+    """The only one of 1F1B and interleaved 1F1B that other settings of the trainer allow; None: both."""
     rejected: tuple[Strategy, ...] = ()
-    """Ways of recomputing that the trainer's other settings do not allow."""
+    """Strategies that other settings of the trainer do not allow."""
     state: StateBytes = MIXED_PRECISION
     source: str = ""
-    """What it was read from."""
+    """Source of the description."""
     notes: tuple[str, ...] = ()
-    """What of it is emulated otherwise than it runs."""
+    """Differences between the emulation and the run."""
 
     def __post_init__(self) -> None:
-        """Refuse what no trainer runs."""
+        """Raise `InputError` for combinations that no trainer supports."""
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None:
@@ -78,7 +80,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise InputError("microbatch_tokens", "is given beside microbatch_samples", "give one of them")
         if len(self.layout) % self.pp:
             raise InputError(
-                "layout", f"has {len(self.layout)} stages, no multiple of pp = {self.pp}", "give one for each stage"
+                "layout", f"has {len(self.layout)} stages, not a multiple of pp = {self.pp}", "give one for each stage"
             )
         if self.layout and self.chunks not in (None, len(self.layout) // self.pp):
             raise InputError(
@@ -97,7 +99,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "schedule", f"{self.order!r} takes one stage a rank, here are {self.num_chunks}", "use 'interleaved'"
             )
         if self.recompute is not None:
-            self.strategy  # noqa: B018  refused where it is none
+            self.strategy  # noqa: B018  raises if it is invalid
 
     @property
     def num_chunks(self) -> int:
@@ -106,22 +108,22 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def order(self) -> RunSchedule:
-        """The schedule."""
+        """The schedule, with its default."""
         return self.schedule or ("interleaved" if self.num_chunks > 1 else "1f1b")
 
     @property
     def strategy(self) -> ChunkStrategy | None:
-        """How activations are held; None: the fastest way that fits."""
+        """Memory strategy; None: the fastest that fits."""
         if self.recompute is None:
             return None
         try:
             return ChunkStrategy("keep") if self.recompute == "none" else chunk_strategy(self.recompute)
         except InputError as error:
-            problem = f"{self.recompute!r} is no way of recomputing that trainers have"
+            problem = f"{self.recompute!r} is not a kind of recomputation"
             raise InputError("recompute", problem, "write none, selective, full or full:0.5") from error
 
     def degrees(self, num_devices: int) -> Degrees:
-        """Degrees of parallelism on a cluster of so many devices."""
+        """Return the degrees of parallelism on a cluster of ``num_devices``."""
         one = self.tp * self.pp * self.cp
         return Degrees(
             tensor=self.tp,

@@ -1,9 +1,9 @@
-"""Data sets as samplers: sizes of samples drawn from distributions fitted to published statistics.
+"""Data sets as samplers: sample sizes drawn from distributions that are fitted to published statistics.
 
-No data is read: a sampler draws lengths, image counts and durations. Every entry of the zoo says which of its
-numbers were published and which are assumed. The preparation is the papers': images of 2704 patches merged to
-169 tokens, packing to 8192 tokens with at most 48 images, videos of at most 16 s grouped by length and aspect
-(`dip.txt` §7.1); 576 tokens an image (`pipetune.txt` §5).
+A sampler reads no data. It draws lengths, image counts and durations. Every entry of the zoo says which of its numbers
+are published and which are assumed. Samples are prepared as in the papers: images of 2704 patches merged to 169 tokens,
+packing to 8192 tokens with at most 48 images, videos of at most 16 s grouped by length and aspect (`dip.txt` §7.1); 576
+tokens per image (`pipetune.txt` §5).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pipeloom.totals import check_work
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A log-normal of given median and mean, rounded and clipped to [minimum, maximum].
+    """A log-normal distribution with a median and a mean, rounded and clipped to [minimum, maximum].
 
-    The clipped distribution keeps the median; its spread is chosen so that it keeps the mean too, as far as
-    the bounds allow. ``mean`` equal to ``median`` is a constant.
+    The clipped distribution keeps the median. Its sigma is chosen so that it also keeps the mean, as far as the bounds
+    allow. If ``mean`` equals ``median``, it is a constant.
     """
 
     median: Magnitude
@@ -38,7 +38,6 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse means and medians outside the bounds."""
         for name in ("median", "mean"):
             if not self.minimum <= getattr(self, name) <= self.maximum or getattr(self, name) <= 0:
                 raise InputError(f"spread.{name}", f"{getattr(self, name)} is not within its bounds and positive")
@@ -51,11 +50,11 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sigma(self) -> float:
-        """Spread of the logarithm for which the clipped mean is right (the nearest that there is)."""
+        """Standard deviation of the logarithm for which the clipped mean is closest to ``mean``."""
         return _sigma(self)
 
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """``count`` values."""
+        """Draw ``count`` values."""
         return self._at(self.sigma, generator.standard_normal(count))
 
 
@@ -76,21 +75,22 @@ def _sigma(spread: Spread) -> float:
 
 @cache
 def _normal_quantiles(count: int = 4000) -> np.ndarray:
-    """Standard normal quantiles at the midpoints of ``count`` equally likely slices."""
+    """Return standard normal quantiles at the midpoints of ``count`` equally likely slices."""
     normal = NormalDist()
     return np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
 
 
 class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One data set. ``images_share``: part of the samples that has images at all.
+    """One data set.
 
-    ``frames`` are (height, width, share) of its videos; ``text_tokens`` are per sample.
+    ``images_share`` is the share of samples that have images. ``frames`` lists (height, width, share) of the videos.
+    ``text_tokens`` is per sample.
     """
 
     name: str
     source: str
     fitted: Literal[True]
-    """Always true: numbers drawn are fitted to statistics, not read from the data."""
+    """Always true: numbers are fitted to statistics, not read from the data."""
     text_tokens: Spread
     images: Spread | None = None
     images_share: Share = 1.0
@@ -100,16 +100,15 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames: tuple[tuple[Count, Count, Magnitude], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse shares that are none, and videos without a size."""
         if not 0 <= self.images_share <= 1:
             raise InputError(f"dataset {self.name!r}.images_share", f"{self.images_share} is not between 0 and 1")
         if self.frames and not 0 < sum(share for *_, share in self.frames) <= MAX_VALUE:
-            raise InputError(f"dataset {self.name!r}.frames", "have shares that are nothing together", "raise one")
+            raise InputError(f"dataset {self.name!r}.frames", "have shares that sum to 0", "raise one")
         if self.video_seconds is not None and not self.frames:
             raise InputError(f"dataset {self.name!r}.frames", "is empty", "give (height, width, share) of the videos")
 
     def draw(self, generator: np.random.Generator, count: int, prefix: str = "") -> list[Sample]:
-        """``count`` samples, named by ``prefix``, data set and number."""
+        """Draw ``count`` samples, named by ``prefix``, data set and number."""
         text = self.text_tokens.draw(generator, count)
         images = np.zeros(count)
         if self.images is not None:
@@ -144,7 +143,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Data sets drawn from with given weights, and how their samples are prepared."""
+    """Data sets with weights, and how their samples are prepared."""
 
     name: str
     source: str
@@ -153,17 +152,16 @@ class MixtureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_tokens: Count = 8192
     max_images: Number = 48
     image_tokens: Count | None = None
-    """Tokens and patches of each image where the mixture's preparation differs from its data sets'."""
+    """Tokens per image, and below patches per image, if they differ from the data sets'."""
     image_patches: Count | None = None
 
     def __post_init__(self) -> None:
-        """Refuse weights that are nothing together."""
         if not 0 < sum(self.weights.values()) <= MAX_VALUE:
-            raise InputError(f"mixture {self.name!r}.weights", "are nothing together", "give one above 0")
+            raise InputError(f"mixture {self.name!r}.weights", "sum to 0", "give one above 0")
 
 
 def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float], ...]]:
-    """A mixture by zoo name or file, with its data sets; a single data set is a mixture of one."""
+    """Load a mixture with its data sets, by name or file. A single data set is a mixture of one."""
     content = read("datasets", name)
     if "weights" not in content:
         dataset = convert(content, DatasetSpec, name)
@@ -179,7 +177,7 @@ def load_mixture(name: str) -> tuple[MixtureSpec, tuple[tuple[DatasetSpec, float
 
 
 def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
-    """``count`` samples of a data set or mixture, in random order."""
+    """Draw ``count`` samples of a data set or mixture, in random order."""
     _, parts = load_mixture(name)
     generator = np.random.default_rng(seed)
     which = generator.choice(len(parts), count, p=[weight for _, weight in parts])
@@ -188,7 +186,7 @@ def draw_samples(name: str, count: int, seed: int) -> list[Sample]:
 
 
 def pack_documents(samples: list[Sample], context_tokens: int = 8192, max_images: int = 48) -> list[list[Sample]]:
-    """Pack samples greedily, in order, into sequences of at most ``context_tokens``; too long ones are cut."""
+    """Pack samples greedily, in order, into sequences of at most ``context_tokens``. Longer samples are cut."""
     packs: list[list[Sample]] = [[]]
     used = images = 0
     for original in samples:
@@ -205,21 +203,21 @@ def pack_documents(samples: list[Sample], context_tokens: int = 8192, max_images
 
 
 def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
-    """A sample cut to the context: images and then recordings beyond it, and the text after it, are left out."""
-    images, room = [], context_tokens
+    """Cut a sample to the context: drop images beyond it, then recordings, then the end of the text."""
+    images, left = [], context_tokens
     for tokens in sample.image_tokens[:max_images]:
-        if tokens > room:
+        if tokens > left:
             break
         images.append(tokens)
-        room -= tokens
+        left -= tokens
     audio = []
     for seconds, tokens in zip(sample.audio_seconds, audio_tokens(sample), strict=True):
-        if tokens > room:
+        if tokens > left:
             break
         audio.append(seconds)
-        room -= tokens
+        left -= tokens
     whole = len(images) == len(sample.image_tokens) and len(audio) == len(sample.audio_seconds)
-    if whole and sample.text_tokens <= room:
+    if whole and sample.text_tokens <= left:
         return sample
     patches = None if sample.image_patches is None else sample.image_patches[: len(images)]
     return msgspec.structs.replace(
@@ -227,30 +225,30 @@ def cut(sample: Sample, context_tokens: int, max_images: int) -> Sample:
         image_tokens=tuple(images),
         image_patches=patches,
         audio_seconds=tuple(audio),
-        text_tokens=min(sample.text_tokens, room),
+        text_tokens=min(sample.text_tokens, left),
     )
 
 
 def group_clips(samples: list[Sample], max_seconds: float = 16.0, max_clips: int = 8) -> list[list[Sample]]:
-    """Group clips of one size and like length: at most ``max_clips`` and ``max_seconds`` a microbatch.
+    """Group clips of one size and similar length, with at most ``max_clips`` and ``max_seconds`` per microbatch.
 
-    Clips longer than ``max_seconds`` are cut. Groups come in the order of their first sample.
+    Clips longer than ``max_seconds`` are cut. Groups are in the order of their first sample.
     """
     return _group(samples, max_seconds, max_clips)
 
 
 def clips_of_iterations(samples: list[Sample], num_microbatches: int) -> list[list[list[Sample]]]:
-    """Iterations of ``num_microbatches`` groups of clips each; at the end, those left may make fewer.
+    """Divide clips into iterations of ``num_microbatches`` groups each. The last iteration may have fewer.
 
-    A loader groups the clips of one iteration of one pipeline replica: the fewest coming ones that make so many
-    groups. The papers do not say how far theirs looks ahead.
+    A loader groups the clips of one iteration of one pipeline replica: the fewest next clips that make this many
+    groups. The papers do not say how far their loaders look ahead.
     """
     out: list[list[list[Sample]]] = []
     begin, taken = 0, num_microbatches
     while begin < len(samples):
         groups = group_clips(samples[begin : begin + taken])
         if len(groups) < num_microbatches and begin + taken < len(samples):
-            # One clip more makes one group more at most.
+            # One more clip adds at most one group.
             taken += num_microbatches - len(groups)
             continue
         out.append(groups[:num_microbatches])

@@ -1,4 +1,4 @@
-"""Hardware: accelerators and clusters of them, as the emulator sees them; a pipeline rank, as the planner does."""
+"""Hardware: devices and clusters for the emulator, and pipeline ranks for the planner."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pipeloom.errors import InputError, check_not_negative, check_positive
 Link = Literal["nvlink", "nic", "pcie"]
 DevicePart = Literal["compute", "nvlink", "nic", "pcie"]
 Points = Factor | tuple[tuple[Seconds, Factor], ...]
-"""An efficiency, or one that depends on how long an operator would take at the peak: points (seconds, efficiency).
+"""An efficiency, or points (seconds at the peak rate, efficiency) between which it is interpolated.
 
-So that one table says what devices of any speed reach: what keeps a kernel or a message from the peak takes about as
-long on all of them.
+What keeps a kernel or message from the peak takes about as long on all devices. So one table over seconds applies to
+devices of any speed.
 """
 LONGEST_S = 1e3
-"""Of a point of an efficiency; more is no time but a size."""
+"""Largest seconds of an efficiency point. A larger value is probably a size."""
 
 HOST_SHARE = 0.8
-"""Part of a node's memory for offloaded activations; data loading, the system and pinned buffers have the rest."""
+"""Share of a node's memory for offloaded activations. Data loading, the system and pinned buffers use the rest."""
 
 
 def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
-    """Refuse an efficiency over times that is no function, or promises nothing; ``name`` says whose it is.
+    """Check the points of an efficiency; ``name`` names it in errors.
 
     Raises
     ------
     InputError
-        When there is none, when times are not positive, rising and below `LONGEST_S`, or an efficiency is not positive
-        and finite.
+        If there are no points, times are not positive, increasing and below `LONGEST_S`, or an efficiency is not
+        positive and finite.
     """
     times = [time for time, _ in points]
     if not points or times != sorted(set(times)) or times[0] <= 0:
@@ -44,27 +44,26 @@ def check_points(name: str, points: Sequence[tuple[float, float]]) -> None:
 
 
 class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Share of each peak that one kind of operator reaches; 1 where left out."""
+    """Share of each peak rate that one kind of operator reaches. The default is 1."""
 
     flops: Points = 1.0
     memory: Points = 1.0
     network: Points = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse efficiencies that are not positive, and points out of order."""
         for name in ("flops", "memory", "network"):
             value: Points = getattr(self, name)
             check_points(f"efficiency.{name}", ((1.0, value),) if isinstance(value, float) else value)
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One accelerator with the links that it has of its own.
+    """One accelerator and its own links.
 
-    ``basis`` says whether the table was measured on the device or put together from its data sheet, with
-    efficiencies assumed. ``flops_per_s`` is dense bfloat16 (float32 on a CPU); links are per direction.
-    ``efficiency`` goes from part (compute, nvlink, nic, pcie) to operator kind to shares of the peak, ``*``
-    standing for every other kind; of operations, shares of what the device sustains. In a file it may be the name of
-    one of the zoo's.
+    ``basis`` is ``measured`` if the table was measured on the device, or ``datasheet`` if it is from the data sheet
+    with assumed efficiencies. ``flops_per_s`` is dense bfloat16 (float32 on a CPU). Links are per direction.
+    ``efficiency`` has shares of the peak by part (compute, nvlink, nic, pcie) and kind of operator; ``*`` is every
+    other kind. Shares of operations are relative to the sustained rate. In a file it may be the name of an entry of the
+    zoo.
     """
 
     name: str
@@ -78,19 +77,18 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pcie_bytes_per_s: RateOrNone = 0.0
     pcie_latency_s: Latency = 0.0
     sustained_flops_per_s: RateOrNone = 0.0
-    """What long matrix products reach within the device's power; 0: the peak."""
+    """Operations per second of long matrix products within the device's power limit. 0: the peak."""
     launch_s: Latency = 0.0
-    """Least time from one operator to the next: what issuing a kernel takes."""
+    """Minimum time from one operator to the next, to launch a kernel."""
     jitter: Magnitude = 0.0
-    """Relative standard deviation of the time of a pass from one run to the next."""
+    """Relative standard deviation of the time of a pass between runs."""
     error: str = "not known"
-    """How far the table is off, and on what that was found."""
+    """Error of the table, and the experiment that measured it."""
     reserved_bytes: NumBytes = 0
-    """Memory that no tensor can have: the driver's context, communication buffers, fragmentation."""
+    """Memory that tensors cannot use: the driver's context, communication buffers, fragmentation."""
     efficiency: dict[DevicePart, dict[str, EfficiencySpec]] = {}
 
     def __post_init__(self) -> None:
-        """Refuse devices that cannot exist."""
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
             check_positive(f"device {self.name!r}.{name}", getattr(self, name))
         links = ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s")
@@ -104,17 +102,17 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """Its name, and what its table rests on."""
+        """Name of the device with the basis and error of its table."""
         return f"{self.name} ({self.basis}, error {self.error})"
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors can have."""
+        """Memory that tensors can use."""
         return self.memory_bytes - self.reserved_bytes
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cluster: equal nodes of equal devices. ``nic_bytes_per_s`` is per device and direction."""
+    """A cluster of equal nodes with equal devices. ``nic_bytes_per_s`` is per device and direction."""
 
     name: str
     source: str
@@ -125,25 +123,24 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nic_latency_s: Latency = 5e-6
     host_memory_bytes: NumBytes = 0
     host_bytes_per_s: RateOrNone = 0.0
-    """Of a node's memory, reads and writes together; 0: not known, and no limit to copies."""
+    """Bandwidth of a node's memory, reads and writes together. 0: unknown, and copies are not limited by it."""
     host_cores: Count | None = None
-    """Of a node; None: not known."""
+    """Cores of a node; None: unknown."""
 
     def __post_init__(self) -> None:
-        """Refuse empty clusters."""
         for name in ("devices_per_node", "num_nodes", "nic_bytes_per_s"):
             check_positive(f"cluster {self.name!r}.{name}", getattr(self, name))
         check_not_negative(f"cluster {self.name!r}.host_bytes_per_s", self.host_bytes_per_s)
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Of each device's copies to its host, or back, where all devices of a node copy both ways at once."""
+        """Bandwidth of each device's copies in one direction, while all devices of a node copy in both."""
         share = self.host_bytes_per_s / self.devices_per_node / 2
         return min(self.device.pcie_bytes_per_s, share) if share else self.device.pcie_bytes_per_s
 
     @property
     def offload_bytes(self) -> int:
-        """Host memory that each device may fill with offloaded activations: its share of `HOST_SHARE` of a node's."""
+        """Host memory of each device for offloaded activations: its share of `HOST_SHARE` of a node's memory."""
         return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_node
 
     @property
@@ -153,15 +150,14 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link between two hosts, or inside one: what it does between two of their ranks."""
+    """The link between ranks of two hosts, or of one host."""
 
     hosts: tuple[Number, Number]
-    """Numbers of the hosts, the smaller first; the same twice: inside this one."""
+    """Numbers of the hosts, the smaller first. Twice the same number: between ranks of this host."""
     bytes_per_s: Rate
     latency_s: Seconds
 
     def __post_init__(self) -> None:
-        """Refuse links that cannot exist."""
         if not 0 <= self.hosts[0] <= self.hosts[1]:
             raise InputError("link.hosts", f"{list(self.hosts)} are not two numbers from 0, the smaller first")
         check_positive(f"link of hosts {list(self.hosts)}: bytes_per_s", self.bytes_per_s)
@@ -174,29 +170,28 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the planner knows of the hardware: the memory of every pipeline rank, and the link between any two.
+    """The planner's view of the hardware: the memory of every pipeline rank, and the link between any two ranks.
 
-    Links are numbered: 0 is the one for all pairs of ranks of which nothing else is known, then come ``links``.
+    Links are numbered. Link 0 connects all pairs of ranks without an entry in ``links``; the others follow in order.
 
-    A training file has it as its table ``[cluster]``; of a `ClusterSpec`, `EmulatedCosts` makes it.
+    A training file has these fields in its table ``[cluster]``. `EmulatedCosts` derives them from a `ClusterSpec`.
     """
 
     name: str = "local"
     memory_capacity_bytes: NumBytes | None = None
     """Memory of each rank; None: no limit."""
     host_capacity_bytes: NumBytes | None = None
-    """Of its host's memory, what each rank may fill with offloaded activations; None: no limit."""
+    """Host memory that each rank may fill with offloaded activations; None: no limit."""
     link_bytes_per_s: Rate = 1e9
     """Point-to-point bandwidth between two pipeline ranks."""
     link_latency_s: Seconds = 1e-4
     """Time of an empty message between two pipeline ranks."""
     hosts: tuple[Number, ...] = ()
-    """Number of the host on which each pipeline rank is; beyond its end 0, so that empty says: all on one."""
+    """Host number of each pipeline rank. Ranks beyond its end are on host 0, so empty means one host."""
     links: tuple[HostLink, ...] = ()
-    """Links that are known by the hosts of their ends. A run over several hosts measures them at its start."""
+    """Links between given hosts. A run over several hosts measures them at its start."""
 
     def __post_init__(self) -> None:
-        """Refuse links and memories that cannot exist."""
         if self.memory_capacity_bytes is not None and self.memory_capacity_bytes <= 0:
             raise InputError("cluster.memory_capacity_bytes", f"{self.memory_capacity_bytes} is not positive")
         check_not_negative("cluster.host_capacity_bytes", self.host_capacity_bytes or 0)
@@ -209,18 +204,18 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("cluster.links", f"{list(map(list, pairs))} name a pair of hosts twice", "give each once")
 
     def link_between(self, first: int, second: int) -> int:
-        """Number of the link between two ranks."""
+        """Return the number of the link between two ranks."""
         pair = host_pair(self.hosts, first, second)
         return next((number for number, link in enumerate(self.links, 1) if link.hosts == pair), 0)
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
-        """Seconds that a message of ``num_bytes`` takes over a link."""
+        """Return the seconds of a message of ``num_bytes`` over a link."""
         if link:
             return self.links[link - 1].latency_s + num_bytes / self.links[link - 1].bytes_per_s
         return self.link_latency_s + num_bytes / self.link_bytes_per_s
 
 
 def host_pair(hosts: Sequence[int], first: int, second: int) -> tuple[int, int]:
-    """Hosts of two ranks, the smaller first; beyond the end of ``hosts`` they are 0."""
+    """Return the hosts of two ranks, the smaller first. Ranks beyond the end of ``hosts`` are on host 0."""
     a, b = (hosts[rank] if rank < len(hosts) else 0 for rank in (first, second))
     return min(a, b), max(a, b)

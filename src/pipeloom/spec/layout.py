@@ -1,4 +1,4 @@
-"""Where the model lies: chunks of modules on pipeline ranks (`pipeloom.layout/1`, with streams `pipeloom.layout/2`)."""
+"""Layout: chunks of modules on pipeline ranks (`pipeloom.layout/1`, with streams `pipeloom.layout/2`)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ from pipeloom.spec.parallelism import Parallelism
 _STREAM_FIELDS = ("emits", "takes")
 OnTensorRanks = Literal["divided", "dealt"]
 MOST_RANKS = MAX_RANKS
-"""Of a pipeline: room is made for every rank."""
+"""Largest number of pipeline ranks."""
 
 
 def check_dealt(where: str, *, is_last: bool, streams: bool) -> None:
-    """Refuse to deal a module whose output goes into the loss, or whose layers emit or take streams.
-
-    Raises
-    ------
-    InputError
-        Of ``where``.
-    """
+    """Raise `InputError` if a module cannot use encoder data parallelism: it ends in the loss, or has streams."""
     if is_last:
         raise InputError(where, "is 'dealt', and its output goes into the loss", "leave it 'divided'")
     if streams:
@@ -34,34 +28,34 @@ def check_dealt(where: str, *, is_last: bool, streams: bool) -> None:
 
 
 class ModuleLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one module lies on the ranks, and how its microbatches are split."""
+    """How one module is placed on ranks, and how its microbatches are split."""
 
     name: str
     after: tuple[str, ...] = ()
     frozen: bool = False
     sub_microbatch: Count | None = None
-    """Instances per sub-microbatch at most; None: the whole microbatch."""
+    """Most instances per sub-microbatch; None: the whole microbatch."""
     on_ranks: Literal["pipelined", "replicated"] = "pipelined"
     emits: tuple[StreamEnd, ...] = ()
     takes: tuple[StreamEnd, ...] = ()
     on_tensor_ranks: OnTensorRanks = "divided"
-    """What the tensor-parallel ranks of a pipeline rank share: every layer, or the instances of each part. Where these
-    are dealt, each runs the module's layers whole on its own; without tensor parallelism it makes no difference."""
+    """What the tensor-parallel ranks of a pipeline rank share: every layer (``divided``), or the instances of each
+    sub-microbatch (``dealt``, encoder data parallelism). In the latter case each runs whole layers. Without tensor
+    parallelism both are the same."""
 
     @staticmethod
     def of(module: ModuleSpec, sub_microbatch: int | None = None) -> ModuleLayout:
-        """What a layout repeats of a module."""
+        """Return the entry of a module in a layout."""
         emits = tuple(StreamEnd(end.stream, end.layer) for end in module.emits)
         return ModuleLayout(module.name, module.after, module.frozen, sub_microbatch, emits=emits, takes=module.takes)
 
     def __post_init__(self) -> None:
-        """Refuse empty sub-microbatches."""
         if self.sub_microbatch is not None:
             check_count(f"module {self.name!r}.sub_microbatch", self.sub_microbatch)
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Consecutive layers of one module on one rank; ``layers`` is first and last, inclusive."""
+    """Consecutive layers of one module on one rank. ``layers`` is first and last, inclusive."""
 
     module: str
     layers: tuple[Number, Number]
@@ -74,14 +68,14 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model over the pipeline ranks, decided once before training. Chunks are in model order."""
+    """The model on the pipeline ranks, chosen once before training. Chunks are in model order."""
 
     num_ranks: Ranks
     modules: tuple[ModuleLayout, ...]
     chunks: tuple[Chunk, ...]
     parallelism: Parallelism = Parallelism()
     format: Literal["pipeloom.layout/1", "pipeloom.layout/2"] = "pipeloom.layout/1"
-    """The second where there are streams."""
+    """Version 2 if there are streams."""
 
     def __post_init__(self) -> None:
         """Check that every layer of a pipelined module is in exactly one chunk, and modules form a DAG."""
@@ -98,7 +92,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise InputError(f"modules[{i}].after", f"{source!r} is not an earlier module")
             known[module.name] = module
         check_streams(self.modules)
-        self._check_dealt()
+        self._check_encoder_dp()
         version: Literal[1, 2] = 2 if self.has_streams else 1
         msgspec.structs.force_setattr(self, "format", f"pipeloom.layout/{version}")
         next_layer = dict.fromkeys(known, 0)
@@ -135,8 +129,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         f"module {name!r}", f"has {end.stream!r} at layer {end.layer}, its chunks have layers 0..{last}"
                     )
 
-    def _check_dealt(self) -> None:
-        """Refuse to deal what is not made of instances that go through by themselves."""
+    def _check_encoder_dp(self) -> None:
+        """Raise `InputError` if a module does not support encoder data parallelism."""
         for module in self.modules:
             if module.on_tensor_ranks == "dealt":
                 check_dealt(
@@ -147,26 +141,26 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def dealt(self) -> frozenset[str]:
-        """Names of the modules whose instances are dealt to tensor-parallel ranks, if there are any."""
+        """Names of the modules with encoder data parallelism over tensor ranks (`dealt`)."""
         return frozenset(module.name for module in self.modules if module.on_tensor_ranks == "dealt")
 
     def deals(self, module: str) -> bool:
-        """Whether instances of a module are dealt to several tensor-parallel ranks."""
+        """Return whether instances of a module are divided among several tensor-parallel ranks."""
         return self.parallelism.tensor > 1 and self.module(module).on_tensor_ranks == "dealt"
 
     def module(self, name: str) -> ModuleLayout:
-        """Return the module of that name."""
+        """Return the module with this name."""
         for module in self.modules:
             if module.name == name:
                 return module
         raise InputError(f"module {name!r}", "is not in the layout")
 
     def chunks_of(self, module: str) -> tuple[int, ...]:
-        """Chunk numbers of one module, in model order."""
+        """Return the chunk numbers of one module, in model order."""
         return tuple(i for i, chunk in enumerate(self.chunks) if chunk.module == module)
 
     def chunk_name(self, chunk: int) -> str:
-        """Name of a chunk in plans: module and index within it, e.g. ``vision.0``."""
+        """Return the name of a chunk in plans: module and index within it, for example ``vision.0``."""
         return self.chunk_names[chunk]
 
     @property
@@ -181,13 +175,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(names)
 
     def has_backward(self, module: str) -> bool:
-        """Whether gradients flow through a module: it is trained, or something before it is."""
+        """Return whether gradients pass through a module: it or a module before it is trained."""
         here = self.module(module)
         sources = (*here.after, *(stream_sources(self.modules)[module] if here.takes else ()))
         return not here.frozen or any(self.has_backward(source) for source in sources)
 
     def forward_only(self) -> Layout:
-        """The layout of the same chunks with nothing trained: no gradient flows anywhere."""
+        """Return the layout with all modules frozen, so that there are no gradients."""
         modules = tuple(msgspec.structs.replace(module, frozen=True) for module in self.modules)
         return msgspec.structs.replace(self, modules=modules)
 
@@ -198,7 +192,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """All fields as JSON has them; those of streams only where there are streams, `on_tensor_ranks` where dealt."""
+        """Fields as in JSON, without those of unused streams and a default `on_tensor_ranks`."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         for module in fields["modules"]:
             if module["on_tensor_ranks"] == "divided":
@@ -211,5 +205,5 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """Eight hexadecimal digits that name this layout in plans."""
+        """Eight hexadecimal digits that identify this layout in plans."""
         return hashlib.sha256(msgspec.json.encode(self.document)).hexdigest()[:8]

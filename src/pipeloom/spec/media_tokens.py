@@ -1,4 +1,4 @@
-"""Whether the tokens of images and recordings are those that a model makes of them."""
+"""Check whether samples have as many tokens per image and recording as a model makes of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_TOKEN, Sample, audio_frames, audio_tokens
 
 _SLACK = 0.1
-"""Share by which tokens may differ: some processors add tokens to an image, such as the ends of its lines."""
+"""Tolerated relative difference of tokens. Some processors add tokens to an image, such as line ends."""
 
 
 def rows_per_token(architecture: Architecture, reads: Literal["images", "audio"]) -> int | None:
-    """Return how many rows of an encoder (patches, frames) a model joins into a token.
+    """Return how many rows of an encoder (patches, frames) a model joins into one token.
 
-    None: no module reads images (or recordings) and text.
+    None if no module reads images (or recordings) and text.
     """
     if all(module.reads != "sequence" for module in architecture.modules):
         return None
@@ -25,7 +25,7 @@ def rows_per_token(architecture: Architecture, reads: Literal["images", "audio"]
 
 
 def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples whose images have as many tokens as the model makes of their patches."""
+    """Return samples with the model's number of tokens for the patches of each image."""
     joined = rows_per_token(architecture, "images")
     if joined is None:
         return list(samples)
@@ -38,7 +38,7 @@ def fitted_images(architecture: Architecture, samples: Sequence[Sample]) -> list
 
 
 def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iterator[str]:
-    """Say how images and recordings of samples differ from those of a model, and what is wrong then."""
+    """Yield a message for images or recordings of samples that differ from the model's, with the consequence."""
     tokens = sum(sum(sample.image_tokens) for sample in samples)
     patches = [count for sample in samples for count in sample.patches]
     more, less = _compared(rows_per_token(architecture, "images"), patches, tokens)
@@ -50,7 +50,7 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
             f"{rows_per_token(architecture, 'images')}; either the encoder's times are too {encoder} or the language "
             f"model's too {lm}"
         )
-    # Both follow from the seconds of a recording; so its frames are right.
+    # Frames and tokens both follow from the seconds of a recording, so the frames are right.
     tokens = sum(sum(audio_tokens(sample)) for sample in samples)
     frames = [count for sample in samples for count in audio_frames(sample)]
     more, less = _compared(rows_per_token(architecture, "audio"), frames, tokens)
@@ -62,7 +62,7 @@ def disagreements(architecture: Architecture, samples: Sequence[Sample]) -> Iter
 
 
 def _compared(joined: int | None, rows: Sequence[int], tokens: int) -> tuple[bool, bool]:
-    """Whether there are more tokens than a model makes of its encoder's rows, and whether there are fewer."""
+    """Return whether there are more, and whether there are fewer tokens than the model makes of its encoder's rows."""
     if joined is None or not tokens:
         return False, False
     ratio = tokens / sum(-(-count // joined) for count in rows)

@@ -1,4 +1,4 @@
-"""What is trained: a DAG of modality modules, each a sequence of layers with stated shapes."""
+"""Models: a DAG of modality modules, each a sequence of layers with declared shapes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.spec.batch import Sample, Workload, audio_frames, video_tokens
 
 Dimension = Count | str
-"""One extent of a tensor: a number, or what the (sub-)microbatch at hand gives: ``"instances"``, ``"tokens"``, or a
-part of them such as ``"tokens/4"``: of each instance by itself, rounded up."""
+"""One extent of a tensor: a number, ``"instances"`` or ``"tokens"`` of the (sub-)microbatch, or a part of them such as
+``"tokens/4"``, which is rounded up for each instance."""
 
 Reads = Literal["audio", "images", "sequence", "text", "videos"]
-"""Which part of a sample goes through a module: each of its recordings (as `audio_frames` reckons their lengths), each
-of its images, its whole sequence, its text alone, or each of its videos (as `video_tokens` reckons theirs)."""
+"""What a module reads of a sample: each of its recordings (with the lengths of `audio_frames`), each of its images, its
+whole sequence, its text alone, or each of its videos (with the lengths of `video_tokens`)."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of an activation with extents that may depend on the (sub-)microbatch."""
+    """Shape of an activation. Extents may depend on the (sub-)microbatch."""
 
     dims: tuple[Dimension, ...]
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse dtypes and extents that no activation has."""
         if self.dtype not in DTYPE_BYTES:
             raise InputError("dtype", f"{self.dtype!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
         for i, dim in enumerate(self.dims):
@@ -41,29 +40,30 @@ class TensorShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if dim < 1:
                     raise InputError(f"dims[{i}]", f"{dim} is below 1")
             elif _divisor(dim) is None and dim != "instances":
-                raise InputError(f"dims[{i}]", f"{dim!r} is no extent", 'a number, "instances", "tokens", "tokens/4"')
+                known = 'use a number, "instances", "tokens" or "tokens/4"'
+                raise InputError(f"dims[{i}]", f"{dim!r} is not an extent", known)
 
     @property
     def grows(self) -> bool:
-        """Whether dimension 0 grows with the microbatch, so that parts can be concatenated and cut there."""
+        """Whether dimension 0 grows with the microbatch, so that parts can be concatenated and split there."""
         return bool(self.dims) and not isinstance(self.dims[0], int)
 
     @property
     def is_rows(self) -> bool:
-        """Whether it is rows of its instances, all as wide whatever the microbatch: those of some can be told."""
+        """Whether dimension 0 has rows of instances, and all other extents are fixed."""
         return self.grows and all(isinstance(dim, int) for dim in self.dims[1:])
 
     @property
     def is_simple(self) -> bool:
-        """Whether extents follow from the numbers of instances and tokens alone, whatever the single lengths."""
+        """Whether extents depend only on the numbers of instances and tokens, not on single lengths."""
         return all(isinstance(dim, int) or dim in ("instances", "tokens") for dim in self.dims)
 
     def resolve(self, workload: Workload) -> tuple[int, ...]:
-        """Extents as numbers for one workload."""
+        """Return the extents for one workload."""
         return tuple(dim if isinstance(dim, int) else _extent(dim, workload) for dim in self.dims)
 
     def num_bytes(self, workload: Workload) -> int:
-        """Size of the tensor in bytes for one workload."""
+        """Return the size of the tensor in bytes for one workload."""
         return math.prod(self.resolve(workload)) * DTYPE_BYTES[self.dtype]
 
 
@@ -77,17 +77,17 @@ def _extent(dim: str, workload: Workload) -> int:
 
 @functools.cache
 def _divisor(dim: str) -> int | None:
-    """By what an extent divides tokens; None: it is no extent of them."""
+    """Return the divisor of an extent of tokens; None for other extents."""
     found = re.fullmatch(r"tokens(?:/([1-9][0-9]{0,8}))?", dim)
     return None if found is None else int(found[1] or 1)
 
 
 MOST_LAYERS = 100_000
-"""Of a module: each is looked at by itself."""
+"""Largest number of layers of a module."""
 
 
 def check_layers(entity: str, count: int) -> None:
-    """Refuse more layers than any model has, before room is made for them."""
+    """Raise `InputError` for too many layers, before they are allocated."""
     if count > MOST_LAYERS:
         raise InputError(entity, f"{count} layers are more than {MOST_LAYERS}", "give fewer")
 
@@ -96,13 +96,12 @@ class LayerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``count`` equal layers in a row."""
 
     kind: str
-    """Layers of one kind cost the same; a profile is measured once per kind."""
+    """Layers of one kind have equal costs. A profile measures each kind once."""
     output: TensorShape
     count: Count = 1
     num_parameters: NumBytes = 0
 
     def __post_init__(self) -> None:
-        """Refuse impossible counts."""
         check_count(f"layer {self.kind!r}.count", self.count)
         if self.num_parameters < 0:
             raise InputError(f"layer {self.kind!r}.num_parameters", f"{self.num_parameters} is negative")
@@ -112,12 +111,12 @@ class StreamEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One end of a stream: a layer of a module that emits it or takes it."""
 
     stream: str
-    """Unique within the model; takers are called with this keyword."""
+    """Name of the stream, unique within the model, and the keyword of the layers that take it."""
     layer: Number
 
 
 class EmittedStream(StreamEnd, frozen=True, forbid_unknown_fields=True):
-    """A tensor that a layer emits beside its output, for any later layers."""
+    """A tensor that a layer emits beside its output for later layers."""
 
     output: TensorShape
 
@@ -134,7 +133,7 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     takes: tuple[StreamEnd, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse names that plan files could not carry and modules without layers."""
+        """Raise `InputError` for a name that plan files cannot contain, and for a module without layers."""
         if not self.name or any(c in self.name for c in ". \t\n="):
             raise InputError(f"module {self.name!r}.name", "is empty or contains '.', '=' or white space")
         if not self.layers:
@@ -153,21 +152,21 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def flat_layers(self) -> tuple[LayerSpec, ...]:
-        """One entry per layer, counts expanded."""
+        """Layers with counts expanded, one entry per layer."""
         return tuple(layer for layer in self.layers for _ in range(layer.count))
 
     def instance_lengths(self, sample: Sample) -> tuple[int, ...]:
-        """Lengths of the sequences that one sample sends through this module (maybe none)."""
+        """Return the sequence lengths of one sample in this module (possibly none)."""
         return lengths_in(self.name, self.reads, sample)
 
 
 def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
-    """Lengths of the sequences that a sample sends through a module: its own, or those of what the module reads.
+    """Return the sequence lengths of a sample in a module, declared or from what the module reads.
 
     Raises
     ------
     InputError
-        There are more or fewer than the sample has of what the module reads.
+        If the declared lengths are not as many as the sample has of what the module reads.
     """
     if sample.lengths is msgspec.UNSET or name not in sample.lengths:
         return instance_lengths(reads, sample)
@@ -180,7 +179,7 @@ def lengths_in(name: str, reads: Reads, sample: Sample) -> tuple[int, ...]:
 
 
 def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
-    """Lengths of the sequences that a sample has of what a module reads (maybe none)."""
+    """Return the sequence lengths of a sample for what a module reads (possibly none)."""
     if reads == "images":
         return sample.patches
     if reads == "text":
@@ -193,7 +192,7 @@ def instance_lengths(reads: Reads, sample: Sample) -> tuple[int, ...]:
 
 
 def num_instances(reads: Reads, sample: Sample) -> int:
-    """How many sequences those are, without measuring them."""
+    """Return the number of these sequences without computing their lengths."""
     if reads == "images":
         return len(sample.image_tokens)
     if reads == "videos":
@@ -202,11 +201,11 @@ def num_instances(reads: Reads, sample: Sample) -> int:
 
 
 class NamedModule(Protocol):
-    """What every description of a module has, whatever else it says."""
+    """Protocol of all descriptions of a module."""
 
     @property
     def name(self) -> str:
-        """Unique within the model."""
+        """Name, unique within the model."""
         ...
 
     @property
@@ -216,7 +215,7 @@ class NamedModule(Protocol):
 
 
 class StreamingModule(NamedModule, Protocol):
-    """What every description of a module has that says where streams begin and end."""
+    """Protocol of all descriptions of a module with streams."""
 
     @property
     def emits(self) -> Sequence[StreamEnd]:
@@ -233,19 +232,21 @@ M = TypeVar("M", bound=NamedModule)
 
 
 def check_streams(modules: Sequence[StreamingModule]) -> None:
-    """Refuse streams that could not be named, that come from nowhere or go nowhere, and those that run backwards.
+    """Check that streams have valid names, one emitter, at least one taker, and run forward.
 
     Raises
     ------
     InputError
-        Naming module, stream and layer.
+        Names module, stream and layer.
     """
     emitted: dict[str, tuple[int, int]] = {}
     for place, module in enumerate(modules):
         for end in module.emits:
             where = f"module {module.name!r}.emits[{end.layer}]"
             if not end.stream.isidentifier() or keyword.iskeyword(end.stream):
-                raise InputError(where, f"{end.stream!r} is no name of an argument", "takers are called with it")
+                raise InputError(
+                    where, f"{end.stream!r} is not a valid keyword argument", "layers receive it by this name"
+                )
             if end.stream in emitted:
                 raise InputError(where, f"a stream {end.stream!r} is emitted twice", "names are unique in a model")
             emitted[end.stream] = (place, end.layer)
@@ -272,7 +273,7 @@ def check_streams(modules: Sequence[StreamingModule]) -> None:
 
 
 def stream_sources(modules: Sequence[StreamingModule]) -> dict[str, tuple[str, ...]]:
-    """Per module, the other modules whose streams it takes, in model order."""
+    """Return, per module, the other modules whose streams it takes, in model order."""
     source = {end.stream: module.name for module in modules for end in module.emits}
     found = {}
     for module in modules:
@@ -282,12 +283,12 @@ def stream_sources(modules: Sequence[StreamingModule]) -> dict[str, tuple[str, .
 
 
 def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
-    """Refuse models without modules, doubled names and modules that read what comes later.
+    """Check that there are modules with unique names, and that each reads only earlier ones.
 
     Raises
     ------
     InputError
-        Naming the module, or ``entity`` where there is none.
+        Names the module, or ``entity`` if there is none.
     """
     seen: set[str] = set()
     for module in modules:
@@ -307,14 +308,14 @@ def check_modules(modules: Sequence[NamedModule], entity: str) -> None:
 
 
 def check_after(entity: str, after: Sequence[str]) -> None:
-    """Refuse a module that is fed by another one twice."""
+    """Raise `InputError` if a module reads another one twice."""
     for source in after:
         if after.count(source) > 1:
             raise InputError(entity, f"names {source!r} twice", "name each module once")
 
 
 def find_module(modules: Sequence[M], name: str) -> M:
-    """Return the module of that name; an `InputError` lists the known ones."""
+    """Return the module with this name. An `InputError` lists the known ones."""
     for module in modules:
         if module.name == name:
             return module
@@ -329,7 +330,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleSpec, ...]
 
     def __post_init__(self) -> None:
-        """Refuse doubled names, modules that read what comes later, and streams that do not run forward."""
+        """Raise `InputError` for repeated names, modules that read later ones, and streams that run backward."""
         check_modules(self.modules, "model.modules")
         check_streams(self.modules)
         for module in self.modules:
@@ -343,10 +344,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     )
 
     def module(self, name: str) -> ModuleSpec:
-        """Return the module of that name; an `InputError` lists the known ones."""
+        """Return the module with this name. An `InputError` lists the known ones."""
         return find_module(self.modules, name)
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Names of the modules that feed one: by their outputs, then those that do by streams alone."""
+        """Return the modules that feed a module: first by outputs, then those by streams alone."""
         after = self.module(name).after
         return (*after, *(source for source in stream_sources(self.modules)[name] if source not in after))

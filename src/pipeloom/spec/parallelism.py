@@ -1,4 +1,4 @@
-"""Degrees of parallelism: those that a layout of real ranks has, and those that an emulated run has besides."""
+"""Degrees of parallelism of layouts and of emulated runs."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from pipeloom.errors import InputError, check_count
 
 
 class StateBytes(NamedTuple):
-    """Bytes of a parameter's accumulated gradient, and of its optimizer state."""
+    """Bytes of a parameter's accumulated gradient and of its optimizer state."""
 
     gradient: int = 4
     optimizer: int = 12
 
 
 MIXED_PRECISION = StateBytes()
-"""Of Adam, with a float32 gradient, a float32 copy of the weight and two float32 moments."""
+"""Mixed-precision Adam: a float32 gradient, a float32 copy of the weight and two float32 moments."""
 
 
 class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of parallelism beside the pipeline, whose ranks the layout counts itself."""
+    """Tensor and data parallel degrees. The layout has the number of pipeline ranks."""
 
     tensor: Count = 1
     data: Count = 1
 
     def __post_init__(self) -> None:
-        """Refuse degrees below one."""
         for name in ("tensor", "data"):
             check_count(f"{type(self).__name__.lower()}.{name}", getattr(self, name))
 
 
 class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
-    """All degrees of an emulated run. Data, expert and context parallelism lie between tensor and pipeline.
+    """All degrees of an emulated run. Data, expert and context parallelism are between tensor and pipeline.
 
-    ``expert`` divides the experts over so many devices among those of one data-parallel replica group;
-    ``zero``: 0 nothing is sharded over data parallelism, 1 the optimiser's state, 3 gradients and weights too.
-    ``state``: what there is of these for every parameter.
+    ``expert`` divides the experts among this many devices of one data-parallel group. ``zero`` 0 shards nothing over
+    data parallelism, 1 the optimizer state, 3 also gradients and weights. ``state`` has the bytes of these for each
+    parameter.
     """
 
     pipeline: Count = 1
@@ -49,7 +48,7 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     state: StateBytes = MIXED_PRECISION
 
     def __post_init__(self) -> None:
-        """Refuse degrees below one, and experts that do not divide."""
+        """Raise `InputError` for degrees below one, and if ``expert`` does not divide the replicas."""
         Parallelism.__post_init__(self)
         for name in ("pipeline", "context", "expert"):
             check_count(f"degrees.{name}", getattr(self, name))
@@ -58,5 +57,5 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_devices(self) -> int:
-        """Devices that these degrees need."""
+        """Number of devices that these degrees need."""
         return self.tensor * self.pipeline * self.data * self.context

@@ -1,4 +1,4 @@
-"""Clusters in a few words: ``8xH100``, ``64xH200``, ``2x8xB200 ib400 ram1000``."""
+"""Read clusters in short notation: ``8xH100``, ``64xH200``, ``2x8xB200 ib400 ram1000``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pipeloom.errors import InputError, check_count
 
 HOST = 8
-"""Devices of a host, where a cluster has more and does not say."""
+"""Default number of devices per host."""
 NETWORK_GBIT, NETWORK_GBIT_OF = 400.0, {"a100": 200.0, "a100-40gb": 200.0}
-"""Of each device, where nothing is said: what the vendor's own hosts have (DGX A100: 200, DGX H100 and later: 400)."""
+"""Default network of each device in Gbit/s, as in the vendor's hosts (DGX A100: 200, DGX H100 and later: 400)."""
 RAM_GB, RAM_GB_OF = 250.0, {"a100-40gb": 125.0, "gh200": 480.0}
-"""For each device, where nothing is said: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the
-GH200's own."""
+"""Default host memory per device: 2 TB in a DGX A100 640GB, H100, H200 or B200, 1 TB in a DGX A100 320GB; the GH200's
+own."""
 MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S_OF = 75e9, {"a100": 50e9, "a100-40gb": 50e9, "gh200": 500e9}
-"""Of the host's memory, for each device: two sockets of eight channels, DDR5-4800 in a DGX H100 and later, DDR4-3200 in
-a DGX A100; the GH200's own."""
+"""Bandwidth of host memory per device: two sockets of eight channels, DDR5-4800 in a DGX H100 and later, DDR4-3200 in a
+DGX A100; the GH200's own."""
 FORM = "write 8xH100, or hosts x devices 2x8xB200, and after it ib400 (Gbit/s a device) or ram1000 (GB a host)"
 
 _COUNTS = re.compile(r"(?:(\d{1,6})x)?(\d{1,7})x([a-z\d][\w.-]*)", re.IGNORECASE)
@@ -25,64 +25,64 @@ _WORD = re.compile(r"(ib|roce|eth|ram)(\d{1,6}(?:\.\d+)?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PlainCluster:
-    """What the words say."""
+    """A cluster in short notation."""
 
     num_nodes: int
     devices_per_node: int
     device: str
     network_gbit: float | None = None
-    """Of each device and direction; None: not said."""
+    """Network of each device and direction; None: not declared."""
     ram_gb: float | None = None
-    """Of each host; None: not said."""
+    """Memory of each host; None: not declared."""
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """What joins the hosts, of each device."""
+        """Network bandwidth of each device between hosts."""
         return (self.network_gbit or NETWORK_GBIT_OF.get(self.device, NETWORK_GBIT)) * 1e9 / 8
 
     @property
     def host_memory_bytes(self) -> int:
-        """Of each host."""
+        """Memory of each host."""
         return int((self.ram_gb or RAM_GB_OF.get(self.device, RAM_GB) * self.devices_per_node) * 1e9)
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Of each host's memory."""
+        """Memory bandwidth of each host."""
         return MEMORY_BYTES_PER_S_OF.get(self.device, MEMORY_BYTES_PER_S) * self.devices_per_node
 
     @property
     def source(self) -> str:
-        """What was said and what was assumed."""
+        """Description of the declared and the assumed values."""
         assumed = [f"{self.host_memory_bytes / 1e9:g} GB of memory a host"] if self.ram_gb is None else []
         if self.network_gbit is None and self.num_nodes > 1:
             assumed.insert(0, f"{8e-9 * self.nic_bytes_per_s:g} Gbit/s of network a device")
-        return "said in words" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+        return "short notation" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
 def is_plain(name: str) -> bool:
-    """Whether a cluster is meant to be written in words, rather than by a name or file."""
+    """Return whether a cluster is in short notation, rather than a name or file."""
     return re.match(r"\s*\d", name) is not None and not name.endswith(".toml")
 
 
 def read_plain(text: str) -> PlainCluster:
-    """Read a cluster that is written in words.
+    """Read a cluster in short notation.
 
     Raises
     ------
     InputError
-        The words are none of the form, or more than a host's devices do not fill hosts.
+        If the text does not have this form, or more devices than a host has do not fill whole hosts.
     """
     entity = f"cluster {text!r}"
     first, *words = text.split() or [""]
     found = _COUNTS.fullmatch(first)
     if found is None:
         raise InputError(entity, f"{first!r} is not a number of devices", FORM)
-    said: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for word in words:
         one = _WORD.fullmatch(word)
         if one is None or float(one[2]) <= 0:
-            raise InputError(entity, f"{word!r} is no word of it", FORM)
-        said["ram" if one[1].lower() == "ram" else "network"] = float(one[2])
+            raise InputError(entity, f"{word!r} is not a network or memory size", FORM)
+        sizes["ram" if one[1].lower() == "ram" else "network"] = float(one[2])
     count = int(found[2])
     hosts = int(found[1] or max(1, count // HOST))
     for number in (hosts, count):
@@ -90,7 +90,9 @@ def read_plain(text: str) -> PlainCluster:
     if found[1] is None and count > HOST:
         if count % HOST:
             raise InputError(
-                entity, f"{count} devices do not fill hosts of {HOST}", f"say the hosts, as in 3x4x{found[3]}"
+                entity,
+                f"{count} devices do not fill hosts of {HOST}",
+                f"give the number of hosts, as in 3x4x{found[3]}",
             )
         count = HOST
-    return PlainCluster(hosts, count, found[3].lower(), said.get("network"), said.get("ram"))
+    return PlainCluster(hosts, count, found[3].lower(), sizes.get("network"), sizes.get("ram"))

@@ -1,6 +1,6 @@
-"""Memory strategies: how activations are held between a forward and its backward, by layer and by chunk.
+"""Memory strategies: how layers and chunks hold activations between a forward and its backward.
 
-One vocabulary for measured and emulated costs, plans and the runtime.
+Measured and emulated costs, plans and the runtime all use these names.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Literal, NamedTuple, get_args
 from pipeloom.errors import InputError
 
 Strategy = Literal["keep", "selective", "recompute", "offload"]
-"""How a layer holds what its backward reads:
+"""How a layer holds the tensors that its backward reads:
 
-- ``keep``: all of it;
-- ``selective``: without what is cheap to make again (norms, activation functions), which the backward makes again;
-- ``recompute``: the layer's input alone, from which the backward makes all again;
-- ``offload``: all of it, but on the host between forward and backward.
+- ``keep``: holds all of them.
+- ``selective``: drops those that are cheap to recompute (norms, activation functions). The backward recomputes them.
+- ``recompute``: holds only the layer's input. The backward recomputes all others.
+- ``offload``: moves all of them to the host between forward and backward.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class StrategyTraits(NamedTuple):
-    """What a strategy is made of: plans, costs and the emulator ask for this, never for its name."""
+    """Properties of a strategy. Plans, costs and the emulator depend on these, never on the name."""
 
     recomputes: Literal["nothing", "cheap", "all"] = "nothing"
-    """What the backward makes again, of what the forward made."""
+    """Which results of the forward the backward recomputes."""
     offloads: bool = False
-    """Whether what is held goes to the host and comes back."""
+    """Whether held tensors move to the host and back."""
 
 
 TRAITS: dict[Strategy, StrategyTraits] = {
@@ -38,15 +38,15 @@ TRAITS: dict[Strategy, StrategyTraits] = {
     "offload": StrategyTraits(offloads=True),
 }
 _WORDS: dict[str, Strategy] = {strategy: strategy for strategy in STRATEGIES} | {"full": "recompute"}
-"""What people may write; ``full`` is Megatron-LM's word."""
+"""Accepted words. Megatron-LM says ``full``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStrategy:
     """How a chunk's layers hold their activations: the first ``share`` of them one way, the others another.
 
-    Its text is ``first``, ``first:share`` or ``first:share+others``: ``recompute:0.5+selective`` recomputes the first
-    half of the layers and holds the others selectively.
+    The text form is ``first``, ``first:share`` or ``first:share+others``. For example, ``recompute:0.5+selective``
+    recomputes the first half of the layers and holds the others selectively.
     """
 
     first: Strategy
@@ -54,32 +54,31 @@ class ChunkStrategy:
     others: Strategy = "keep"
 
     def __post_init__(self) -> None:
-        """Refuse shares that no layers are."""
         if not 0 <= self.share <= 1:
             raise InputError("strategy", f"'{self.share:g}' is not a share of the layers", "give one from 0 to 1")
 
     def layers(self, num_layers: int) -> tuple[Strategy, ...]:
-        """Strategy of each of a chunk's layers; the share is rounded to whole layers."""
+        """Return the strategy of each of a chunk's layers. The share is rounded to whole layers."""
         chosen = round(self.share * num_layers)
         return (self.first,) * chosen + (self.others,) * (num_layers - chosen)
 
     def __str__(self) -> str:
-        """Text form, which `chunk_strategy` reads."""
+        """Return the text form, which `chunk_strategy` reads."""
         share = "" if self.share == 1 else f":{self.share:g}"
         return f"{self.first}{share}" + ("" if self.others == "keep" else f"+{self.others}")
 
 
-def chunk_strategy(given: ChunkStrategy | str) -> ChunkStrategy:
-    """Read a chunk's strategy from its text; one that is read already stays.
+def chunk_strategy(strategy: ChunkStrategy | str) -> ChunkStrategy:
+    """Read a chunk's strategy from its text. A `ChunkStrategy` is returned unchanged.
 
     Raises
     ------
     InputError
-        A word is no strategy, or what follows it no share from 0 to 1.
+        If a word is not a strategy, or a share is not a number from 0 to 1.
     """
-    if isinstance(given, ChunkStrategy):
-        return given
-    first, _, others = given.partition("+")
+    if isinstance(strategy, ChunkStrategy):
+        return strategy
+    first, _, others = strategy.partition("+")
     word, _, share = first.partition(":")
     chosen, rest = layer_strategy(word), layer_strategy(others or "keep")
     try:
@@ -95,7 +94,7 @@ def layer_strategy(word: str) -> Strategy:
     Raises
     ------
     InputError
-        It is none.
+        If the word is not a strategy.
     """
     if word not in _WORDS:
         raise InputError("strategy", f"{word!r} is not one of {', '.join(STRATEGIES)}")
@@ -103,7 +102,7 @@ def layer_strategy(word: str) -> Strategy:
 
 
 def strategy_word(strategy: str, layers: tuple[str, ...] = ()) -> str:
-    """Strategy of a pair as plans write it: one word, or one per layer where they differ."""
+    """Return the strategy of a pair as in plans: one word, or one word per layer if they differ."""
     if not layers:
         return strategy
     return layers[0] if len(set(layers)) == 1 else ",".join(layers)
@@ -111,11 +110,11 @@ def strategy_word(strategy: str, layers: tuple[str, ...] = ()) -> str:
 
 @cache
 def word_strategies(word: str) -> tuple[Strategy, ...]:
-    """Strategies in what `strategy_word` wrote, one for all layers or one each; no word at all is ``keep``.
+    """Return the strategies in a word of `strategy_word`: one for all layers, or one each. An empty word is ``keep``.
 
     Raises
     ------
     InputError
-        A part of it is no strategy.
+        If a part of the word is not a strategy.
     """
     return tuple(layer_strategy(part) for part in word.split(",")) if word else ("keep",)

@@ -269,9 +269,9 @@ def odd_time(made: list[dict[str, Any]]) -> None:
         (other_run, "give traces of one run"),
         (other_speed, "would end before they began"),
         (no_backward, "has no complete iteration"),
-        (no_events, "is no trace of torch.profiler"),
+        (no_events, "is not a trace of torch.profiler"),
         (overlapped, "a forward and a backward in one"),
-        (odd_time, "is no trace of torch.profiler"),
+        (odd_time, "is not a trace of torch.profiler"),
     ],
 )
 def test_traces_that_do_not_fit_are_refused(tmp_path: Path, change: Change, words: str) -> None:
@@ -315,15 +315,15 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     made = documents(random_pipeline(3, single=True))
     whole = json.dumps(made[0]).encode()
     cases = {
-        "cut.json": (whole[: len(whole) // 2], "not whole JSON"),
+        "cut.json": (whole[: len(whole) // 2], "not complete JSON"),
         "empty.json": (b"", "is empty"),
         "packed.json": (gzip.compress(whole), "gzip data"),
         "cut.json.gz": (gzip.compress(whole)[:-20], "not a whole gzip file"),
-        "list.json": (b"[1, 2]", "no trace of torch.profiler"),
+        "list.json": (b"[1, 2]", "not a trace of torch.profiler"),
         "archive.json": (_tar(whole), "is a tar archive; unpack it"),
         "table.json": (b"PAR1" + whole, "is a Parquet file"),
         "zip.json": (b"PK\x03\x04" + whole, "is a zip archive"),
-        "bytes.json": (b"\xff\xfe\x00", "not whole JSON"),
+        "bytes.json": (b"\xff\xfe\x00", "not complete JSON"),
     }
     for name, (data, words) in cases.items():
         (tmp_path / name).write_bytes(data)

@@ -1,7 +1,7 @@
 """Modules: models described as in PyTorch, composed of operators.
 
-A module is called on symbolic tensors and records operators on their tape; it holds sizes, never numbers.
-Write one's own by subclassing `Module` and composing others in ``forward``.
+A module is called on symbolic tensors and records operators on their tape. It holds sizes, never numbers. To write one,
+subclass `Module` and compose others in ``__call__``.
 """
 
 from pipeloom.emulator.modules.ends import (

@@ -1,4 +1,4 @@
-"""Modules at the ends of a model: embeddings, heads, and what lies between two models."""
+"""Modules at the ends of a model: embeddings, heads, and adapters between two models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeloom.emulator.tape import Tensor
 
 @dataclass(frozen=True)
 class TokenEmbedding:
-    """Table look-up divided over tensor parallelism by vocabulary, optionally with learned positions."""
+    """Table look-up with the vocabulary divided over tensor parallelism, optionally with learned positions."""
 
     vocabulary: int
     hidden: int
     positions: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """From token numbers (8 bytes each) to activations; ``x`` gives tape and rows."""
+        """Map token ids (8 bytes each) to activations. ``x`` provides tape and rows."""
         context = x.context
         rows = x.rows * context.row_split
         indices = Tensor(x.tape, rows, 1, ops.INDEX_BYTES, needs_gradient=False)
@@ -29,7 +29,7 @@ class TokenEmbedding:
 
 @dataclass(frozen=True)
 class PatchEmbedding:
-    """Pixels of a patch to an activation, with ``positions`` learned position vectors."""
+    """Map the pixels of a patch to an activation, with ``positions`` learned position vectors."""
 
     patch_numbers: int
     hidden: int
@@ -38,7 +38,7 @@ class PatchEmbedding:
     norm: ops.NormKind | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` gives tape and rows; no gradient flows to pixels."""
+        """Record the operators. ``x`` provides tape and rows. Pixels have no gradient."""
         pixels = x.tape.input(self.patch_numbers, x.rows, needs_gradient=False)
         if self.positions:
             x.tape.parameter(self.positions * self.hidden)
@@ -48,13 +48,13 @@ class PatchEmbedding:
 
 @dataclass(frozen=True)
 class AudioEmbedding:
-    """Two convolutions over a spectrum, three steps wide; the second halves the number of steps (Whisper)."""
+    """Two convolutions of kernel size 3 over a spectrum. The second halves the number of steps (Whisper)."""
 
     bins: int
     hidden: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` gives tape and rows, those of the halved spectrum; no gradient flows to it."""
+        """Record the operators. ``x`` provides tape and rows of the halved spectrum, which has no gradient."""
         spectrum = x.tape.input(self.bins, x.rows * 2, needs_gradient=False)
         y = ops.activation(ops.linear(spectrum, 3 * self.bins, self.hidden, bias=True))
         return ops.activation(ops.linear(ops.regroup(y, 2), 3 * self.hidden, self.hidden, bias=True))
@@ -62,7 +62,7 @@ class AudioEmbedding:
 
 @dataclass(frozen=True)
 class PatchMerger:
-    """Join ``factor`` neighbouring patches into one token by a two-layer MLP (Qwen2-VL)."""
+    """Join ``factor`` neighboring patches into one token by a two-layer MLP (Qwen2-VL)."""
 
     hidden: int
     factor: int
@@ -71,7 +71,7 @@ class PatchMerger:
     norm: ops.NormKind = "layer"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``, width ``out_width``."""
+        """Return rows over ``factor`` of width ``out_width``."""
         wide = self.hidden * self.factor
         context = x.context
         y = ops.regroup(ops.norm(x, self.norm), self.factor)
@@ -89,14 +89,14 @@ class Projector:
     out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same rows, width ``out_width``."""
+        """Return the same rows of width ``out_width``."""
         y = ops.activation(ops.linear(x, self.in_width, self.out_width, bias=True))
         return ops.linear(y, self.out_width, self.out_width, bias=True)
 
 
 @dataclass(frozen=True)
 class LanguageHead:
-    """Final norm, product with the vocabulary, and the loss. ``tied``: the weights are the embedding's."""
+    """Final norm, vocabulary projection and loss. ``tied``: the weights are those of the embedding."""
 
     hidden: int
     vocabulary: int
@@ -106,7 +106,7 @@ class LanguageHead:
     loss_bytes: int = 4
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The loss of every token, with those of its predictions."""
+        """Return the loss of every token, with those of its predictions."""
         loss = self._loss(x)
         for _ in range(self.predictions):
             state = x.tape.input(self.hidden, x.rows, needs_gradient=x.needs_gradient)
@@ -121,7 +121,7 @@ class LanguageHead:
         local = context.share("vocabulary", self.vocabulary)
         logits = ops.linear(x, self.hidden, local, split=context.tensor)
         if self.tied:
-            # The table is counted where it is first used; where that is another rank it holds a copy.
+            # The embedding counts the table. If it is on another rank, this rank holds a copy.
             x.tape.parameters.pop()
         targets = Tensor(x.tape, x.rows, 1, ops.INDEX_BYTES, needs_gradient=False)
         return ops.cross_entropy(logits, targets, self.loss_bytes)
@@ -129,7 +129,7 @@ class LanguageHead:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Multi-token prediction layers: each looks up the embedding and runs ``body`` on the states of the one before."""
+    """Multi-token prediction layers: each adds the embedding and runs ``body`` on the states of the one before."""
 
     vocabulary: int
     hidden: int
@@ -137,7 +137,7 @@ class Prediction:
     depth: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The input and the states of all layers, one after another."""
+        """Return the input and the states of all layers, concatenated."""
         states = [x]
         for i in range(self.depth):
             words = TokenEmbedding(self.vocabulary, self.hidden)(x)
@@ -151,11 +151,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class DenoisingHead:
-    """Final norm, linear layer to ``out_width`` numbers a token, and squared error."""
+    """Final norm, linear layer to ``out_width`` numbers per token, and squared error."""
 
     hidden: int
     out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The loss of every token."""
+        """Return the loss of every token."""
         return ops.squared_error(ops.linear(ops.norm(x, "layer"), self.hidden, self.out_width, bias=True))

@@ -1,4 +1,4 @@
-"""Modules that work on every token alone: the perceptron, and a mixture of them."""
+"""Modules that process every token independently: the MLP, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pipeloom.emulator.tape import Tensor
 
 @dataclass(frozen=True)
 class MLP:
-    """Two linear layers with an activation between them, or three where gated."""
+    """Two linear layers with an activation between them, or three if gated."""
 
     hidden: int
     inner: int
     gated: bool = True
     bias: bool = False
     fused: bool = True
-    """Whether a gated activation is one kernel (saves its input alone) or two (saves their results too)."""
+    """Whether a gated activation is one kernel (saves only its input) or two (also save their results)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         inner = context.share("mlp width", self.inner)
         x = ops.enter_tensor_parallel(x)
@@ -40,9 +39,9 @@ class MLP:
 class MixtureOfExperts:
     """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
 
-    With expert parallelism tokens travel to their experts; without it the experts are divided over tensor
-    parallelism like a dense MLP. ``imbalance`` is how many times the mean load the fullest device gets.
-    With ``latent`` tokens are brought down to that width before the experts and up behind them, whole on every device.
+    With expert parallelism, tokens move to their experts. Without it, tensor parallelism divides the experts like a
+    dense MLP. ``imbalance`` is the load of the fullest device relative to the mean. With ``latent``, tokens are
+    projected to that width before the experts and back after them; every device holds these projections whole.
     """
 
     hidden: int
@@ -57,7 +56,6 @@ class MixtureOfExperts:
     bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         spread = context.expert > 1
         scores = ops.route(ops.linear(x, self.hidden, self.experts), self.experts, self.chosen)

@@ -1,4 +1,4 @@
-"""Modules that mix tokens: attention in its forms, and state spaces."""
+"""Modules that mix tokens: forms of attention, and state spaces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeloom.emulator.tape import Tensor
 class Attention:
     """Self-attention with ``kv_heads`` groups (equal to ``heads``: multi-head), causal or not.
 
-    Lengths come from the workload: each of its sequences attends within itself, so packed sequences of
-    unequal length need nothing more. ``window``: causal, the keys that a query sees, itself included; otherwise
-    sequences are cut into blocks of so many.
+    Lengths come from the workload. Each sequence attends to itself, so packed sequences of unequal length need nothing
+    more. ``window``: if causal, the number of keys that a query attends to, itself included; otherwise the length of
+    the blocks into which sequences are cut.
     """
 
     hidden: int
@@ -23,7 +23,7 @@ class Attention:
     kv_heads: int
     head_width: int
     causal: bool = True
-    bias: bool = False
+    qkv_bias: bool = False
     key_bias: bool = True
     output_bias: bool = False
     rotary: bool = True
@@ -32,17 +32,16 @@ class Attention:
     output_gate: bool = False
     window: int | None = None
     fused: bool = True
-    """Whether queries, keys and values come from one product."""
+    """Whether one product computes queries, keys and values."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
-        # With fewer key-value heads than devices each device holds a copy of one.
+        # If there are fewer key-value heads than devices, each device holds a copy of one.
         kv_heads = max(1, self.kv_heads // context.tensor)
         x = ops.enter_tensor_parallel(x)
         widths = [heads * self.head_width, kv_heads * self.head_width, kv_heads * self.head_width]
-        biases = [w * self.bias for w in widths]
+        biases = [w * self.qkv_bias for w in widths]
         if not self.key_bias:
             biases[1] = 0
         if self.fused:
@@ -74,33 +73,34 @@ class Attention:
         )
         if self.output_gate:
             width = heads * self.head_width
-            y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor))
+            y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.qkv_bias, split=context.tensor))
         y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
         return ops.leave_tensor_parallel(y)
 
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Attention of each token to a condition of ``length`` tokens per instance."""
+    """Attention of each token to a condition of ``condition_tokens`` tokens per instance."""
 
     hidden: int
     heads: int
     head_width: int
-    length: int
+    condition_tokens: int
     condition_width: int
     bias: bool = False
     trains_condition: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
         width = heads * self.head_width
-        condition = x.tape.input(self.condition_width, INSTANCES * self.length, needs_gradient=self.trains_condition)
+        condition = x.tape.input(
+            self.condition_width, INSTANCES * self.condition_tokens, needs_gradient=self.trains_condition
+        )
         x = ops.enter_tensor_parallel(x)
         query = ops.linear(x, self.hidden, width, bias=self.bias, split=context.tensor)
         keys = ops.linear(condition, self.condition_width, 2 * width, bias=self.bias, split=context.tensor)
-        pairs: Size = x.rows * self.length
+        pairs: Size = x.rows * self.condition_tokens
         y = ops.attention(
             [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width, rows=x.rows
         )
@@ -109,7 +109,7 @@ class CrossAttention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): keys and values through a narrow latent vector."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values pass through a narrow latent vector."""
 
     hidden: int
     heads: int
@@ -122,7 +122,6 @@ class LatentAttention:
     bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         heads = context.share("attention heads", self.heads)
         query_key = self.nope_width + self.rope_width
@@ -131,7 +130,7 @@ class LatentAttention:
             x = ops.enter_tensor_parallel(x)
             query = ops.linear(x, self.hidden, heads * query_key, split=split)
         else:
-            # The narrow projections are whole on every device, on its own tokens.
+            # Every device holds the narrow projections whole, for its own tokens.
             narrow = ops.norm(ops.linear(x, self.hidden, self.query_rank, bias=self.bias), "rms")
             query = ops.linear(ops.enter_tensor_parallel(narrow), self.query_rank, heads * query_key, split=split)
         latent = ops.linear(x, self.hidden, self.kv_rank + self.rope_width, bias=self.bias)
@@ -169,7 +168,6 @@ class Mamba2:
     kernel_bias: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         context = x.context
         split = context.tensor
         heads = context.share("state-space heads", self.heads)

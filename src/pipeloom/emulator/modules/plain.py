@@ -1,4 +1,4 @@
-"""Modules that every model is made of: linear layers, norms, and how others are put together."""
+"""Basic modules: linear layers, norms, and compositions of modules."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from pipeloom.emulator.tape import Tensor
 
 
 class Module(Protocol):
-    """Anything that maps one symbolic tensor to another."""
+    """Interface of everything that maps one symbolic tensor to another."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Record the module's operators and return its output."""
+        """Record the module's operators and return its output, of the input's shape unless the module says
+        otherwise.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A whole linear layer on every device."""
+    """A linear layer that every device holds whole."""
 
     in_width: int
     out_width: int
     bias: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows times ``in_width`` to rows times ``out_width``."""
+        """Map rows of ``in_width`` to rows of ``out_width``."""
         return ops.linear(x, self.in_width, self.out_width, bias=self.bias)
 
 
@@ -38,18 +40,17 @@ class Norm:
     kind: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return ops.norm(x, self.kind)
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """Modules one after another."""
+    """Modules in sequence."""
 
     parts: tuple[Module, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Feed each the result of the one before."""
+        """Call each on the result of the one before."""
         for part in self.parts:
             x = part(x)
         return x
@@ -63,40 +64,39 @@ class Residual:
     norm: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return x + self.mixer(ops.norm(x, self.norm))
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """What a module gives, each column times a learned factor."""
+    """A module whose output columns are multiplied by learned factors."""
 
     body: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         return ops.scale(self.body(x))
 
 
 @dataclass(frozen=True)
 class Join:
-    """``factor`` rows as one of so many times the width."""
+    """Join ``factor`` rows into one of ``factor`` times the width."""
 
     factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``."""
+        """Return rows over ``factor``."""
         return ops.regroup(x, self.factor)
 
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of ``factor`` rows each."""
+    """Average groups of ``factor`` rows."""
 
     factor: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows over ``factor``."""
+        """Return rows over ``factor``."""
         return ops.average(x, self.factor)
 
 
@@ -105,31 +105,30 @@ class Activation:
     """Elementwise function."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         return ops.activation(x)
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """``count`` learned vectors of the width; only their weights count."""
+    """``count`` learned vectors of the width. Only their weights count."""
 
     count: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The same tensor."""
+        """Return the same tensor."""
         x.tape.parameter(self.count * x.width)
         return x
 
 
 @dataclass(frozen=True)
 class Emitting:
-    """A module with a stream of its output's features, which go through ``tap`` and leave the layer."""
+    """A module that emits its output's features as a stream, after ``tap``."""
 
     body: Module
     tap: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         y = self.body(x)
         return ops.hand_on(y, self.tap(y))
 
@@ -141,7 +140,7 @@ class Taking:
     body: Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape as the module's."""
+        """Return a tensor of the shape of the module's output."""
         y = self.body(x)
         return y + x.tape.input(y.width, y.rows, needs_gradient=y.needs_gradient)
 
@@ -150,9 +149,9 @@ class Taking:
 class Modulated:
     """``x + gate * mixer(modulate(norm(x)))`` of diffusion transformers (adaLN).
 
-    Shift, scale and gate are one vector per instance each. ``projection`` says whether the block computes
-    them from the condition with a linear layer of its own; otherwise it only holds a table that is added to
-    one shared by all blocks, as in adaLN-single.
+    Shift, scale and gate are one vector per instance each. With ``projection``, the block computes them from the
+    condition with its own linear layer. Otherwise it only holds a table that is added to one shared by all blocks, as
+    in adaLN-single.
     """
 
     mixer: Module
@@ -160,7 +159,6 @@ class Modulated:
     projection: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape."""
         width = int(x.width)
         condition = x.tape.input(width, INSTANCES, needs_gradient=False)
         if self.projection:
