@@ -91,7 +91,7 @@ def _row(name: str, ranks: int, found: dict[str, list[Explanation]]) -> list[str
 
 def _predicted(costs: Explanation, order: Explanation) -> float:
     """Predict one trace's iterations from another's costs."""
-    made = [one.made for one in costs.replays]
+    made = [one.replay_graph for one in costs.replays]
     graph = chain_graph(costs.run, "predicted", task_means(costs.run, made), delay_medians(costs.run, made))
     return simulate(graph, order.what_if.as_traced).makespan_ns / order.mean_measured_ns - 1
 
