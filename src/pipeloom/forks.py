@@ -281,7 +281,6 @@ def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool,
 
     Parameters
     ----------
-    target : callable
     args : tuple
         What it is called with.
     forked : bool
@@ -302,7 +301,6 @@ class ForkedCommand:
 
     Parameters
     ----------
-    arguments : sequence of str
     environment : dict
         Beside this process's own.
     """
@@ -342,7 +340,6 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
 
     Parameters
     ----------
-    target : callable
     args : tuple
         What it is called with.
 

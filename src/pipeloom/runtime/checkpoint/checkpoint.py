@@ -47,7 +47,6 @@ def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trai
         A folder that `save_checkpoint` left.
     names : iterable of str
         ``module.layer.parameter`` each.
-    weights : "trained" or "ema"
 
     Returns
     -------
@@ -82,7 +81,6 @@ def save_checkpoint(
     ----------
     path : path
         A folder, made here. It counts as a checkpoint only once everything is written.
-    executor : Executor
     optimizer : torch.optim.Optimizer or None
         None on a rank without trained parameters.
     iteration : int
@@ -302,7 +300,6 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
 
     Returns
     -------
-    reader : PlainReader
     stored : dict
         What there is by name.
     files : set of (name, file)

@@ -197,7 +197,6 @@ def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[s
 
     Parameters
     ----------
-    folder : Path
     needed : iterable of str
         Files that must be there beside tensors.
     share : callable

@@ -50,13 +50,8 @@ class TensorFiles:
 
     Parameters
     ----------
-    folder : Path
     stem : str
         How the files are called: ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and what it names.
-
-    Attributes
-    ----------
-    tensors : dict of str to Stored
 
     Raises
     ------
@@ -191,7 +186,6 @@ class ShardWriter:
 
     Parameters
     ----------
-    folder : Path
     tag : str
         Unlike that of every other process that writes there.
     most_bytes : int

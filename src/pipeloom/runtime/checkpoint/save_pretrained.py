@@ -105,7 +105,6 @@ def save_pretrained(
 
     Parameters
     ----------
-    model : Model
     executor : Executor
         This process's.
     writes : bool

@@ -69,8 +69,6 @@ class Saver:
 
         Parameters
         ----------
-        source : iterator of sequence of samples
-        count : int
         digest : callable
             From a batch and its iteration, see `batch_digest`.
 

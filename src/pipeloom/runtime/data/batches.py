@@ -31,7 +31,6 @@ class Batches:
 
     Parameters
     ----------
-    dataset : Dataset
     batch : int
         Samples of a batch. The last of all may have fewer.
     shuffle : bool

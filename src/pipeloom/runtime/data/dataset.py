@@ -40,7 +40,6 @@ class Dataset(ABC):
 
         Parameters
         ----------
-        i : int
         module : str
             Name of the module.
         instances : tuple of int
@@ -125,8 +124,6 @@ def load_part(part: Part, module: str, contents: bool = True, loss: bool = True)
 
     Parameters
     ----------
-    part : Part
-    module : str
     contents : bool
         Whether the module's first layer is run; else nothing is decoded.
     loss : bool

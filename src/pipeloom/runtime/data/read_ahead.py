@@ -59,9 +59,6 @@ class Ahead:
 
     Parameters
     ----------
-    batches : iterable of sequence of samples
-    first_iteration : int
-    describe : callable or None
     more : int
         How many are read beyond the one that is taken.
     """
@@ -102,7 +99,6 @@ def tell_dealing(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
     ----------
     delivery : Delivery or None
         On rank 0: what was delivered for this iteration.
-    iteration : int
 
     Returns
     -------

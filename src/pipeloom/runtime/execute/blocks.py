@@ -33,13 +33,8 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     ----------
     strategy : str
         One word for all layers, or one per layer separated by commas.
-    num_layers : int
     with_loss : bool
         One more layer, the loss, goes with the last.
-
-    Returns
-    -------
-    tuple of (begin, end, strategy)
 
     Raises
     ------
@@ -180,7 +175,6 @@ class ChunkActivation:
 
         Parameters
         ----------
-        layers : sequence of callables
         bounds : sequence of (begin, end, strategy)
             See `block_bounds`.
         inputs : tuple

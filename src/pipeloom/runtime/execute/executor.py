@@ -36,10 +36,6 @@ class Executor:
     ----------
     model : Model
         Only the layers of this rank's chunks are used, and moved to ``device``; on ``meta``, they are given weights.
-    layout : Layout
-    rank : int
-    transport : Transport
-    device : torch.device or str
     options : ExecutorOptions
         Sums over ranks, precision, timeout, random numbers.
 

@@ -62,15 +62,7 @@ class LinkedPlan:
 
 
 class Linker:
-    """Links plans of one layout for one rank; what does not change between iterations is worked out here.
-
-    Parameters
-    ----------
-    layout : Layout
-    model : Model
-    rank : int
-    dealer : Dealer
-    """
+    """Links plans of one layout for one rank; what does not change between iterations is worked out here."""
 
     def __init__(self, layout: Layout, model: Model, rank: int, dealer: Dealer) -> None:
         self.layout, self.rank, self.dealer = layout, rank, dealer

@@ -48,8 +48,6 @@ class Loads:
 
     Parameters
     ----------
-    pool : ThreadPoolExecutor or None
-    linked : LinkedPlan
     samples : sequence
         As ordered in the plan's batch.
     ahead : int

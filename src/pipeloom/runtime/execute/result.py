@@ -49,7 +49,6 @@ class StepResult:
         Layers run a second time.
     offloaded_bytes : int
         Moved to the host.
-    sent_bytes, received_bytes : int
     """
 
     loss_sum: float
@@ -288,7 +287,6 @@ class Calibrator:
             The plan that was run.
         used : Correction
             With which it was made.
-        measured : Measured
         """
         self.num_measured += 1
         # The first iteration runs cold and says nothing about the others.

@@ -43,8 +43,6 @@ def broadcast_bytes(
 
     Parameters
     ----------
-    data : bytes or None
-    group : torch.distributed.ProcessGroup or None
     at_once : int
         Bytes that travel with their length; the same on all ranks.
     source : int
@@ -99,7 +97,6 @@ def scatter_bytes(
     ----------
     data : sequence of bytes or None
         By rank of the group.
-    group : torch.distributed.ProcessGroup or None
     at_once : int
         Bytes for each rank that travel with their lengths; the same on all ranks.
 
@@ -173,8 +170,6 @@ def hand_out(
         On the first rank of the group, the only one to give it.
     batch : Batch
         The replica's, which all have read.
-    model : ModelSpec
-    layout : Layout
     group : torch.distributed.ProcessGroup or None
         All processes of the replica; None: the default group.
     stages : sequence of int
@@ -386,7 +381,6 @@ def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock
         None: the default group.
     asking : sequence of int
         Ranks of the group that ask; the same on all.
-    clock : callable
     """
     rank, cell = dist.get_rank(group), torch.zeros((), dtype=torch.int64)
     exchanges = []
@@ -442,7 +436,6 @@ def gather_hosts(group: dist.ProcessGroup | None = None, host: bytes | None = No
 
     Parameters
     ----------
-    group : ProcessGroup or None
     host : bytes or None
         This rank's; None: its kernel, and the clock that its processes see.
     """

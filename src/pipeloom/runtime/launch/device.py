@@ -41,7 +41,6 @@ def choose_device(
 
     Parameters
     ----------
-    wanted : {"cpu", "cuda", "auto"}
     num_local : int
         Processes of this host, each of which computes.
     transport : {"direct", "host"}
@@ -140,13 +139,7 @@ class StalledError(ExecutionError):
 
 
 class DeviceQueues:
-    """Messages in the order of the actions, on the CPU.
-
-    Parameters
-    ----------
-    transport : Transport
-    device : torch.device
-    """
+    """Messages in the order of the actions, on the CPU."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device

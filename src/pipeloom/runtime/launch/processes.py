@@ -102,7 +102,6 @@ def launch(
     ----------
     function : callable
         Importable by name; its arguments and what it returns can be pickled.
-    num_ranks : int
     args
         What the function is called with.
     timeout_s : float
@@ -345,7 +344,6 @@ class Worker:
     ----------
     num_restarts : int
         How often torchrun started this host's processes again, because one had failed.
-    on_one_host : bool
     local_rank, num_local : int
         Its number among the processes of this host, and theirs.
     """
@@ -398,7 +396,6 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
 
     Parameters
     ----------
-    worker : Worker
     timeout_s : float
         After which a rank that waits for another gives up.
     device : {"cpu", "cuda"} or Place

@@ -58,13 +58,10 @@ def emulate(
 
     Parameters
     ----------
-    plan : ExecutionPlan
-    rank : int
     durations_ns : mapping
         See `step_durations`.
     transport : Transport
         Carries 8 bytes for each message, whatever its shape.
-    clock : {"virtual", "sleep"}
     transfer_ns : callable
         From a message's bytes to its nanoseconds under way; on the virtual clock only.
 

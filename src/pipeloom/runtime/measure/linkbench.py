@@ -40,7 +40,6 @@ def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, 
         ``"cuda"`` needs two GPUs. That path has not been run where this was written.
     sizes : sequence of int
         Bytes of the message, of the reduced or of the gathered tensor; multiples of 8.
-    repeats : int
 
     Returns
     -------

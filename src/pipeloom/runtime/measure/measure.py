@@ -96,7 +96,6 @@ def measure_layers(
         The user's samples, as ordered in ``packing.batch``.
     known : sequence of LayerMeasurement
         Kinds and workloads that were measured before and need not be again.
-    options : MeasureOptions
 
     Returns
     -------
@@ -453,7 +452,6 @@ def profile_model(
     describe : callable or None
         From a sample to its metadata; None: the model's own, or the batches are those of `Prefetched`, or
         ``metadata`` is given.
-    packing : PackingSpec
     placements : dict
         Sub-microbatch sizes, so that layers are timed on the parts that they will get.
     metadata : sequence of Batch or None

@@ -49,7 +49,6 @@ class Bench:
 
     Parameters
     ----------
-    device : "cpu" or "cuda"
     repeats : int
         Timed runs of each function; the lower quartile counts, which leaves disturbed ones out.
     """
@@ -345,7 +344,6 @@ def calibrate(
     links : bool
         Measure messages and collectives between two processes too, which are spawned for it (a script that calls
         this needs ``if __name__ == "__main__"``); with fewer than two GPUs ``"cuda"`` goes without.
-    progress : called with a line per group of measurements
     """
     say: Progress = progress if progress is not None else lambda _: None
     threads = torch.get_num_threads()

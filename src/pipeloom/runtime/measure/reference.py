@@ -26,7 +26,6 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         Layers on ``meta`` are given their weights.
     batch : Batch
         Metadata of ``samples``, in the same order.
-    samples : sequence
     backward : bool
         Add the gradients of the mean loss to ``.grad`` of the parameters: zeros to a module that the batch has no
         work for. Those of frozen modules are marked as needing none.

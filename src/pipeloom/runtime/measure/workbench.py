@@ -84,7 +84,6 @@ class Workbench:
 
     Parameters
     ----------
-    device : torch.device
     autocast : torch.dtype or None
         Precision of autocast regions; None: none.
     excluded : collection of Strategy
@@ -175,12 +174,10 @@ def measure_strategies(
 
     Parameters
     ----------
-    layer : callable
     arguments : sequence
         Of the layer; tensors that need a gradient are leaves.
     context : dict
         Keyword arguments, which all layers of the module share.
-    parameters : sequence of tensors
     saved_arguments_bytes : int
         Those of the arguments that autograd saves.
     repeats : int

@@ -129,8 +129,6 @@ class Dealer:
 
     Parameters
     ----------
-    model : Model
-    layout : Layout
     group : ProcessGroup or None
         The tensor-parallel ranks of this pipeline rank; None: there is one.
 
@@ -185,8 +183,6 @@ class Dealer:
 
         Parameters
         ----------
-        module : ModuleSpec
-        part : SubMicrobatch
         output : TensorShape
             Of the chunk.
         taken : sequence of Taken

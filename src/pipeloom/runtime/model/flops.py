@@ -22,12 +22,7 @@ from pipeloom.spec.catalog import load_device, names
 
 
 class FlopCounts:
-    """Counts and reckons one rank's operations.
-
-    Parameters
-    ----------
-    layout : Layout
-    """
+    """Counts and reckons one rank's operations."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -28,7 +28,6 @@ class Membership:
         Pipeline rank.
     replica : int
         Which of the data-parallel replicas of the pipeline it belongs to.
-    num_replicas : int
     messages : ProcessGroup or None
         The pipeline ranks of this replica, for the messages of plans; None: the default group.
     collectives : ProcessGroup or None
@@ -76,8 +75,6 @@ class Membership:
 
         Parameters
         ----------
-        batch : Batch
-        model : ModelSpec
         loads : callable or None
             What samples weigh; None: their tokens.
         dealt : sequence of int

@@ -106,7 +106,6 @@ class Module:
 
     Attributes
     ----------
-    name : str
     layers : sequence of torch.nn.Module
         Unchanged; a rank trains those of its chunks.
     reads : "audio", "images", "sequence", "text" or "videos"
@@ -212,12 +211,10 @@ class Model:
 
     Attributes
     ----------
-    modules : sequence of Module
     loss : callable
         From the last module's output and its `Part` to a scalar: a *sum* over the part's targets.
     num_targets : callable
         From one sample to how many targets it counts in the loss; 1 for a mean over samples.
-    name : str
     targets : str
         What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
     describe : callable or None
@@ -322,12 +319,10 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
 
     Parameters
     ----------
-    module : ModuleSpec
     packing : Packing
         Whose ``batch`` has the metadata of ``samples``, in the same order.
     samples : sequence
         The user's samples of the whole batch.
-    microbatch, sub : int
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]

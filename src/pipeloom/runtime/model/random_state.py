@@ -61,7 +61,6 @@ class ForwardSeeds:
     ----------
     seed : int
         Of the run, the same on all ranks.
-    device : torch.device
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -102,7 +101,6 @@ class ForwardSeeds:
 
         Parameters
         ----------
-        chunk : int
         layers : tuple of int
             First and last layer of the chunk.
         column : int

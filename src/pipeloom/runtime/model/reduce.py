@@ -37,7 +37,6 @@ def all_reduce_gradients(
 
     Parameters
     ----------
-    layout : Layout
     pipeline : torch.distributed.ProcessGroup or None
         The pipeline ranks of this replica; None: the default group. With NCCL another group than that of the
         messages.
@@ -191,8 +190,6 @@ def counted_parameters(
     ----------
     named_parameters : iterable of (str, parameter)
         As from `Executor.named_parameters`: the module's name first.
-    layout : Layout
-    position : Position
     held_before : collection of str
         `Executor.held_before`.
     """
@@ -238,8 +235,6 @@ def clip_gradients(
     ----------
     named_parameters : iterable of (str, parameter)
         As from `Executor.named_parameters`: the module's name first.
-    layout : Layout
-    mesh : Mesh
     max_norm : float or None
         None: only the norm is wanted.
     held_before : collection of str

@@ -39,12 +39,6 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
 
     Call it after `parallelize_module`, and before the optimiser is made.
 
-    Parameters
-    ----------
-    model : Model
-    layout : Layout
-    mesh : Mesh
-
     Raises
     ------
     InputError

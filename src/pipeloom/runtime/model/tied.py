@@ -32,7 +32,6 @@ class Tied:
         ``module.layer.parameter``, in model order.
     ranks : tuple of int
         Pipeline ranks that hold it, ascending.
-    parameter : torch.nn.Parameter
     """
 
     names: tuple[str, ...]

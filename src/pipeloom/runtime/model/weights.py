@@ -23,7 +23,6 @@ def give_weights(
     ----------
     model : Model
         Its ``pretrained`` says where the weights lie.
-    layout : Layout
     rank : int
         The pipeline rank.
     device : torch.device or str
@@ -84,10 +83,8 @@ def give_memory(
 
     Parameters
     ----------
-    model : Model
     places : iterable of (str, int) or None
         Module and number of each layer; None: all layers.
-    device : torch.device or str
 
     Returns
     -------

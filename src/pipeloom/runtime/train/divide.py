@@ -47,7 +47,6 @@ def divide_model(
     model : Model
         Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism, and does not deal
         their instances.
-    layout : Layout
     mesh : Mesh or None
         None where the layout has neither replicas nor tensor parallelism.
     shard : "fsdp" or None
@@ -132,7 +131,6 @@ def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> N
     ----------
     model, running : Model
         The user's, and what `divide_model` made of it; the same one where nothing was divided.
-    layout : Layout
     stage : int
         This pipeline rank.
     """

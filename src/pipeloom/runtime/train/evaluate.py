@@ -46,9 +46,6 @@ class Evaluated:
         How many iterations had been trained.
     loss : float
         Sum over all targets of all evaluation batches, divided by their number.
-    num_batches, num_samples : int
-    num_targets : float
-    elapsed_s : float
     weights : str
         ``"trained"`` or ``"ema"``.
     """
@@ -89,8 +86,6 @@ class Evaluator:
         The one that trains.
     model : Model
         The user's.
-    membership : Membership
-    describe : callable or None
     loads : callable or None
         What the samples of a batch weigh when replicas divide them.
     """
@@ -115,7 +110,6 @@ class Evaluator:
         ----------
         batches : iterable of sequence of samples
             The same on every rank.
-        plan : callable
         iteration : int
             How many iterations have been trained.
         most : int or None

@@ -54,7 +54,6 @@ class Rates:
     ----------
     make : callable or None
         From the optimiser to its scheduler; None: rates stay as the optimiser has them.
-    optimizer : torch.optim.Optimizer or None
     """
 
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:

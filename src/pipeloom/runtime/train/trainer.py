@@ -170,7 +170,6 @@ class Trainer:
     ----------
     model : Model
         Built alike on every rank; each trains the layers of its chunks.
-    layout : Layout
     planner : PlanSource
         Used on the first rank of each replica; the others receive its plans.
     describe : callable or None
