@@ -12,7 +12,6 @@ import pickle
 import secrets
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
+from pipeloom.forks import can_fork, environment, ignore_interrupts, interrupts_held
+from pipeloom.forks import end_with_starter as end_with_starter
 from pipeloom.forks import process as new_process
 from pipeloom.outputs import REMEDIES
-from pipeloom.printing import escape_logs, print_error
+from pipeloom.printing import escape_logs
 from pipeloom.runtime.launch.addresses import interface_towards
 from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
 from pipeloom.runtime.launch.failure_detector import Watch, watch
@@ -42,8 +42,7 @@ _POLL_S = 0.2
 # The end of a rank that died may be read a moment after its peers' complaints of it.
 _ECHO_S = 0.5
 _GRACE_S = 5.0
-# How often a process looks whether the one that started it is still there.
-_LOOK_S = 1.0
+
 _FOREVER = timedelta(days=365)
 
 
@@ -265,7 +264,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     escape_logs()
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
-    threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
+    end_with_starter(folder=Path(start.store_path).parent)
     try:
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
         join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
@@ -296,28 +295,6 @@ def _comes_again(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
-
-
-def end_with_starter(problem: str = "", starter: int = 0) -> None:
-    """From here on this process ends when the one that has started it is gone, however that ended.
-
-    Parameters
-    ----------
-    problem : str
-        What is then said on standard error; nothing where it is empty.
-    starter : int
-        Process ID of the one that has started this one, which may be gone already; 0: the parent process.
-    """
-    starter = starter or os.getppid()
-
-    def look() -> None:
-        while os.getppid() == starter:
-            time.sleep(_LOOK_S)
-        if problem:
-            print_error(problem)
-        os._exit(1)
-
-    threading.Thread(target=look, name="starter", daemon=True).start()
 
 
 @contextmanager
