@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import Transport, joins
-from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
@@ -41,10 +43,8 @@ class Executor:
 
     Attributes
     ----------
-    tied : tuple of Tied
+    tied : tuple of TiedParameter
         Parameters of this rank that other ranks hold too.
-    held_before : frozenset of str
-        Their names where a rank before this one holds them: what counts once counts there.
     flops : FlopCounts or None
         Given, it counts the operations of forwards.
     """
@@ -66,11 +66,11 @@ class Executor:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         model.check_stated()
         _check_layout(model, layout)
-        dealer = Dealer(model, layout, options.tensor_group)
-        if dealer.names and options.random_seed is None:
+        encoder_dp = EncoderDataParallel(model, layout, options.tensor_group)
+        if encoder_dp.names and options.random_seed is None:
             raise InputError(
                 "random_seed",
-                f"is None, and instances of {min(dealer.names)!r} are dealt: ranks would draw unlike numbers after",
+                f"is None, and instances of {min(encoder_dp.names)!r} are dealt: ranks would draw unlike numbers after",
                 "give a seed",
             )
         give_weights(model, layout, rank, device)
@@ -82,18 +82,14 @@ class Executor:
                 "give ExecutorOptions a sum_tied=sums_over_ranks(model, layout), lay both layers on one rank, or share "
                 "nothing",
             )
-        self.tied = tuple(each for each in tied if rank in each.ranks)
-        self.held_before = frozenset(name for each in self.tied if rank > each.ranks[0] for name in each.names)
-        self.model, self.layout, self.rank, self.transport, self.options = model, layout, rank, transport, options
-        self.device = _with_index(torch.device(device))
-        self.queues = queues_of(transport, self.device)
+        self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
+        self.model, self.layout, self.rank, self.options = model, layout, rank, options
+        self.queues = queues_of(transport, _with_index(torch.device(device)))
         self.flops: FlopCounts | None = None
         self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
-        self._linker = Linker(layout, model, rank, dealer)
-        self.reduced_chunks = collective_order(layout, rank).reduce
-        """Chunks of this rank whose gradients are summed over others that hold them."""
+        self._linker = Linker(layout, model, rank, encoder_dp)
         self.layers: dict[int, list[nn.Module]] = {}
         """Per chunk of this rank, its layers."""
         for number, chunk in enumerate(layout.chunks):
@@ -120,6 +116,26 @@ class Executor:
                 "is 1, but layers are under fully_shard",
                 "state the number of replicas, so that plans gather parameters and reduce gradients",
             )
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return self.queues.device
+
+    @property
+    def transport(self) -> Transport:
+        """Transport of this rank's messages."""
+        return self.queues.transport
+
+    @property
+    def held_before(self) -> frozenset[str]:
+        """Names of tied parameters that an earlier rank holds too, where they count."""
+        return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
+
+    @cached_property
+    def reduced_chunks(self) -> tuple[int, ...]:
+        """Chunks of this rank whose gradients are summed with other processes that hold them."""
+        return collective_order(self.layout, self.rank).reduce
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
@@ -246,14 +262,7 @@ class Executor:
             linked.unlink()
             iteration.close()
         return StepResult(
-            iteration.loss_sum,
-            normaliser,
-            linked.actions,
-            moments,
-            iteration.num_recomputed,
-            iteration.offloaded_bytes,
-            iteration.sent_bytes,
-            iteration.received_bytes,
+            iteration.loss_sum, normaliser, linked.actions, moments, *dataclasses.astuple(iteration.counts)
         )
 
     def _where(self, linked: LinkedPlan, step: int) -> str:

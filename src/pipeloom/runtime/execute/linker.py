@@ -32,13 +32,13 @@ from pipeloom.runtime.execute.unit import (
     MessageState,
     Outlet,
     PartState,
-    Stated,
+    ShapeDtype,
     StreamOutlet,
     UnitState,
 )
-from pipeloom.runtime.model.encoder_dp import Dealer, Share, Taken
+from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, InstanceShare
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
-from pipeloom.spec import Layout, TensorShape
+from pipeloom.spec import Layout, TensorShape, Workload
 
 # Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
 _MAX_KNOWN_SHAPES = 50_000
@@ -61,35 +61,66 @@ class LinkedPlan:
             unit.unlink()
 
 
-class Linker:
-    """Links plans of one layout for one rank; what does not change between iterations is worked out here."""
+class ChunkShapes:
+    """Output shapes and dtypes of chunks, cached over iterations."""
 
-    def __init__(self, layout: Layout, model: Model, rank: int, dealer: Dealer) -> None:
-        self.layout, self.rank, self.dealer = layout, rank, dealer
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self._shapes = boundary_shapes(model.spec, layout)
+        self._known: list[dict[tuple[int, ...], ShapeDtype]] = [{} for _ in layout.chunks]
+        """By chunk, then by numbers of instances and tokens, or by lengths for shapes that depend on them."""
+        self._by_lengths = [
+            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
+        ]
+
+    def limit(self) -> None:
+        """Clear the cache if it has grown large."""
+        if sum(map(len, self._known)) > _MAX_KNOWN_SHAPES:
+            for known in self._known:
+                known.clear()
+
+    def output(self, chunk: int, workload: Workload, size: tuple[int, int]) -> ShapeDtype:
+        """Return shape and dtype of a chunk's whole output.
+
+        Parameters
+        ----------
+        size : tuple of int
+            Numbers of instances and tokens of the workload.
+        """
+        key = workload.lengths if self._by_lengths[chunk] else size
+        known = self._known[chunk].get(key)
+        if known is None:
+            known = self._known[chunk][key] = self.of(chunk, workload, "")
+        return known
+
+    def of(self, chunk: int, workload: Workload, stream: str) -> ShapeDtype:
+        """Return shape and dtype of a chunk's output, or of a stream that it emits."""
+        shape, dtype = self._shapes(chunk, workload, stream)
+        return shape, torch_dtype(dtype)
+
+
+class Linker:
+    """Links plans of one layout for one rank. Holds everything that does not change between iterations."""
+
+    def __init__(self, layout: Layout, model: Model, rank: int, encoder_dp: EncoderDataParallel) -> None:
+        self.layout, self.rank, self.encoder_dp = layout, rank, encoder_dp
         self.digest = layout.digest
         self.names = layout.chunk_names
         self.number_of = {name: i for i, name in enumerate(self.names)}
-        self.rank_of = [chunk.rank for chunk in layout.chunks]
         self.router = Router(layout)
-        self.shapes = boundary_shapes(model.spec, layout)
-        self.streams = {end.stream: end for module in model.spec.modules for end in module.emits}
+        self.shapes = ChunkShapes(model, layout)
         self.roles = [self._role(model, number) for number in range(len(layout.chunks))]
         self.fan_out = max(
             1, *(len(place.consumers) + (place.after >= 0) + len(place.gives) for place in self.router.places)
         )
-        self.known_shapes: list[dict[tuple[int, ...], Stated]] = [{} for _ in layout.chunks]
-        """By chunk, then by instances and tokens: all that shapes depend on; by lengths where they depend on these."""
-        self.by_lengths = [
-            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
-        ]
         self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
-        """By chunk, then by strategy."""
+        """Blocks of each chunk by memory strategy."""
 
     def _role(self, model: Model, number: int) -> ChunkRole:
         chunk, place = self.layout.chunks[number], self.router.places[number]
         module = model.module(chunk.module)
         is_last = module is model.modules[-1] and chunk.layers[1] == len(module.layers) - 1
         first_chunks = self.router.chunks_of
+        streams = {end.stream: end for each in model.spec.modules for end in each.emits}
         return ChunkRole(
             module=module,
             column=place.module,
@@ -110,7 +141,7 @@ class Linker:
             layer_numbers=chunk.layers,
             ports=self._ports(module, chunk.layers, place.gives),
             takes=tuple(
-                (stream, self.streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
+                (stream, streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
                 for stream, source, _ in place.takes
             ),
         )
@@ -141,9 +172,7 @@ class Linker:
                 f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
                 f"{self.layout.num_ranks}; plan for the layout that is run"
             )
-        if sum(map(len, self.known_shapes)) > _MAX_KNOWN_SHAPES:
-            for known in self.known_shapes:
-                known.clear()
+        self.shapes.limit()
         mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
         if mine.rank != self.rank or (joins and mine.joined is None):
             raise ExecutionError(
@@ -169,7 +198,7 @@ class _Crossing(NamedTuple):
     """Among those that take the same of the producer."""
     target: str = ""
     """How messages name the consumer."""
-    cut: Stated | None = None
+    cut: ShapeDtype | None = None
     """Shape and dtype where it is not the whole output."""
     stream: str = ""
     number: int = 0
@@ -185,8 +214,8 @@ class _Link:
         self.num_microbatches = len(packing.microbatches)
         self.max_parts = max(map(max, self.routes.counts), default=1)
         self.fan_out = linker.fan_out * self.max_parts
-        self.sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        """By module, microbatch and part: instances and tokens."""
+        self.sizes: dict[tuple[int, int, int], tuple[Workload, tuple[int, int]]] = {}
+        """Workload, number of instances and number of tokens, by module, microbatch and sub-microbatch."""
         self.parts: dict[tuple[int, int, int], PartState] = {}
         self.states: dict[Key, UnitState] = {}
         self.messages: dict[tuple[Verb, Key, str, str], MessageState] = {}
@@ -233,8 +262,8 @@ class _Link:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
         # Asked for the last one too, where it is not used: a part that does not exist is found here.
-        stated: Stated | None = self._stated(key)
-        part, share = None, self._share(key) if role.module.name in self.linker.dealer.names else None
+        stated: ShapeDtype | None = self._stated(key)
+        part, share = None, self._share(key) if role.module.name in self.linker.encoder_dp.names else None
         if role.needs_part and (share is None or share.instances[1]):
             part_key = (role.column, microbatch, sub)
             part = self.parts.get(part_key)
@@ -265,19 +294,20 @@ class _Link:
             self._outlets(key, state)
         return state
 
-    def _share(self, key: Key) -> Share:
+    def _share(self, key: Key) -> InstanceShare:
         """What this tensor-parallel rank has of a unit of a dealt module."""
         linker, (chunk, microbatch, sub) = self.linker, key
         role, members = linker.roles[chunk], self.packing.microbatches[microbatch]
         layers = role.module.spec.flat_layers
+        encoder_dp = linker.encoder_dp
         if role.before >= 0:
-            taken = [Taken(layers[role.layer_numbers[0] - 1].output)]
+            inputs = [ChunkInput(layers[role.layer_numbers[0] - 1].output)]
         else:
             samples = [self.packing.batch.samples[i] for i in members.samples]
             sources = ((linker.layout.modules[source].name, shape) for source, shape, _ in role.sources)
-            taken = [Taken(shape, linker.dealer.model.module(name), samples) for name, shape in sources]
+            inputs = [ChunkInput(shape, encoder_dp.model.module(name), samples) for name, shape in sources]
         part = members.parts[role.column][sub]
-        return linker.dealer.share(role.module.spec, part, layers[role.layer_numbers[1]].output, taken)
+        return encoder_dp.share(role.module.spec, part, layers[role.layer_numbers[1]].output, inputs)
 
     def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
         """What a unit takes, by argument and stream."""
@@ -299,38 +329,30 @@ class _Link:
         given = self.routes.out_of(Unit(*key))
         state.outlets = {}
         for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
-            shape, dtype = self.linker.shapes(chunk, workload, stream)
             takers = [transfer for transfer in given if transfer.stream == stream]
-            outlet = StreamOutlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
-            state.outlets[stream] = outlet
+            shape = self.linker.shapes.of(chunk, workload, stream)
+            state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
 
-    def _stated(self, key: Key) -> Stated:
+    def _stated(self, key: Key) -> ShapeDtype:
         """Shape and dtype of a unit's whole output."""
         chunk, microbatch, sub = key
         column = self.linker.roles[chunk].column
-        size = self.sizes.get((column, microbatch, sub))
-        if size is None:
+        known = self.sizes.get((column, microbatch, sub))
+        if known is None:
             parts = self.packing.microbatches[microbatch].parts[column]
             if sub >= len(parts):
                 raise ExecutionError(f"microbatch {microbatch} has no part {sub} for its chunk")
-            lengths = parts[sub].workload.lengths
-            size = self.sizes[column, microbatch, sub] = (len(lengths), sum(lengths))
-        if self.linker.by_lengths[chunk]:
-            size = self.packing.microbatches[microbatch].parts[column][sub].workload.lengths
-        stated = self.linker.known_shapes[chunk].get(size)
-        if stated is None:
-            workload = self.packing.microbatches[microbatch].parts[column][sub].workload
-            shape, dtype = self.linker.shapes(chunk, workload, "")
-            stated = self.linker.known_shapes[chunk][size] = (shape, torch_dtype(dtype))
-        return stated
+            workload = parts[sub].workload
+            known = workload, (len(workload.lengths), sum(workload.lengths))
+            self.sizes[column, microbatch, sub] = known
+        return self.linker.shapes.output(chunk, *known)
 
-    def _transferred(self, transfer: BoundaryTransfer) -> Stated:
+    def _transferred(self, transfer: BoundaryTransfer) -> ShapeDtype:
         """Shape and dtype of what is transferred."""
         if transfer.piece is None and not transfer.stream:
             return self._stated(transfer.producer)
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
-        shape, dtype = self.linker.shapes(transfer.producer.chunk, workload, transfer.stream)
-        return shape, torch_dtype(dtype)
+        return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
     def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
         """Rows of a producer's output that each consumer takes; None where all take all."""
@@ -352,8 +374,7 @@ class _Link:
             source = (role.before, microbatch, sub)
             above = self.states.get(source)
             if above is None:
-                peer = self.linker.rank_of[role.before]
-                self._message(state, 0, _Crossing(source, role.trained), peer, True)
+                self._message(state, 0, _Crossing(source, role.trained), role.before, True)
             else:
                 above.below = state
                 if role.trained:
@@ -365,7 +386,7 @@ class _Link:
                     self._take(state, place, self._crossing(transfer, siblings))
         if role.after >= 0:
             if (role.after, microbatch, sub) not in self.states:
-                self._message(state, 0, _Crossing(key, role.trained), self.linker.rank_of[role.after], False)
+                self._message(state, 0, _Crossing(key, role.trained), role.after, False)
                 state.num_sends = 1
             if state.outlets is None:
                 return
@@ -379,8 +400,7 @@ class _Link:
         for transfer in given:
             if (role.after < 0 or transfer.stream) and transfer.consumer not in self.states:
                 crossing = self._crossing(transfer, given)
-                peer = self.linker.rank_of[transfer.consumer.chunk]
-                self._message(state, crossing.place_out, crossing, peer, False)
+                self._message(state, crossing.place_out, crossing, transfer.consumer.chunk, False)
                 self._outlet(state, crossing).num_sends += 1
 
     def _crossing(self, transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]) -> _Crossing:
@@ -402,7 +422,7 @@ class _Link:
         """Connect a unit to one outlet of another chunk."""
         producer = self.states.get(crossing.producer)
         if producer is None:
-            self._message(state, place, crossing, self.linker.rank_of[crossing.producer[0]], True)
+            self._message(state, place, crossing, crossing.producer[0], True)
             return
         outlet = self._outlet(producer, crossing)
         if outlet.local_consumers is None:
@@ -413,9 +433,10 @@ class _Link:
                 state.local_producers = []
             state.local_producers.append((place, outlet, crossing.place_out))
 
-    def _message(self, state: UnitState, place: int, crossing: _Crossing, peer: int, receives: bool) -> None:
-        """Make this rank's end of a message of an activation or stream, and of its gradient's."""
+    def _message(self, state: UnitState, place: int, crossing: _Crossing, other: int, receives: bool) -> None:
+        """Make this rank's end of a message with the rank of another chunk, and of its gradient's message."""
         producer, gradient, _, target, cut, stream, sibling = crossing
+        peer = self.linker.layout.chunks[other].rank
         shape, dtype = self._stated(producer) if cut is None else cut
         chunk, microbatch, sub = producer
         number = chunk * self.num_microbatches + microbatch

@@ -13,11 +13,11 @@ from pipeloom.errors import ExecutionError
 from pipeloom.packing import Packing
 from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkActivation, ChunkStreams
 from pipeloom.runtime.launch.transport import Handle
-from pipeloom.runtime.model.encoder_dp import Rows, Share
+from pipeloom.runtime.model.encoder_dp import InstanceShare, Rows
 from pipeloom.runtime.model.model import Module, Part, empty_output, make_part
 from pipeloom.spec import TensorShape
 
-Stated = tuple[tuple[int, ...], torch.dtype]
+ShapeDtype = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype, as the model states them."""
 Key = tuple[int, int, int]
 """Chunk, microbatch, sub-microbatch."""
@@ -102,7 +102,7 @@ class Outlet:
         Units on this rank that it is given to: the place there, the unit, and the place here.
     """
 
-    stated: Stated | None
+    stated: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None
     local_consumers: list[tuple[int, UnitState, int]] | None
@@ -164,7 +164,7 @@ class Outlet:
 class StreamOutlet(Outlet):
     """A stream of a unit that other chunks take."""
 
-    stated: Stated | None
+    stated: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None = None
     local_consumers: list[tuple[int, UnitState, int]] | None = None
@@ -190,7 +190,7 @@ class UnitState(Outlet):
         What was transferred, by place.
     input_gradients : list
         Gradients of what was transferred, by place, until they are sent or taken.
-    share : Share or None
+    share : InstanceShare or None
         What this rank has of it, where its module's instances are dealt to tensor-parallel ranks.
     above, below : UnitState or None
         The unit of the chunk before, and of the one after, where that is of the same module and on this rank; ``above``
@@ -206,12 +206,12 @@ class UnitState(Outlet):
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
-    stated: Stated | None
+    stated: ShapeDtype | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
     gradients: list[Tensor | None]
-    share: Share | None = None
+    share: InstanceShare | None = None
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None

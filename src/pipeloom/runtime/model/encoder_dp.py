@@ -41,7 +41,7 @@ class TensorRanks(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class InstanceShare:
     """What one tensor-parallel rank has of one part in one chunk.
 
     Attributes
@@ -115,7 +115,7 @@ def _in_turn(rows: Sequence[Rows], extent: int) -> bool:
     return end == extent
 
 
-class Taken(NamedTuple):
+class ChunkInput(NamedTuple):
     """What a chunk takes as one argument: of the chunk before it, or of another module."""
 
     shape: TensorShape
@@ -124,7 +124,7 @@ class Taken(NamedTuple):
     """Of the microbatch."""
 
 
-class Dealer:
+class EncoderDataParallel:
     """Says what each tensor-parallel rank has of the parts of dealt modules.
 
     Parameters
@@ -178,14 +178,16 @@ class Dealer:
                         "leave on_tensor_ranks 'divided', or share nothing",
                     )
 
-    def share(self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[Taken]) -> Share:
+    def share(
+        self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[ChunkInput]
+    ) -> InstanceShare:
         """What this rank has of a part in one chunk.
 
         Parameters
         ----------
         output : TensorShape
             Of the chunk.
-        taken : sequence of Taken
+        taken : sequence of ChunkInput
             What the chunk takes, by argument.
         """
         assert self.ranks is not None
@@ -196,7 +198,7 @@ class Dealer:
             counts = [shape.resolve(Workload(lengths[first : first + count]))[0] for first, count in runs]
             return tuple(zip((0, *accumulate(counts)), counts, strict=False))
 
-        def taken_of(what: Taken) -> tuple[Rows, ...]:
+        def taken_of(what: ChunkInput) -> tuple[Rows, ...]:
             if what.source is None:
                 return rows_of(what.shape)
             begin, _ = upstream_rows(what.source, module, what.samples, part.first, part.count)
@@ -206,4 +208,4 @@ class Dealer:
                 found.append((here - begin, rows) if count and rows else (0, 0))
             return tuple(found)
 
-        return Share(self.ranks, runs[self.ranks.rank], rows_of(output), tuple(map(taken_of, taken)))
+        return InstanceShare(self.ranks, runs[self.ranks.rank], rows_of(output), tuple(map(taken_of, taken)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
-from pipeloom.runtime.model.sharding import Share, check_row_shards, give_gradient, local_part, take_shares
+from pipeloom.runtime.model.sharding import GradientShare, check_row_shards, give_gradient, local_part, take_shares
 from pipeloom.spec import Layout
 
 Finish = Callable[[], None]
@@ -95,7 +95,7 @@ def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:
     return all_reduce_gradients(layout, pipeline=mesh.reduction, data=data, tensor=tensor)
 
 
-def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None]) -> Finish:
+def _all_reduce(bucket: list[GradientShare], groups: Sequence[dist.ProcessGroup | None]) -> Finish:
     flat = torch.cat([share.gradient.reshape(-1) for share in bucket])
     parameters = [(share.parameter, share.gradient.shape) for share in bucket]
     work = dist.all_reduce(flat, group=groups[0], async_op=True) if groups else None
@@ -114,7 +114,10 @@ def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None])
 
 
 def _reduce_scatter(
-    bucket: list[Share], data: dist.ProcessGroup | None, num_replicas: int, then: Sequence[dist.ProcessGroup | None]
+    bucket: list[GradientShare],
+    data: dist.ProcessGroup | None,
+    num_replicas: int,
+    then: Sequence[dist.ProcessGroup | None],
 ) -> Finish:
     """Each replica gets its rows of every gradient, as `fully_shard` cuts them."""
     shapes = []
@@ -153,8 +156,8 @@ def _reduce_scatter_call() -> Any:
     return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _by_type(shares: Iterable[Share]) -> list[list[Share]]:
-    groups: dict[torch.dtype, list[Share]] = {}
+def _by_type(shares: Iterable[GradientShare]) -> list[list[GradientShare]]:
+    groups: dict[torch.dtype, list[GradientShare]] = {}
     for share in shares:
         groups.setdefault(share.gradient.dtype, []).append(share)
     return list(groups.values())

@@ -105,7 +105,7 @@ def _wait_for(modules: Iterable[Any]) -> None:
         module.unshard()
 
 
-class Share(NamedTuple):
+class GradientShare(NamedTuple):
     """What this process adds to the gradient of one parameter."""
 
     parameter: nn.Parameter
@@ -116,7 +116,7 @@ class Share(NamedTuple):
     """Whether each replica gets its rows of the sum, and not all of it."""
 
 
-def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
+def take_shares(layers: Sequence[nn.Module]) -> list[GradientShare]:
     """Take the gradients of trained parameters out of ``.grad``, and release the whole parameters.
 
     A parameter without a gradient had no part in this iteration here; others wait for its zeros.
@@ -134,7 +134,10 @@ def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
         for number, layer in enumerate(layers)
         for name, parameter in layer.named_parameters()
     }
-    return [Share(after[name], gradient, sharded=after[name] is not parameter) for name, parameter, gradient in whole]
+    return [
+        GradientShare(after[name], gradient, sharded=after[name] is not parameter)
+        for name, parameter, gradient in whole
+    ]
 
 
 def complete_gradients(layers: Iterable[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Tied parameters: one `Parameter` in several layers, such as an embedding that is the output head too.
+"""TiedParameter parameters: one `Parameter` in several layers, such as an embedding that is the output head too.
 
 On one rank autograd adds up what all its layers give to the gradient. Where its layers lie on several ranks, each of
 them holds a copy: their gradients are summed at the end of an iteration, so that all copies take the same step.
@@ -23,7 +23,7 @@ SumOver = Callable[[tuple[int, ...], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tied:
+class TiedParameter:
     """A parameter whose layers lie on several pipeline ranks.
 
     Attributes
@@ -39,7 +39,7 @@ class Tied:
     parameter: nn.Parameter
 
 
-def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
+def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
     """Trained parameters that a layout divides over several ranks.
 
     Raises
@@ -76,7 +76,7 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
             )
         ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
         if everywhere == {False} and len(ranks) > 1:
-            found.append(Tied(names, ranks, first))
+            found.append(TiedParameter(names, ranks, first))
     return tuple(found)
 
 
@@ -112,7 +112,7 @@ def sums_over_ranks(
     return sum_over
 
 
-def sum_tied(tied: Iterable[Tied], sum_over: SumOver) -> None:
+def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver) -> None:
     """Sum the gradients of tied parameters of this rank; all ranks that hold them call it together."""
     by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for each in tied:
