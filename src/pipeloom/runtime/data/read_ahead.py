@@ -20,7 +20,7 @@ from pipeloom.spec import Batch
 
 
 @dataclass(frozen=True)
-class Coming:
+class UpcomingBatch:
     """A global batch, as a rank's loader gave it. Its metadata is counted when it is first asked for."""
 
     samples: Sequence[Any]
@@ -54,7 +54,7 @@ class Coming:
         return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
-class Ahead:
+class ReadAhead:
     """Reads batches one after the other, and some of them before they are taken.
 
     Parameters
@@ -68,22 +68,22 @@ class Ahead:
     ) -> None:
         self.source = iter(batches)
         self._next, self._describe, self._more = first_iteration, describe, more
-        self._read: deque[Coming] = deque()
+        self._read: deque[UpcomingBatch] = deque()
         self._ended = False
 
     @property
-    def following(self) -> Coming | None:
+    def following(self) -> UpcomingBatch | None:
         """The batch after the one that was taken last, where it was read already."""
         return self._read[0] if self._read else None
 
-    def take(self) -> Coming | None:
+    def take(self) -> UpcomingBatch | None:
         """The next batch; None after the last."""
         while not self._ended and len(self._read) <= self._more:
             samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
                 self._ended = True
             else:
-                self._read.append(Coming(samples, self._next, self._describe))
+                self._read.append(UpcomingBatch(samples, self._next, self._describe))
                 self._next += 1
         return self._read.popleft() if self._read else None
 
@@ -92,20 +92,20 @@ class Ahead:
 _AT_ONCE = 8 * 1024
 
 
-def tell_dealing(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
-    """Send how the next batch is dealt from rank 0, whose planner was asked, to all ranks of all replicas.
+def broadcast_assignment(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
+    """Broadcast the planner's assignment of the next batch's samples to replicas from rank 0 to all ranks.
 
     Parameters
     ----------
     delivery : Delivery or None
-        On rank 0: what was delivered for this iteration.
+        On rank 0, the planner's delivery for this iteration.
 
     Returns
     -------
     tuple of int
-        The replica of every sample, on all ranks the same; empty where the planner has not said.
+        The replica of every sample, the same on all ranks. Empty if the planner did not assign them.
     """
-    dealt = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
-    with together(f"iteration {iteration}: how the next batch is dealt"):
-        data = broadcast_bytes(dealt, at_once=_AT_ONCE)
+    assignment = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
+    with together(f"iteration {iteration}: assigning the next batch to replicas"):
+        data = broadcast_bytes(assignment, at_once=_AT_ONCE)
     return msgspec.msgpack.decode(data, type=tuple[int, ...])

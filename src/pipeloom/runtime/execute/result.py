@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
+from pipeloom.runtime.launch.coordination import SharedClock
+from pipeloom.runtime.launch.host_links import find_hosts
 from pipeloom.runtime.model.membership import Membership
 from pipeloom.spec import Batch, Layout
 
@@ -225,7 +227,7 @@ class _Times(NamedTuple):
         return np.where(ran, ratio / most, 1.0)
 
 
-class Replicas:
+class ReplicaCorrections:
     """What all ranks know of the corrections of all replicas: sums over all ranks, in which each first rank has a row.
 
     Attributes
@@ -258,6 +260,43 @@ class Replicas:
             )
             for row in sums.reshape(self._shape).tolist()
         )
+
+
+class Calibration:
+    """What a rank learns of costs in training: its own replica's corrections, and those of all replicas.
+
+    All ranks of the default group make one together.
+
+    Attributes
+    ----------
+    calibrator : Calibrator
+        Learns on the first rank of each replica.
+    replicas : ReplicaCorrections
+        Corrections of all replicas, on all ranks.
+    """
+
+    def __init__(self, layout: Layout, membership: Membership) -> None:
+        hosts, self._pipeline = find_hosts(), membership.collectives
+        members = range(len(hosts)) if self._pipeline is None else dist.get_process_group_ranks(self._pipeline)
+        self._hosts = tuple(hosts[rank] for rank in members) if max(hosts) else ()
+        """Host of each rank of this replica's pipeline. Empty on a single host."""
+        self.calibrator = Calibrator(Correction(hosts=self._hosts))
+        self.replicas = ReplicaCorrections(layout)
+        self._clock = SharedClock(self._pipeline)
+
+    def resume(
+        self, known: Correction, num_measured: int, learned: Calibrator | None = None, *, same_layout: bool
+    ) -> None:
+        """Continue from the corrections of a checkpoint, or from ``learned`` if it is given."""
+        # Speeds of ranks do not carry over to another layout, nor links to other hosts.
+        slowness = known.slowness if same_layout else ()
+        links = known.links if known.hosts == self._hosts else ()
+        correction = Correction(known.modules, known.link, slowness, self._hosts, links)
+        self.calibrator = learned or Calibrator(correction, num_measured)
+
+    def gather(self, plan: ExecutionPlan | RankPlan, moments_ns: Sequence[int], cpu_ns: int) -> Measured | None:
+        """Call `gather_times` over this replica's pipeline, with the clocks of its hosts aligned."""
+        return gather_times(plan, moments_ns, cpu_ns, self._pipeline, self._clock.offset_ns())
 
 
 class Calibrator:

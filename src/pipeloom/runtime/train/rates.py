@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 ``module.layer.parameter``, and the parameter."""
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 """From a rank's optimiser to its scheduler, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
-Evaluations = Sequence[tuple[int, float]]
-"""Of every evaluation, after how many iterations it was made, and the loss."""
 
 
 def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
@@ -58,6 +56,8 @@ class Rates:
 
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._make, self._optimizer = make, optimizer
+        self.evaluations: tuple[tuple[int, float], ...] = ()
+        """Iteration and loss of every evaluation so far."""
         self._scheduler: LRScheduler | None = None
         self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         if make is not None:
@@ -65,8 +65,8 @@ class Rates:
                 # A checkpoint may have another one.
                 group.setdefault("initial_lr", float(group["lr"]))
 
-    def begin(self, iteration: int, evaluations: Evaluations = ()) -> None:
-        """Come to an iteration, after the optimiser's own state was read."""
+    def begin(self, iteration: int) -> None:
+        """Set the rates of an iteration, after the optimizer's own state was loaded."""
         if self._make is None or self._optimizer is None:
             return
         for group in self._groups:
@@ -84,9 +84,9 @@ class Rates:
             # The steps of the optimiser were taken before.
             warnings.simplefilter("ignore")
             if isinstance(made, ReduceLROnPlateau):
-                for after, loss in evaluations:
+                for after, loss in self.evaluations:
                     if after <= iteration:
-                        self.evaluated(loss)
+                        made.step(loss)
                 return
             for _ in range(iteration):
                 made.step()
@@ -96,8 +96,9 @@ class Rates:
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
 
-    def evaluated(self, loss: float) -> None:
-        """After every evaluation."""
+    def evaluated(self, iteration: int, loss: float) -> None:
+        """Record the loss of an evaluation after an iteration, and pass it to a `ReduceLROnPlateau`."""
+        self.evaluations = (*self.evaluations, (iteration, loss))
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError, check_positive
-from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
-from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.plan import BACKENDS, Answer, Backend, Delivery, backend_of, verify
 from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.checkpoint.save_pretrained import save_pretrained
@@ -27,30 +26,21 @@ from pipeloom.runtime.checkpoint.saver import Saver
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, close_reading
-from pipeloom.runtime.data.read_ahead import Ahead, Coming, tell_dealing
+from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast_assignment
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import ExecutorOptions
-from pipeloom.runtime.execute.result import Calibrator, Replicas, StepReport, gather_times
-from pipeloom.runtime.launch.coordination import (
-    FirstPlan,
-    HandedOut,
-    Patience,
-    SameBatch,
-    SharedClock,
-    hand_out,
-    together,
-)
-from pipeloom.runtime.launch.host_links import find_hosts
+from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
+from pipeloom.runtime.launch.coordination import FirstPlan, HandedOut, Patience, SameBatch, hand_out, together
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
 from pipeloom.runtime.model.model import Model, user_code
-from pipeloom.runtime.model.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.model.tied import sums_over_ranks
 from pipeloom.runtime.model.weights import give_memory, give_weights
 from pipeloom.runtime.train.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.train.evaluate import Evaluated, Evaluator, PlanForwards
-from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
+from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
+from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.spec import Batch, Layout
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +84,7 @@ class _Asked(NamedTuple):
     ``whole`` is the batch of all replicas, ``samples`` and ``batch`` are this one's share.
     """
 
-    whole: Coming
+    whole: UpcomingBatch
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
@@ -182,8 +172,6 @@ class Trainer:
 
     Attributes
     ----------
-    rank : int
-        Of this process in the default group.
     membership : Membership
         Its pipeline rank, replica and groups.
     """
@@ -198,11 +186,8 @@ class Trainer:
         optimizer: MakeOptimizer,
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
-        self.options, self.device = options, torch.device(options.device)
-        self._backend = BACKENDS[backend_of(self.device.type if options.transport == "direct" else "cpu")]
-        self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
-        self._is_planner_rank = self.membership.is_planner_rank
-        self.model, self.layout = model, layout
+        self.options, self.model, self.layout = options, model, layout
+        self.membership = join_groups(layout, options.timeout_s, self.device.type)
         self._running = self._make_running()
         self._planner, self._describe = planner, describe or model.describe
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
@@ -222,32 +207,40 @@ class Trainer:
                 tensor_group=self.membership.tensor_group,
             ),
         )
-        trained = self._executor.trained_parameters()
-        self._parameters = [parameter for _, parameter in trained]
-        self._counted = counted_parameters(
-            self._executor.named_parameters(),
-            layout,
-            Position(self.membership.stage, self.membership.replica, self.membership.tensor_rank),
-            self._executor.held_before,
-        )
         if options.count_flops and layout.parallelism.tensor == 1:
             self._executor.flops = FlopCounts(layout)
-        self._optimizer = make_optimizer(optimizer, trained)
-        self._rates = Rates(options.scheduler, self._optimizer)
-        self._averages = None if options.ema_decay is None else Averages(trained, options.ema_decay)
-        self._evaluator: Evaluator | None = None
-        self._evaluations: tuple[tuple[int, float], ...] = ()
-        hosts = find_hosts()
-        # Of this replica's pipeline, nothing where there is one host.
-        pipeline = self.membership.collectives
-        members = range(len(hosts)) if pipeline is None else dist.get_process_group_ranks(pipeline)
-        self._hosts = tuple(hosts[each] for each in members) if max(hosts) else ()
-        self._calibrator = Calibrator(Correction(hosts=self._hosts))
-        self._learned_of = Replicas(layout)
-        self._clock = SharedClock(self.membership.collectives)
-        self._saver = Saver(
-            options.checkpoints, self._executor, self._optimizer, self._averages, options.record, options.on_checkpoint
+        self._update = WeightUpdate(
+            self._executor,
+            self.membership,
+            optimizer,
+            options.scheduler,
+            ema_decay=options.ema_decay,
+            clip_norm=options.clip_norm,
         )
+        self._evaluator: Evaluator | None = None
+        self._calibration = Calibration(layout, self.membership)
+        self._saver = Saver(
+            options.checkpoints,
+            self._executor,
+            self._update.optimizer,
+            self._update.averages,
+            options.record,
+            options.on_checkpoint,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this process computes."""
+        return torch.device(self.options.device)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the default group."""
+        return dist.get_rank()
+
+    @property
+    def _backend(self) -> Backend:
+        return BACKENDS[backend_of(self.device.type if self.options.transport == "direct" else "cpu")]
 
     def _make_running(self) -> Model:
         """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
@@ -273,7 +266,7 @@ class Trainer:
     @property
     def learned(self) -> Calibrator:
         """What was learned of costs while training ran, on the first rank of each replica."""
-        return self._calibrator
+        return self._calibration.calibrator
 
     def resume(self, learned: Calibrator | None = None) -> int:
         """Read the newest checkpoint; all ranks call it together, before `run`.
@@ -296,13 +289,9 @@ class Trainer:
         state = self._saver.load(must=self.options.resumes)
         if state is None:
             return 0
-        self._evaluations = state.evaluations
-        known = state.correction
-        # Ranks of another layout are others, and so are links of other hosts.
-        slowness = known.slowness if state.layout == self.layout.digest else ()
-        links = known.links if known.hosts == self._hosts else ()
-        correction = Correction(known.modules, known.link, slowness, self._hosts, links)
-        self._calibrator = learned or Calibrator(correction, state.num_measured)
+        self._update.rates.evaluations = state.evaluations
+        same_layout = state.layout == self.layout.digest
+        self._calibration.resume(state.correction, state.num_measured, learned, same_layout=same_layout)
         return state.iteration
 
     def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:
@@ -315,7 +304,7 @@ class Trainer:
             samples twice and others never.
         """
         source = iter(bound(batches, self.model))
-        return self._saver.skip_trained(source, count, lambda b, i: Coming(b, i, self._describe).digest)
+        return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
         """Train on every batch, yielding a report after each.
@@ -337,21 +326,22 @@ class Trainer:
             When a rank cannot run its plan or another rank has died.
         """
         # Where there are replicas, a batch is dealt while the one before it is planned.
-        ahead = Ahead(
+        ahead = ReadAhead(
             bound(batches, self.model), first_iteration, self._describe, int(self.membership.num_replicas > 1)
         )
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
         same: SameBatch | None = None
-        self._rates.begin(first_iteration, self._evaluations)
+        self._update.rates.begin(first_iteration)
+        is_planner_rank = self.membership.is_planner_rank
         try:
-            if self._is_planner_rank:
+            if is_planner_rank:
                 self._planner.start()
             asked = self._submit(ahead.take(), (), ahead.following)
             while True:
                 begin = time.monotonic()
                 following = None if asked is None else ahead.take()
-                delivery = self._planner.collect(iteration) if self._is_planner_rank and asked is not None else None
+                delivery = self._planner.collect(iteration) if is_planner_rank and asked is not None else None
                 if first is not None:
                     first.wait()
                     first = None
@@ -362,9 +352,9 @@ class Trainer:
                 if asked is None:
                     return
                 given = self._hand_out(asked.batch, delivery, iteration == first_iteration)
-                dealt = tell_dealing(delivery, iteration) if self.membership.num_replicas > 1 else ()
+                assignment = broadcast_assignment(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
-                current, asked = asked, self._submit(following, dealt, ahead.following)
+                current, asked = asked, self._submit(following, assignment, ahead.following)
                 same = self._same_batch(asked, first_iteration)
                 report = self._step(current, delivery, given)
                 yield replace(report, step_s=time.monotonic() - begin)
@@ -386,7 +376,7 @@ class Trainer:
             self._executor.loader.close()
             if first is not None:
                 first.cancel()
-            if self._is_planner_rank:
+            if is_planner_rank:
                 self._planner.close()
 
     def evaluate(
@@ -425,13 +415,13 @@ class Trainer:
         if self._evaluator is None:
             loads, described = self.options.loads, self._describe
             self._evaluator = Evaluator(self._executor, self.model, self.membership, described, loads)
-        if averaged and self._averages is None:
-            raise InputError("averaged", "is asked for, and no average is kept", "give options.ema_decay")
-        with nullcontext() if not averaged or self._averages is None else self._averages.in_place():
-            found = self._evaluator.run(batches, plan, iteration, most)
-        self._evaluations = (*self._evaluations, (iteration, found.loss))
-        self._rates.evaluated(found.loss)
-        return replace(found, weights="ema" if averaged else "trained")
+        averages = self._update.averages
+        if averaged and averages is None:
+            raise InputError("averaged", "is set, but no average is kept", "give options.ema_decay")
+        with nullcontext() if not averaged or averages is None else averages.in_place():
+            result = self._evaluator.run(batches, plan, iteration, most)
+        self._update.rates.evaluated(iteration, result.loss)
+        return replace(result, weights="ema" if averaged else "trained")
 
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate the whole model.
@@ -486,25 +476,27 @@ class Trainer:
             # Of all replicas together: their number may be another when training goes on.
             asked.whole.digest,
             self.layout.digest,
-            self._calibrator.num_measured,
-            self._calibrator.correction,
-            self._evaluations,
+            self.learned.num_measured,
+            self.learned.correction,
+            self._update.rates.evaluations,
             origin="" if self.model.pretrained is None else self.model.pretrained.origin,
         )
 
-    def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
+    def _submit(
+        self, whole: UpcomingBatch | None, assignment: tuple[int, ...], following: UpcomingBatch | None
+    ) -> _Asked | None:
         """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
         if whole is None:
             return None
-        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, dealt)
+        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, assignment)
         own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
-        asked = _Asked(whole, own, whole.batch.part(mine), self._calibrator.correction)
-        if self._is_planner_rank:
-            deals = following is not None and len(following.samples) >= self.membership.num_replicas
-            if deals and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
-                # What is wrong with it is told by all ranks when its time has come.
+        asked = _Asked(whole, own, whole.batch.part(mine), self.learned.correction)
+        if self.membership.is_planner_rank:
+            assigns = following is not None and len(following.samples) >= self.membership.num_replicas
+            if assigns and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
+                # All ranks report an invalid batch when its iteration comes.
                 with suppress(InputError):
-                    self._planner.look_ahead(following.batch, self._learned_of.corrections)
+                    self._planner.look_ahead(following.batch, self._calibration.replicas.corrections)
             self._planner.submit(asked.batch, asked.correction)
         return asked
 
@@ -535,12 +527,13 @@ class Trainer:
         done = torch.tensor(
             0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64
         )
-        sums = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
-        totals = torch.cat((sums, self._learned_of.row(self.membership, self._calibrator.correction)))
+        sums = torch.stack((loss, self._update.gradient_squares(), done))
+        replicas = self._calibration.replicas
+        totals = torch.cat((sums, replicas.row(self.membership, self.learned.correction)))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = totals[1].sqrt()
-        self._learned_of.take(totals[len(sums) :])
+        replicas.take(totals[len(sums) :])
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
@@ -548,17 +541,15 @@ class Trainer:
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
                     "or look for the sample that does it"
                 )
-        learning_rate = self._rates.now
-        self._update(norm)
+        learning_rate = self._update.rates.now
+        self._update.step(norm)
         with together(f"iteration {batch.iteration}: measured times"):
             plan = given.plan if delivery is None else delivery.answer.plan
-            measured = gather_times(
-                plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
-            )
+            measured = self._calibration.gather(plan, result.moments_ns, cpu_ns)
         makespan, share, answer = 0, 0.0, None if delivery is None else delivery.answer
         if measured is not None and answer is not None:
             makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
-            self._calibrator.learn(answer, correction, measured)
+            self.learned.learn(answer, correction, measured)
         return StepReport(
             iteration=batch.iteration,
             loss=float(totals[0]),
@@ -570,26 +561,15 @@ class Trainer:
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
             answer=answer,
-            batch=batch if self._is_planner_rank else None,
+            batch=batch if self.membership.is_planner_rank else None,
             correction=correction,
-            replicas=self._learned_of.corrections,
+            replicas=replicas.corrections,
             measured=measured,
             learning_rate=learning_rate,
             flops=float(totals[2]),
             num_tokens=sum(sample.sequence_tokens for sample in asked.whole.batch.samples),
             num_skipped=getattr(asked.whole.samples, "num_skipped", 0),
         )
-
-    def _update(self, norm: torch.Tensor) -> None:
-        if self._optimizer is None:
-            return
-        if self.options.clip_norm is not None:
-            limit_gradients(self._parameters, norm, self.options.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._rates.step()
-        if self._averages is not None:
-            self._averages.update()
 
 
 def _check_serial(answer: Answer) -> None:
