@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeloom.runtime.data.contents import contents_digest
-from pipeloom.runtime.data.read_ahead import UpcomingBatch
+from pipeloom.runtime.data.read_ahead import UpcomingBatch, contents_digest
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.digests import write_digests
 from pipeloom.runtime.checkpoint.resume import TrainerState
-from pipeloom.runtime.data.contents import batch_digest
+from pipeloom.runtime.data.read_ahead import batch_digest
 from tests.cases import random_batch
 
 from .cases import random_run

@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,8 +26,8 @@ from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.checkpoint.ema import Averages
 from pipeloom.runtime.checkpoint.replicas import Copies, find_copies
-from pipeloom.runtime.checkpoint.saving import Saving
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.turns import short_turns
 
 T = TypeVar("T")
 
@@ -58,6 +60,50 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origin: str = ""
     """Where the model came from before it was trained, see `pipeloom.runtime.model.pretrained.Pretrained`."""
     format: str = "pipeloom.trainer/1"
+
+
+class Saving:
+    """A checkpoint that is being written beside training; it holds copies of all that it writes.
+
+    Parameters
+    ----------
+    iteration : int
+        With which to go on from it.
+    write : callable
+        Writes it, and returns its folder.
+    asynchronous : bool
+        Write in a thread of its own; False: at once.
+    """
+
+    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
+        self.iteration, self._written = iteration, Future[Path]()
+        if asynchronous:
+            threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+        else:
+            self._written.set_result(write())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the checkpoint is written or has failed."""
+        return self._written.done()
+
+    def wait(self) -> Path:
+        """Return the folder of the checkpoint once it is complete.
+
+        Raises
+        ------
+        PipeloomError
+            It could not be written.
+        """
+        return self._written.result()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            with short_turns():
+                path = write()
+            self._written.set_result(path)
+        except BaseException as error:  # raised where the checkpoint is waited for
+            self._written.set_exception(error)
 
 
 @dataclass(frozen=True)

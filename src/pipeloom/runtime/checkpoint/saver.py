@@ -11,8 +11,7 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
-from pipeloom.runtime.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.resume import Checkpoints, Saving, TrainerState
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -133,17 +134,12 @@ def next_samples(source: Iterator[Sequence[Any]], named: str) -> Sequence[Any] |
         When it gives None: that is no end, and training would end early without a word.
     """
     try:
-        given = next(source)
+        samples: Sequence[Any] | None = next(source)
     except StopIteration:
         return None
-    found: Sequence[Any] = _given(given, named)
-    return found
-
-
-def _given(batch: Any, named: str) -> Any:
-    if batch is None:
-        raise InputError(named, "is None, not a batch", "give samples, or end the loop where there are no more")
-    return batch
+    if samples is None:
+        raise InputError(named, "is None, not a batch", "yield samples, or end the loop after the last batch")
+    return samples
 
 
 def idle_modules(model: Model, metadata: Iterable[Batch]) -> list[str]:
@@ -201,7 +197,7 @@ class Prefetched:
                 known = ", ".join(Sample.__struct_fields__)
                 raise InputError(f"sizes[{name!r}]", "is no field of the metadata", f"there are {known}")
         self._loader, self._depth = loader, depth
-        self._describe = describe if describe is not None else _Rules(dict(sizes or {}))
+        self._describe = describe if describe is not None else partial(_apply_rules, dict(sizes or {}))
 
     def __iter__(self) -> Reading:
         """Begin to read."""
@@ -209,35 +205,23 @@ class Prefetched:
         return Reading(iter(self._loader), self._describe, self._depth)
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """The ``describe`` that sizes make."""
-
-    sizes: Mapping[str, Rule]
-
-    def __call__(self, sample: Any) -> dict[str, Any]:
-        return {
-            name: rule.of(sample, name in _LISTS) if isinstance(rule, Size) else rule(sample)
-            for name, rule in self.sizes.items()
-        }
-
-
-@dataclass(slots=True)
-class _Failure:
-    error: BaseException
-
-
-_END = object()
+def _apply_rules(sizes: Mapping[str, Rule], sample: Any) -> dict[str, Any]:
+    """Return the metadata of a sample by the rules of `Prefetched`."""
+    return {
+        name: rule.of(sample, name in _LISTS) if isinstance(rule, Size) else rule(sample)
+        for name, rule in sizes.items()
+    }
 
 
 @dataclass
 class _Shared:
-    """What the thread and its reader have in common; the thread must not hold the reader itself."""
+    """State of a reading that its thread uses. The thread must not reference the `Reading` itself."""
 
-    source: Iterator[Iterable[Any]] | None
+    source: Iterator[Any] | None
     describe: Describe | None
-    """None: the source gives described batches."""
-    batches: queue.Queue[Any]
+    """None if the source yields described batches."""
+    batches: queue.Queue[DescribedBatch | BaseException]
+    """Batches, then the exception that ended reading: `StopIteration` after the last batch."""
     stopped: threading.Event = field(default_factory=threading.Event)
 
 
@@ -256,13 +240,11 @@ class Reading(Iterator[DescribedBatch]):
         """The next batch; what the loader raised is raised here, with its traceback."""
         if self._ended:
             raise StopIteration
-        found = self._shared.batches.get()
-        if isinstance(found, DescribedBatch):
-            return found
+        batch = self._shared.batches.get()
+        if isinstance(batch, DescribedBatch):
+            return batch
         self.close()
-        if isinstance(found, _Failure):
-            raise found.error
-        raise StopIteration
+        raise batch
 
     def close(self) -> None:
         """End the thread, and let go of the loader and of what was read."""
@@ -285,30 +267,36 @@ def _close_source(source: object) -> None:
 
 
 def _read(shared: _Shared) -> None:
-    found: Any = None
-    while not shared.stopped.is_set() and isinstance(found, DescribedBatch | None):
+    batch: DescribedBatch | BaseException | None = None
+    while not shared.stopped.is_set() and not isinstance(batch, BaseException):
         try:
-            found = _next_batch(shared)
+            batch = _next_batch(shared)
         except BaseException as error:
-            found = _Failure(error)
+            batch = error
         while not shared.stopped.is_set():
             try:
-                shared.batches.put(found, timeout=_POLL_S)
+                shared.batches.put(batch, timeout=_POLL_S)
                 break
             except queue.Full:
                 continue
 
 
-def _next_batch(shared: _Shared) -> Any:
-    """The next batch with its metadata, or the end."""
+def _next_batch(shared: _Shared) -> DescribedBatch:
+    """Return the next batch with its metadata.
+
+    Raises
+    ------
+    StopIteration
+        There are no more batches.
+    """
     assert shared.source is not None
-    try:
-        given = next(shared.source)
-    except StopIteration:
-        return _END
     if shared.describe is None:
-        return given
-    batch = DescribedBatch(_given(given, "what the loader gives"))
+        described: DescribedBatch = next(shared.source)
+        return described
+    samples = next_samples(shared.source, "what the loader gives")
+    if samples is None:
+        raise StopIteration
+    batch = DescribedBatch(samples)
     rows = []
     for place, sample in enumerate(batch):
         try:

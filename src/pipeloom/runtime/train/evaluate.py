@@ -22,9 +22,9 @@ from torch import nn
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.batches import bound
-from pipeloom.runtime.data.contents import batch_digest
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
+from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import SameBatch, hand_out, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
