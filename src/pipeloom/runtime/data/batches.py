@@ -23,31 +23,31 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a dataset, for `fit` and `Trainer`; every rank iterates them, and loads what its layers need.
+    """Batches of a dataset for `fit` and `Trainer`. Every rank iterates them and loads what its layers need.
 
-    Which samples are in a batch follows from its number, the seed and the number of samples alone: not from the number
-    of ranks, and not from what was read before. So a resumed run begins with any batch at once, and its checkpoint need
-    hold no more than the iteration.
+    The samples of a batch depend only on the batch number, the seed and the number of samples, not on the number of
+    ranks or on earlier reads. A resumed run therefore starts at any batch at once, and its checkpoint stores only the
+    iteration.
 
     Parameters
     ----------
     batch : int
-        Samples of a batch. The last of all may have fewer.
+        Number of samples of a batch. The last batch may have fewer.
     shuffle : bool
-        Every pass over the data in an order of its own.
+        Shuffle every pass over the data differently.
     seed : int
-        From which the orders are drawn.
+        Seed of the orders.
     epochs : int
-        Passes over the data. A batch goes over the end of one into the next.
+        Number of passes over the data. A batch may contain the end of one pass and the beginning of the next.
     limit : int or None
-        So many batches at most.
+        Largest number of batches. None is no limit.
     skip_corrupt : bool
-        Leave samples out whose sizes cannot be read, on all ranks alike; the batch then has fewer. Else they end
-        training.
+        Skip samples whose sizes cannot be read, on all ranks alike. The batch then has fewer samples. False ends
+        training at such a sample.
     depth : int
-        Batches that wait at most, described.
+        Largest number of described batches that wait.
     first : int
-        Number of the batch to begin with.
+        Number of the batch to start with.
     """
 
     dataset: Dataset
@@ -62,7 +62,7 @@ class Batches:
     first: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what gives no batch."""
+        """Raise `InputError` for values that yield no batch."""
         for name in ("batch", "epochs", "depth"):
             check_count(name, getattr(self, name))
         if self.limit is not None:
@@ -71,16 +71,16 @@ class Batches:
             raise InputError("dataset", "has no samples", "give at least one")
 
     def __len__(self) -> int:
-        """How many batches there are, beginning with the first of all."""
+        """Return the total number of batches, counted from batch 0."""
         every = -(-self.epochs * len(self.dataset) // self.batch)
         return every if self.limit is None else min(every, self.limit)
 
     def __iter__(self) -> Reading:
-        """Begin to describe batches ahead, in a thread."""
+        """Start to describe batches ahead in a thread."""
         return Reading(self._described(), None, self.depth)
 
     def members(self, number: int) -> list[tuple[int, int]]:
-        """The pass and the sample of every place in a batch."""
+        """Return the pass and the sample number of every place in a batch."""
         size, end = len(self.dataset), self.epochs * len(self.dataset)
         places = range(number * self.batch, min((number + 1) * self.batch, end))
         return [
@@ -109,7 +109,8 @@ class Batches:
                     _LOG.warning("batch %d: skipped %s: %s", number, error.entity, error.problem)
                 continue
             name = str(row.get("id", index))
-            # The end of a pass and the beginning of the next may have the same sample, and two samples one name.
+            # The end of one pass and the beginning of the next may contain the same sample, and two samples may share
+            # an id.
             names = (name, f"{name}#{epoch}")
             row["id"] = next((each for each in names if each not in seen), f"{name}#{epoch}.{index}")
             seen.add(row["id"])
@@ -134,7 +135,7 @@ def _order(size: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int6
 
 
 def bound(batches: Iterable[Sequence[Any]], model: Model) -> Iterable[Sequence[Any]]:
-    """Batches of a `Dataset` told the model; others as they are."""
+    """Bind batches of a `Dataset` to the model. Return other batches unchanged."""
     if isinstance(batches, Batches):
         return dataclasses.replace(batches, dataset=batches.dataset.bind(model))
     return batches

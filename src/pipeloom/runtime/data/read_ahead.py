@@ -1,4 +1,4 @@
-"""Batches that were read and are not trained on yet, and how the replicas learn who trains on what."""
+"""Batches that are read ahead, their digests, and the assignment of samples to replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeloom.spec import Batch
 
 @dataclass(frozen=True)
 class UpcomingBatch:
-    """A global batch, as a rank's loader gave it. Its metadata is counted when it is first asked for."""
+    """A global batch of this rank's loader. Its metadata is computed on first use."""
 
     samples: Sequence[Any]
     iteration: int
@@ -32,12 +32,12 @@ class UpcomingBatch:
 
     @cached_property
     def batch(self) -> Batch:
-        """Its metadata.
+        """Metadata of the batch.
 
         Raises
         ------
         InputError
-            When it is impossible; the iteration is named.
+            The metadata is invalid. The error names the iteration.
         """
         try:
             return batch_of(self.samples, self.describe, self.iteration)
@@ -46,11 +46,13 @@ class UpcomingBatch:
 
     @cached_property
     def digest(self) -> str:
-        """By which ranks compare what they have read."""
+        """Digest by which ranks compare the ids and sizes that they have read."""
         return batch_digest(self.batch)
 
     def compared(self, contents: bool) -> str:
-        """By which ranks compare it, with what is in its samples where that is asked for."""
+        """Return the digest by which ranks compare the batch, with the contents of its samples if
+        ``contents`` is set.
+        """
         if not contents:
             return self.digest
         whole = f"{self.digest} {contents_digest(self.samples)}"
@@ -58,12 +60,12 @@ class UpcomingBatch:
 
 
 class ReadAhead:
-    """Reads batches one after the other, and some of them before they are taken.
+    """Reads batches in order, some of them before they are taken.
 
     Parameters
     ----------
     more : int
-        How many are read beyond the one that is taken.
+        Number of batches to read beyond the one that is taken.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class ReadAhead:
 
     @property
     def following(self) -> UpcomingBatch | None:
-        """The batch after the one that was taken last, where it was read already."""
+        """The batch after the last taken one, if it has been read already."""
         return self._read[0] if self._read else None
 
     def take(self) -> UpcomingBatch | None:
-        """The next batch; None after the last."""
+        """Return the next batch, or None after the last."""
         while not self._ended and len(self._read) <= self._more:
             samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
@@ -91,7 +93,7 @@ class ReadAhead:
         return self._read.popleft() if self._read else None
 
 
-# A replica's number for each of some thousands of samples.
+# A replica number for each of some thousands of samples.
 _AT_ONCE = 8 * 1024
 
 
@@ -119,15 +121,15 @@ class _Hash(Protocol):
 
 
 def batch_digest(batch: Batch) -> str:
-    """Return the digest of a batch's ids and sizes. The number of the iteration does not count."""
+    """Return the digest of a batch's ids and sizes. It does not depend on the iteration number."""
     content = msgspec.json.encode(msgspec.structs.replace(batch, iteration=0))
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 def contents_digest(samples: Sequence[Any]) -> str:
-    """Digest of all tensors, arrays, texts and numbers in samples, however deep in lists, mappings and objects.
+    """Return the digest of all tensors, arrays, texts and numbers in samples, nested in lists, mappings and objects.
 
-    What is none of these counts by its type alone. Samples of a `Dataset` are not loaded for it.
+    Other values count by their type only. Samples of a `Dataset` are not loaded.
     """
     digest = hashlib.blake2b(digest_size=12)
     _add(digest, list(samples), set())

@@ -1,4 +1,4 @@
-"""Loads samples of a `Dataset` ahead of the layers that take them, in the order in which a plan does."""
+"""Loads samples of a `Dataset` ahead of the layers that take them, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipeloom.runtime.model.model import Part
 
 
 class Loader:
-    """The threads in which a rank loads.
+    """The loading threads of a rank.
 
-    Threads, not processes: decoding and resizing let go of the interpreter, what is loaded need not be copied, and the
-    sizes that were counted in this process are at hand.
+    It uses threads rather than processes. Decoding and resizing release the interpreter's lock, loaded data need not be
+    copied, and this process has the sizes already.
 
     Parameters
     ----------
     workers : int
-        How many; 0: whoever takes a part loads it.
+        Number of threads. With 0, a part is loaded when it is taken.
     """
 
     def __init__(self, workers: int) -> None:
@@ -29,13 +29,13 @@ class Loader:
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """End the threads; `begin` starts others."""
+        """End the threads. `begin` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def begin(self, linked: LinkedPlan, samples: Sequence[Any]) -> Loads | None:
-        """Begin with what a plan takes first; None where there is nothing to load."""
+        """Start loading for a plan. Returns None if there is nothing to load."""
         if not any(isinstance(sample, LazySample) for sample in samples):
             return None
         if self.workers and self._pool is None:
@@ -44,25 +44,25 @@ class Loader:
 
 
 class Loads:
-    """Parts of one iteration that are being loaded; a few wait at most.
+    """Parts of one iteration that are being loaded. Only a few are loaded ahead.
 
     Parameters
     ----------
     samples : sequence
-        As ordered in the plan's batch.
+        The samples in the order of the plan's batch.
     ahead : int
-        Parts that are loaded, or being loaded, before they are taken.
+        Number of parts that are loaded before they are taken.
     """
 
     def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:
         self._pool, self._packing, self._samples, self._ahead = pool, linked.packing, samples, ahead
-        # In the order of their forwards; of several that take one part, the first asks for it.
+        # In the order of their forwards. If several units take one part, the first one loads it.
         self._coming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
         self._begun: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
         self._fill()
 
     def take(self, state: PartState) -> Part:
-        """Return a part, loaded; waits where it is not there yet."""
+        """Return a loaded part. Waits for it if necessary."""
         if self._pool is None:
             return load_part(self._make(state), state.module.name, state.contents, state.loss)
         while state not in self._begun:
@@ -72,7 +72,7 @@ class Loads:
         return with_loaded(part, {place: future.result() for place, future in futures.items()})
 
     def close(self) -> None:
-        """Give up what nobody will take any more."""
+        """Cancel loads that are not needed anymore."""
         for _, futures in self._begun.values():
             for future in futures.values():
                 future.cancel()

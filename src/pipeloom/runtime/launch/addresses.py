@@ -1,4 +1,4 @@
-"""Addresses and network interfaces of this host: which of several the other hosts reach it by."""
+"""Addresses and network interfaces of this host by which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_towards(other: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address by which another host, or this one, reaches this host, and its family.
+    """Return the address family and the address by which another host, or this one, reaches this host.
 
     Raises
     ------
     OSError
-        There is no way to it.
+        There is no route to the other host.
     """
     family, _, _, _, target = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -24,9 +24,10 @@ def address_towards(other: str) -> tuple[socket.AddressFamily, str]:
 
 
 def interface_towards(other: str) -> str | None:
-    """Return the name of the network interface with that address (IPv4 on Linux); None where it cannot be told.
+    """Return the name of the network interface with that address, or None if it is unknown.
 
-    Without being told, gloo takes the interface that the host's own name stands for: often the loopback device.
+    Supports IPv4 on Linux. By default gloo uses the interface of the host's own name, which is often the loopback
+    device.
     """
     try:
         family, own = address_towards(other)

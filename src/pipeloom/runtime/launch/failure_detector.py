@@ -1,8 +1,8 @@
-"""Ranks on several hosts that notice when one is lost, at once and by name.
+"""Detection of lost ranks on several hosts, at once and by name.
 
-What a rank waits for in a message of another, it waits for as long as messages may take. A connection that carries
-nothing tells sooner: the operating system closes it when the process ends, however that ends, and asks every other
-second whether the host is still there. That needs no turn of the interpreter, which compiling can hold for long.
+A rank waits for a message as long as the message timeout. An idle connection detects a loss earlier: the operating
+system closes it when the process ends for any reason, and probes every other second whether the host is still
+reachable. This needs no turn of the interpreter, which compiling can hold for long.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pipeloom.runtime.launch.addresses import address_towards
 
 _ADDRESS = "watch"
 _SECRET_BYTES, _WORD_BYTES = 32, 4
-# Words: a rank that is lost, one that has failed and said so, or the end of a rank in peace.
+# Control messages: the number of a lost rank, the number of a failed rank plus `_FAILED`, or the regular end of a rank.
 _FAILED, _ENDED = 1 << 31, (1 << 32) - 1
-# Seconds without a word, between questions, and how many go unanswered until a host is lost.
+# Seconds of silence, seconds between probes, and unanswered probes until a host counts as lost.
 _QUIET_S, _ASK_S, _MOST_ASKED = 2, 2, 3
 _JOIN_S = 120.0
-# Connections that have not said yet who they are.
+# Largest number of connections that have not yet identified themselves.
 _MOST_WAITING = 1024
 _PATIENCE_S = 1.0
 
 
 class Watch:
-    """Of the other ranks of a job.
+    """Detects the loss of other ranks of a job.
 
-    Rank 0 has a connection to every other, and tells all which is lost; then every rank ends.
+    Rank 0 has a connection to every other rank and reports a lost rank to all others. Then every rank exits.
     """
 
     def __init__(self, rank: int) -> None:
@@ -48,7 +48,7 @@ class Watch:
 
     @property
     def others(self) -> Collection[int]:
-        """Ranks at the other ends."""
+        """Ranks at the other ends of the connections."""
         return self._connections.keys()
 
     def add(self, rank: int, connection: socket.socket) -> None:
@@ -61,19 +61,19 @@ class Watch:
         self._connections[rank] = connection
 
     def start(self) -> None:
-        """Begin."""
+        """Start watching."""
         if self._connections:
             threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def end(self) -> None:
-        """Leave in peace: from now on this rank is missed by nobody, and misses nobody."""
+        """End regularly. From now on this rank neither reports others nor is reported."""
         self._ends = True
         self._tell(_ENDED)
 
     def fail(self, error: PipeloomError) -> str:
-        """What this rank has to say of an error: nothing where another rank is the cause, which has been told.
+        """Return this rank's message for an error. Empty if another rank caused it, which has been reported.
 
-        The others end without a word of this rank.
+        The other ranks then exit without a message about this rank.
         """
         if isinstance(error, ExecutionError) and self._connections and self._lost.wait(_PATIENCE_S):
             return ""
@@ -84,7 +84,7 @@ class Watch:
     def _tell(self, word: int, but: int = -1) -> None:
         for rank, connection in self._connections.items():
             if rank != but:
-                # One that is gone needs no word.
+                # A lost rank needs no message.
                 with suppress(OSError):
                     connection.sendall(word.to_bytes(_WORD_BYTES, "big"))
 
@@ -105,14 +105,14 @@ class Watch:
     def _miss(self, word: int, source: int) -> None:
         if self._ends:
             return
-        # A rank that fails says why; one that is gone is named once, by rank 0, or by all where that is the one.
+        # A failed rank prints its own error. A lost rank is reported once by rank 0, or by all if rank 0 is lost.
         if word < _FAILED and (self.rank == 0 or word == 0):
             problem = "is gone: its process or its host has ended, or cannot be reached"
             print_error(f"rank {word} {problem}")
         if self.rank == 0:
             self._tell(word, but=source)
         self._lost.set()
-        # The main thread may have noticed too; it ends the process in a better way.
+        # The main thread may notice too and exit with a better message.
         threading.Timer(2 * _PATIENCE_S, self._leave).start()
 
     def _leave(self) -> None:
@@ -121,7 +121,7 @@ class Watch:
 
 
 def watch(store: Any, rank: int, size: int) -> Watch:
-    """Begin to watch the other ranks; all ranks call it together, with a store that none but they can reach.
+    """Start to watch the other ranks. All ranks call it together, with a store that only they can reach.
 
     Raises
     ------
@@ -158,9 +158,9 @@ def watch(store: Any, rank: int, size: int) -> Watch:
 
 
 def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, socket.socket]]:
-    """Ranks that connect and know the secret, until none has for long.
+    """Yield ranks that connect and prove that they know the secret, until the time is over.
 
-    Whoever does not know it is none of us, and holds nobody up by saying it slowly, or nothing.
+    A connection without the secret is rejected. It cannot block others by sending slowly or not at all.
     """
     begun: dict[socket.socket, bytes] = {}
     give_up = time.monotonic() + _JOIN_S
@@ -201,7 +201,7 @@ def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, so
 
 
 def _accepted(listening: socket.socket) -> socket.socket | None:
-    """Who connects; None where he has gone again."""
+    """Return a new connection, or None if the other end has closed it again."""
     try:
         connection, _ = listening.accept()
     except OSError:
@@ -211,7 +211,7 @@ def _accepted(listening: socket.socket) -> socket.socket | None:
 
 
 def _piece(connection: socket.socket, most: int) -> bytes:
-    """What has come; nothing where the connection has ended."""
+    """Return the received bytes, or none if the connection has ended."""
     try:
         return connection.recv(most)
     except OSError:
@@ -219,7 +219,7 @@ def _piece(connection: socket.socket, most: int) -> bytes:
 
 
 def _read(connection: Any, size: int) -> bytes:
-    """So many bytes; fewer where the connection ends."""
+    """Read a number of bytes, or fewer if the connection ends."""
     found = b""
     while len(found) < size:
         try:

@@ -1,4 +1,4 @@
-"""The links of a run over several hosts, measured at its start: who is on which host, and what messages take."""
+"""Hosts and links of a run over several hosts, measured when it starts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pipeloom.runtime.launch.coordination import gather_hosts, together
 from pipeloom.spec import HostLink
 
 SIZES = (8, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the messages that are timed."""
+"""Sizes in bytes of the timed messages."""
 _REPEATS = 5
 _PAIR_S = 0.4
-"""A pair of ranks that took longer tries no larger message."""
+"""Seconds after which a pair of ranks tries no larger message."""
 
 
 def find_hosts() -> tuple[int, ...]:
-    """Number the hosts in the order of their first ranks; of every rank, its host's. All ranks call it together."""
+    """Return the host number of every rank.
+
+    Hosts are numbered in the order of their first ranks. All ranks call it together.
+    """
     with together("finding the hosts of all ranks"):
         names = gather_hosts()
     number: dict[bytes, int] = {}
@@ -30,27 +33,27 @@ def find_hosts() -> tuple[int, ...]:
 
 
 def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> tuple[HostLink, ...]:
-    """Time messages inside each host and between any two; all ranks of the default group call it together.
+    """Time messages inside each host and between any two hosts. All ranks of the default group call it together.
 
-    One pair of ranks stands for all pairs on its hosts. Pairs without a host in common are timed at once, so that time
-    grows with the number of hosts, not of their pairs.
+    One pair of ranks represents all pairs on its hosts. Pairs without a common host are timed at the same time, so that
+    the time grows with the number of hosts, not of pairs.
 
     Parameters
     ----------
     hosts : sequence of int
-        Of every rank, see `find_hosts`.
+        Host of every rank, see `find_hosts`.
     device : torch.device or str
-        On which messages begin and end, as in training.
+        Device of the message tensors, as in training.
 
     Returns
     -------
     tuple of HostLink
-        On all ranks the same; nothing for the inside of a host with one rank.
+        The links, the same on all ranks. A host with one rank has no inner link.
 
     Raises
     ------
     ExecutionError
-        Another rank is gone.
+        Another rank has ended.
     """
     rank, mine = dist.get_rank(), list[HostLink]()
     with together("measuring the links between hosts"):
@@ -68,7 +71,7 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
 
 
 def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, int]]]:
-    """Pairs of hosts with the ranks that are timed for them, those together that have no host in common."""
+    """Yield rounds of pairs of hosts with the ranks to time. Pairs of one round have no common host."""
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))}
     left = {
         (a, b): (ranks[a][0], ranks[b][0] if a != b else ranks[a][1])
@@ -86,7 +89,7 @@ def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, in
 
 
 def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int, float]]:
-    """Send messages there and back; on the rank that leads, bytes and the seconds of one way."""
+    """Send messages back and forth. Returns bytes and seconds of one direction, valid on the leading rank."""
     begin, found = time.perf_counter(), list[tuple[int, float]]()
     for size in SIZES:
         there, back = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
@@ -101,7 +104,7 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append((time.perf_counter() - since) / 2)
-        # The first one warms up.
+        # The first exchange is a warm-up.
         found.append((size, median(seconds[1:])))
         more = torch.tensor([int(time.perf_counter() - begin < _PAIR_S)], device=device)
         if leads:
