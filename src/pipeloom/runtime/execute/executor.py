@@ -1,4 +1,4 @@
-"""The executor: one rank's actions of any plan, one after the other, over any transport."""
+"""The executor runs one rank's actions of any plan in order, over any transport."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class Executor:
     Parameters
     ----------
     model : Model
-        Only the layers of this rank's chunks are used, and moved to ``device``; on ``meta``, they are given weights.
+        The model. Only the layers of this rank's chunks are used. They are moved to ``device``, and get weights if
+        they are on ``meta``.
     options : ExecutorOptions
-        Sums over ranks, precision, timeout, random numbers.
+        Gradient sums over ranks, precision, timeout, random numbers.
 
     Attributes
     ----------
     tied : tuple of TiedParameter
         Parameters of this rank that other ranks hold too.
     flops : FlopCounts or None
-        Given, it counts the operations of forwards.
+        If set, counts the operations of forwards.
     """
 
     iteration_type: type[Iteration] = Iteration
-    """What the verbs of its plans do."""
+    """Class that implements the verbs of plans."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Executor:
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
         self._linker = Linker(layout, model, rank, encoder_dp)
         self.layers: dict[int, list[nn.Module]] = {}
-        """Per chunk of this rank, its layers."""
+        """Layers of each chunk of this rank."""
         for number, chunk in enumerate(layout.chunks):
             if chunk.rank == rank:
                 module = model.module(chunk.module)
@@ -109,7 +110,7 @@ class Executor:
                 self.layers[number] = layers
         every = [layer for layers in self.layers.values() for layer in layers]
         self.has_shards = any(is_dtensor(p) for layer in every for p in layer.parameters())
-        """Whether any parameter of this rank is divided over other processes."""
+        """Whether any parameter of this rank is sharded over other processes."""
         if layout.parallelism.data == 1 and any(True for _ in sharded_modules(every)):
             raise InputError(
                 "layout.parallelism.data",
@@ -138,7 +139,7 @@ class Executor:
         return collective_order(self.layout, self.rank).reduce
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
+        """Yield the parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
         for number, layers in self.layers.items():
             chunk = self.layout.chunks[number]
             for i, layer in enumerate(layers, start=chunk.layers[0]):
@@ -146,7 +147,7 @@ class Executor:
                     yield f"{chunk.module}.{i}.{name}", parameter
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's chunks that are saved, named like `named_parameters`."""
+        """Return parameters and persistent buffers of this rank's chunks, named as by `named_parameters`."""
         found: dict[str, Tensor] = {}
         for number, layers in self.layers.items():
             chunk = self.layout.chunks[number]
@@ -155,7 +156,7 @@ class Executor:
         return found
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters of this rank's chunks, each once, by the first of its names."""
+        """Return the trained parameters of this rank's chunks, each once with the first of its names."""
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -163,16 +164,16 @@ class Executor:
         return list(unique.values())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Trained parameters of this rank's chunks, each once."""
+        """Return the trained parameters of this rank's chunks, each once."""
         return [parameter for _, parameter in self.trained_parameters()]
 
     def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
-        """Link a plan's actions of this rank to what they work on; may be done ahead of `run_linked`.
+        """Link the plan's actions of this rank to their units and messages. May be done ahead of `run_linked`.
 
         Raises
         ------
         ExecutionError
-            When the plan is for another layout, or its shapes are not those that the model states.
+            The plan is for another layout, or its shapes differ from the model's.
         """
         return self._linker.link(plan, packing, joins=joins(self.transport))
 
@@ -186,27 +187,28 @@ class Executor:
         normaliser: float | None = None,
         counts: bool = True,
     ) -> StepResult:
-        """Run one iteration; gradients are added to ``.grad`` of the parameters.
+        """Run one iteration. Gradients are added to ``.grad`` of the parameters.
 
         Parameters
         ----------
         plan : ExecutionPlan or RankPlan
-            Of all ranks, or this one's.
+            The plan of all ranks, or of this one.
         packing : Packing
-            The one that the plan was lowered with.
+            The packing with which the plan was lowered.
         samples : sequence
-            The user's samples, as ordered in ``packing.batch``.
+            The user's samples in the order of ``packing.batch``.
         optimizer_step : callable or None
-            What OPTIMIZER_STEP does; None: nothing.
+            Called by OPTIMIZER_STEP. None does nothing.
         normaliser : float or None
-            Targets of the global batch; None: the sum over ``samples``. Give it where there are replicas.
+            Number of targets of the global batch. None is the sum over ``samples``. Required with replicas.
         counts : bool
-            False: another replica runs these samples too, and theirs are the gradients; here they are zero.
+            False if another replica runs these samples too and contributes their gradients. Here they are zero
+            then.
 
         Raises
         ------
         ExecutionError
-            Naming rank, step and action.
+            The iteration failed. The error names rank, step and action.
         """
         return self.run_linked(
             self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
@@ -221,7 +223,7 @@ class Executor:
         normaliser: float | None = None,
         counts: bool = True,
     ) -> StepResult:
-        """Run what `prepare` made; as `run`."""
+        """Run a plan linked by `prepare`, as `run` does."""
         if len(samples) != len(linked.packing.batch.samples):
             raise ExecutionError(
                 f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
@@ -247,7 +249,7 @@ class Executor:
                 for action, argument in zip(linked.actions, linked.arguments, strict=True):
                     verbs[action.verb](argument)
                     stamps.append(clock())
-                # A plan need not have an optimiser step.
+                # A plan need not have an optimizer step.
                 iteration.finish()
             if self.forward_seeds is not None:
                 self.forward_seeds.end()
@@ -271,12 +273,12 @@ class Executor:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors on it name it."""
+    """Return the device with the index that its tensors have."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _check_layout(model: Model, layout: Layout) -> None:
-    """Refuse a layout that is not of this model."""
+    """Raise `InputError` for a layout of another model."""
     names = [module.name for module in model.modules]
     if [module.name for module in layout.modules] != names:
         raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")

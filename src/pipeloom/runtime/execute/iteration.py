@@ -1,4 +1,4 @@
-"""One iteration on one rank: what every verb of a plan does."""
+"""One iteration on one rank: the implementation of every verb of a plan."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from pipeloom.spec import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """How an `Executor` runs plans, where the defaults do not fit."""
+    """Options of an `Executor`."""
 
     reduce_gradients: ReduceGradients | None = None
-    """Called by REDUCE_GRAD with a chunk's number and its layers: begins to sum their gradients over all that hold the
-    chunk, see `all_reduce_gradients`. What it returns is waited for before OPTIMIZER_STEP."""
+    """Called by REDUCE_GRAD with a chunk's number and layers. Begins to sum their gradients over all processes that
+    hold the chunk, see `all_reduce_gradients`. Its result is waited for before OPTIMIZER_STEP."""
     autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have the
-    dtypes that come out of it. Weights are cast once an iteration for all forwards that save them."""
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
+    resulting dtypes. Weights are cast once per iteration for all forwards that save them."""
     timeout_s: float | None = None
-    """On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
-    waits of the transport are bounded by its own timeout."""
+    """On a GPU, an iteration fails if it reaches no further action within this many seconds. None waits forever. On the
+    CPU the transport's own timeout bounds its waits."""
     sum_tied: SumOver | None = None
-    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Without it a model that
-    has such parameters is refused."""
+    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Required for models with
+    such parameters."""
     random_seed: int | None = 0
-    """What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
-    same on all ranks. None: they draw from the process's generator in the order of the plan."""
+    """Seed of random numbers in layers. They depend on it, the iteration, the samples and the layers, but not on the
+    plan. The same on all ranks. None draws from the process's generator in the order of the plan."""
     workers: int = 2
-    """Threads that load samples of a `Dataset` ahead; 0: none."""
+    """Number of threads that load samples of a `Dataset` ahead. 0 loads without threads."""
     tensor_group: dist.ProcessGroup | None = None
-    """The tensor-parallel ranks of this pipeline rank, where the layout deals instances of modules to them."""
+    """The tensor-parallel ranks of this pipeline rank, if the layout uses encoder data parallelism over them."""
 
 
 class RankParts(Protocol):
-    """What an iteration needs of the rank that it runs on; an `Executor` has it."""
+    """Everything that an iteration uses of its rank. `Executor` implements it."""
 
     model: Model
     layout: Layout
@@ -196,7 +196,7 @@ class IterationCounts:
 
 
 class Iteration:
-    """The state of one iteration on one rank: one method per verb."""
+    """State of one iteration on one rank, with one method per verb."""
 
     def __init__(
         self,
@@ -291,7 +291,10 @@ class Iteration:
         unit.hand_on(output if unit.share is None else unit.share.whole_output(output))
 
     def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
-        """The rows of a dealt chunk's output that are this rank's; where it has no instance, nothing is run."""
+        """Return this rank's rows of the output of a chunk with encoder data parallelism.
+
+        Without instances, nothing runs.
+        """
         assert unit.share is not None
         assert unit.stated is not None
         if not unit.share.instances[1]:
@@ -359,7 +362,9 @@ class Iteration:
         return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
-        """Arguments of the first layer, the user's own on a module's first chunk and what was transferred; streams."""
+        """Return the arguments of the first layer: the user's inputs on a module's first chunk,
+        transferred tensors, streams.
+        """
         role = unit.role
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:
@@ -373,7 +378,7 @@ class Iteration:
 
     def send(self, message: MessageState) -> None:
         tensor = message.take()
-        # Both ends know the shape, so that nothing need travel where there are no rows.
+        # Both ends know the shape, so a message without rows need not be sent.
         if tensor.numel():
             message.tensor = tensor
             message.handle = self.queues.send(tensor, message.peer, message.tag)
@@ -387,7 +392,7 @@ class Iteration:
         self.counts.received_bytes += message.tensor.nbytes
 
     def postpone(self, message: MessageState, sends: bool) -> None:
-        """Keep a send or receive, and post it with those that belong to it once the last of them is here."""
+        """Hold a send or receive, and post it together with the following ones of its batched operation."""
         message.tensor = message.take() if sends else self.queues.empty(message.shape, message.dtype, message.peer)
         if message.tensor.numel():
             self.pending.append((message, Post(sends, message.tensor, message.peer, message.tag)))
@@ -395,7 +400,7 @@ class Iteration:
             self.post()
 
     def post(self) -> None:
-        """Post what is pending as one operation."""
+        """Post the pending messages as one operation."""
         handles = self.queues.post([post for _, post in self.pending])
         for (message, post), handle in zip(self.pending, handles, strict=True):
             message.handle = handle
@@ -420,7 +425,7 @@ class Iteration:
     # ---------------------------------------------------------------- after the microbatches
 
     def close(self) -> None:
-        """Give up what is being loaded."""
+        """Cancel loads that are not needed anymore."""
         if self.loads is not None:
             self.loads.close()
 
@@ -431,7 +436,7 @@ class Iteration:
     def step(self, _: None) -> None:
         self.finish()
         if self.here.options.autocast is not None:
-            # Casts of weights that are about to change.
+            # The weights are about to change, so drop their casts.
             torch.clear_autocast_cache()
         if self.optimizer_step is not None:
             self.optimizer_step()
@@ -439,7 +444,7 @@ class Iteration:
 
 _NO_CONTEXT: dict[str, Any] = {}
 _NOTHING = (None, _NO_CONTEXT)
-"""Part and context of a unit that asks no user function."""
+"""Part and context of a unit that calls no user function."""
 
 
 def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they work on."""
+"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they use."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, I
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
 from pipeloom.spec import Layout, TensorShape, Workload
 
-# Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
+# Shapes depend on few numbers and recur. The limit bounds the cache in a run with ever new lengths.
 _MAX_KNOWN_SHAPES = 50_000
 
 
 @dataclass(slots=True, eq=False)
 class LinkedPlan:
-    """Actions and what each works on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
+    """Actions and the argument of each: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
 
     plan: RankPlan
     packing: Packing
@@ -56,7 +56,7 @@ class LinkedPlan:
     was_run: bool = False
 
     def unlink(self) -> None:
-        """Take the units apart: they refer to one another, and what they hold is to be freed at once."""
+        """Clear references between units, so that their memory is freed at once."""
         for unit in self.units:
             unit.unlink()
 
@@ -147,7 +147,7 @@ class Linker:
         )
 
     def _ports(self, module: Module, layers: tuple[int, int], gives: tuple[StreamPlace, ...]) -> ChunkStreams:
-        """Streams of a chunk's layers."""
+        """Return the streams of a chunk's layers."""
         begin, end = layers
         takes: dict[int, tuple[str, ...]] = {}
         emits: dict[int, tuple[str, ...]] = {}
@@ -160,12 +160,17 @@ class Linker:
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
     def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
-        """Link one rank's actions; where ``joins``, with those messages together that are posted as one operation.
+        """Link one rank's actions.
+
+        Parameters
+        ----------
+        joins : bool
+            Whether messages of one batched operation are posted together.
 
         Raises
         ------
         ExecutionError
-            When plan, packing, layout and model do not belong together.
+            Plan, packing, layout and model do not belong together.
         """
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(
@@ -190,23 +195,26 @@ class Linker:
 
 
 class _Crossing(NamedTuple):
-    """A boundary transfer between modules as its producer knows it."""
+    """A boundary transfer between modules, as seen by its producer."""
 
     producer: Key
     gradient: bool
     place_out: int = 0
-    """Among those that take the same of the producer."""
+    """Index among the consumers of the same output or stream."""
     target: str = ""
-    """How messages name the consumer."""
+    """Name of the consumer in messages."""
     cut: ShapeDtype | None = None
-    """Shape and dtype where it is not the whole output."""
+    """Shape and dtype if it is not the whole output."""
     stream: str = ""
     number: int = 0
-    """Among all that the producer gives."""
+    """Index among all transfers of the producer."""
 
 
 class _Link:
-    """One plan being linked. Inside modules, where most units are, without going through `BoundaryTransfer`."""
+    """A plan that is being linked.
+
+    Transfers inside modules, the most frequent ones, bypass `BoundaryTransfer` for speed.
+    """
 
     def __init__(self, linker: Linker, plan: RankPlan, packing: Packing) -> None:
         self.linker, self.plan, self.packing = linker, plan, packing
@@ -219,10 +227,10 @@ class _Link:
         self.parts: dict[tuple[int, int, int], PartState] = {}
         self.states: dict[Key, UnitState] = {}
         self.messages: dict[tuple[Verb, Key, str, str], MessageState] = {}
-        """By verb of its post, producer, consumer where named, and stream."""
+        """Messages by verb of the post, producer, consumer if it is named, and stream."""
 
     def linked(self) -> LinkedPlan:
-        # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
+        # This loop over all actions dominates the cost of linking, so names are bound outside of it.
         linker, states, number_of = self.linker, self.states, self.linker.number_of
         actions = self.plan.actions
         arguments: list[Any] = []
@@ -261,7 +269,7 @@ class _Link:
         if microbatch >= self.num_microbatches:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
-        # Asked for the last one too, where it is not used: a part that does not exist is found here.
+        # Also computed for the last chunk, where it is not used, to detect a part that does not exist.
         stated: ShapeDtype | None = self._stated(key)
         part, share = None, self._share(key) if role.module.name in self.linker.encoder_dp.names else None
         if role.needs_part and (share is None or share.instances[1]):
@@ -295,7 +303,7 @@ class _Link:
         return state
 
     def _share(self, key: Key) -> InstanceShare:
-        """What this tensor-parallel rank has of a unit of a dealt module."""
+        """Return this tensor-parallel rank's share of a unit under encoder data parallelism."""
         linker, (chunk, microbatch, sub) = self.linker, key
         role, members = linker.roles[chunk], self.packing.microbatches[microbatch]
         layers = role.module.spec.flat_layers
@@ -310,7 +318,7 @@ class _Link:
         return encoder_dp.share(role.module.spec, part, layers[role.layer_numbers[1]].output, inputs)
 
     def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
-        """What a unit takes, by argument and stream."""
+        """Return the transfers that a unit takes, grouped by argument and stream."""
         places = self.linker.router.places
         groups: list[tuple[list[int], TensorShape, bool]] = []
         if role.before >= 0:
@@ -323,7 +331,7 @@ class _Link:
         return groups
 
     def _outlets(self, key: Key, state: UnitState) -> None:
-        """Make a unit's outlets for streams, before anything is connected to them."""
+        """Make a unit's outlets for streams before anything is connected to them."""
         chunk, microbatch, sub = key
         workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
         given = self.routes.out_of(Unit(*key))
@@ -334,7 +342,7 @@ class _Link:
             state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
 
     def _stated(self, key: Key) -> ShapeDtype:
-        """Shape and dtype of a unit's whole output."""
+        """Return shape and dtype of a unit's whole output."""
         chunk, microbatch, sub = key
         column = self.linker.roles[chunk].column
         known = self.sizes.get((column, microbatch, sub))
@@ -348,14 +356,14 @@ class _Link:
         return self.linker.shapes.output(chunk, *known)
 
     def _transferred(self, transfer: BoundaryTransfer) -> ShapeDtype:
-        """Shape and dtype of what is transferred."""
+        """Return shape and dtype of a transferred tensor."""
         if transfer.piece is None and not transfer.stream:
             return self._stated(transfer.producer)
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
         return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
     def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
-        """Rows of a producer's output that each consumer takes; None where all take all."""
+        """Return the rows of a producer's output that each consumer takes. None if all take all."""
         if all(transfer.piece is None for transfer in given):
             return None
         cuts: list[tuple[int, int] | None] = []
@@ -368,7 +376,7 @@ class _Link:
         return cuts
 
     def _connect(self, key: Key, state: UnitState) -> None:
-        """Connect a unit to what it takes from and gives to: directly on this rank, else by messages."""
+        """Connect a unit to its producers and consumers, directly on this rank and by messages to others."""
         role, (_, microbatch, sub) = state.role, key
         if role.before >= 0:
             source = (role.before, microbatch, sub)
@@ -404,7 +412,7 @@ class _Link:
                 self._outlet(state, crossing).num_sends += 1
 
     def _crossing(self, transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]) -> _Crossing:
-        """A transfer, given all of its producer."""
+        """Return a transfer as its producer sees it, among all transfers of the producer."""
         number = siblings.index(transfer) if len(siblings) > 1 else 0
         place_out = number
         if transfer.stream:
@@ -415,7 +423,7 @@ class _Link:
 
     @staticmethod
     def _outlet(state: UnitState, crossing: _Crossing) -> Outlet:
-        """What of a producer crosses."""
+        """Return the outlet of a unit that crosses the boundary."""
         return state.outlets[crossing.stream] if crossing.stream and state.outlets else state
 
     def _take(self, state: UnitState, place: int, crossing: _Crossing) -> None:
@@ -449,7 +457,7 @@ class _Link:
             self.messages[backward, *name] = MessageState(state, outlet, place, True, peer, tag + 1, shape, dtype)
 
     def _message_of(self, action: Action, key: Key) -> MessageState:
-        """What an action about a message works on."""
+        """Return the message of an action."""
         message = self.messages.get((action.verb.post, key, action.target, action.stream))
         if message is None:
             raise ExecutionError(f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with")
@@ -464,4 +472,4 @@ class _Link:
 
 
 _ANY_SHAPE = TensorShape(())
-"""Of what is never empty."""
+"""Placeholder shape of tensors that are never empty."""
