@@ -1,6 +1,6 @@
-"""What an optimiser knows beside tensors: options of its groups (learning rates, ...) and plain numbers in its state.
+"""Optimizer state other than tensors: options of its groups (learning rates, ...) and plain numbers in its state.
 
-Filed by parameter, as tensors are, so that another layout finds them; written as JSON, never pickled.
+Stored by parameter, like tensors, so that another layout finds them. Written as JSON, never pickled.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.execute.executor import Executor
 
 _NO_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed is for the run that goes on to say; all else is what it computes."""
+"""Options that only affect how a step is computed. The resumed run chooses them itself."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Per parameter of this rank that the optimiser trains: ``group``, its group's options; ``state``, plain slots.
+    """Return ``group``, the options of the group, and ``state``, the plain slots, of each trained parameter of this
+    rank.
 
     Raises
     ------
     InputError
-        When an option or a slot is neither a tensor nor plain, or a parameter is of no layer of this rank.
+        An option or a slot is neither a tensor nor plain, or a parameter belongs to no layer of this rank.
     """
     if optimizer is None:
         return {}
@@ -53,12 +54,12 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
 
 
 def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
-    """Put saved options into the groups of an optimiser, over what it was made with, as torch does when it loads.
+    """Set saved options in the groups of an optimizer over its own, as torch does when it loads.
 
     Raises
     ------
     InputError
-        When one group has parameters that were saved with different options.
+        One group has parameters that were saved with different options.
     """
     names = {id(parameter): name for name, parameter in executor.named_parameters() if name in saved}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Saver: when training is saved, how a save ends, and where training goes on."""
+"""Saver: decides when training is saved, completes saves, and finds where training resumes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pipeloom.runtime.launch.coordination import together
 
 @dataclass
 class Saver:
-    """The checkpoints of one training; all ranks use it alike.
+    """Checkpoints of one training run. All ranks use it alike.
 
     Parameters
     ----------
     checkpoints : Checkpoints or None
-        None: nothing is saved.
+        None saves nothing.
     executor, optimizer, averages
-        What is saved.
+        The state to save.
     record : sequence of Path
-        Files that follow every checkpoint, see `Checkpoints.save`.
+        Files that are copied with every checkpoint, see `Checkpoints.save`.
     on_checkpoint : callable or None
-        Called with the iteration to go on with and the folder, once a checkpoint is whole.
+        Called with the iteration to resume at and the folder once a checkpoint is complete.
     """
 
     checkpoints: Checkpoints | None
@@ -43,17 +43,17 @@ class Saver:
     _resumed: TrainerState | None = field(init=False, default=None)
 
     def load(self, *, must: bool) -> TrainerState | None:
-        """Read the newest checkpoint; None where there is none.
+        """Load the newest checkpoint. Returns None if there is none.
 
         Parameters
         ----------
         must : bool
-            Whether there has to be one.
+            Whether a checkpoint is required.
 
         Raises
         ------
         InputError
-            When it is of another model, or there is none and there has to be one.
+            It is of another model, or there is none and one is required.
         """
         if self.checkpoints is not None:
             self._resumed = self.checkpoints.load(self.executor, self.optimizer, self.averages)
@@ -64,17 +64,17 @@ class Saver:
     def skip_trained(
         self, source: Iterator[Sequence[Any]], count: int, digest: Callable[[Sequence[Any], int], str]
     ) -> Iterator[Sequence[Any]]:
-        """Leave out so many batches, and compare the last of them with the one that was trained before the checkpoint.
+        """Skip ``count`` batches, and compare the last one with the batch trained before the checkpoint.
 
         Parameters
         ----------
         digest : callable
-            From a batch and its iteration, see `batch_digest`.
+            Returns the digest of a batch and its iteration, see `batch_digest`.
 
         Raises
         ------
         InputError
-            When it is another: going on would train some samples twice and others never.
+            They differ. Training would repeat some samples and miss others.
         """
         last: Sequence[Any] | None = None
         for iteration in range(count):
@@ -92,21 +92,21 @@ class Saver:
         return source
 
     def after(self, iteration: int, state: Callable[[], TrainerState], *, is_last: bool) -> bool:
-        """After an iteration: begin a checkpoint where one is due, and end one that is written.
+        """Begin a checkpoint after an iteration if one is due, and complete a written one.
 
         Parameters
         ----------
         iteration : int
-            How many have been trained.
+            Number of iterations trained so far.
         state : callable
-            Says what is saved beside tensors.
+            Returns the state to save beside tensors.
         is_last : bool
-            The last one is always saved, and waited for.
+            Whether this is the last iteration, which is always saved and waited for.
 
         Returns
         -------
         bool
-            Whether one was due.
+            Whether a checkpoint was due.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
@@ -123,7 +123,7 @@ class Saver:
         return True
 
     def end(self) -> None:
-        """Wait until the checkpoint that is being written is whole, and tell of it."""
+        """Wait until the current checkpoint is complete, and call ``on_checkpoint``."""
         saving, self._saving = self._saving, None
         if saving is None:
             return

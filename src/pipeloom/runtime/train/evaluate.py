@@ -1,7 +1,7 @@
-"""The loss on batches that are not trained on: plans of forwards alone, run by the same ranks between two iterations.
+"""Evaluation of the loss between two training iterations: the same ranks run plans of forwards.
 
-A layout in which every module is frozen has no backward anywhere. So its task graphs, plans, proofs and messages are of
-forwards alone, and the executor runs such a plan as it runs a frozen encoder: without graphs, holding nothing.
+In a layout whose modules are all frozen there is no backward. Its task graphs, plans, proofs and messages contain only
+forwards, and the executor runs such a plan like a frozen encoder, without autograd graphs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import Batch
 
 PlanForwards = Callable[[Batch], Delivery]
-"""From a batch to a plan of its forwards, for `Layout.forward_only`; called on the first rank of each replica."""
+"""Returns a plan of a batch's forwards for `Layout.forward_only`. Called on the first rank of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an evaluation came to.
+    """Result of an evaluation.
 
     Attributes
     ----------
     iteration : int
-        How many iterations had been trained.
+        Number of iterations trained before.
     loss : float
         Sum over all targets of all evaluation batches, divided by their number.
     weights : str
@@ -60,7 +60,7 @@ class Evaluated:
 
 
 def forwards_of(executor: Executor) -> Executor:
-    """Return an executor of plans of forwards alone, on the layers, device and transport of one that trains."""
+    """Return an executor of forward-only plans on the layers, device and transport of a training executor."""
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     model = executor.model
@@ -78,16 +78,16 @@ def forwards_of(executor: Executor) -> Executor:
 
 
 class Evaluator:
-    """Evaluates over the ranks of a training; all of them use it alike.
+    """Evaluates over the ranks of a training. All of them use it alike.
 
     Parameters
     ----------
     executor : Executor
-        The one that trains.
+        The training executor.
     model : Model
-        The user's.
+        The user's model.
     loads : callable or None
-        What the samples of a batch weigh when replicas divide them.
+        Computes the load of each sample by which replicas divide a batch.
     """
 
     def __init__(
@@ -104,23 +104,23 @@ class Evaluator:
     def run(
         self, batches: Iterable[Sequence[Any]], plan: PlanForwards, iteration: int, most: int | None = None
     ) -> Evaluated:
-        """Evaluate on every batch; layers are in evaluation mode, and random states afterwards as they were before.
+        """Evaluate on every batch. Layers are in evaluation mode, and random states are restored.
 
         Parameters
         ----------
         batches : iterable of sequence of samples
-            The same on every rank.
+            The evaluation batches, the same on every rank.
         iteration : int
-            How many iterations have been trained.
+            Number of iterations trained so far.
         most : int or None
-            How many batches are taken at most; None: all.
+            Largest number of batches to take. None takes all.
 
         Raises
         ------
         InputError
-            When there is no batch, or ranks have different ones; then on all of them.
+            There is no batch, or ranks have different batches. Raised on all ranks.
         ExecutionError
-            When the loss is no number, a rank cannot run its plan, or another rank has died.
+            The loss is not finite, a rank cannot run its plan, or another rank is lost.
         """
         begin = time.monotonic()
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
@@ -152,7 +152,7 @@ class Evaluator:
         return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 
     def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
-        """The next batch with its metadata, the same on all ranks; None after the last."""
+        """Return the next batch with its metadata, the same on all ranks, or None after the last."""
         with user_code("evaluation batches"):
             samples = next_samples(source, _named(number))
         batch = None
@@ -163,7 +163,7 @@ class Evaluator:
         return None if samples is None or batch is None else (samples, batch)
 
     def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
-        """What this process has of a batch's sum of losses."""
+        """Return this process's part of a batch's sum of losses."""
         here, number = self.membership, whole.iteration
         with _named_errors(number):
             mine = here.share(whole, self.model.spec, self._loads)
@@ -187,7 +187,7 @@ def _named(number: int) -> str:
 
 @contextmanager
 def _named_errors(number: int) -> Iterator[None]:
-    """What is wrong with a batch is said to be."""
+    """Add the number of the batch to input errors."""
     try:
         yield
     except InputError as error:
@@ -196,7 +196,7 @@ def _named_errors(number: int) -> Iterator[None]:
 
 @contextmanager
 def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers in evaluation mode; afterwards every part of them is in the mode in which it was."""
+    """Set layers to evaluation mode, and restore the mode of each submodule afterwards."""
     modes = [(module, module.training) for layer in layers for module in layer.modules()]
     try:
         for module, _ in modes:
@@ -209,7 +209,7 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def random_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, afterwards the generators of torch, numpy and Python are as they were."""
+    """Restore the random generators of torch, numpy and Python afterwards."""
     state, of_python, of_numpy = RandomState.now(device), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield

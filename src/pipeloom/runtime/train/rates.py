@@ -1,4 +1,4 @@
-"""Learning rates of an optimiser over a run: a scheduler of torch's, at any iteration."""
+"""Optimizers and learning rates: a scheduler of torch that can start at any iteration."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.model.model import user_code
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
-"""From a rank's parameters to its optimiser. One whose parameter is called ``named_parameters`` gets pairs of a name,
-``module.layer.parameter``, and the parameter."""
+"""Returns the optimizer of a rank's parameters. If its parameter is called ``named_parameters``, it receives pairs of a
+name, ``module.layer.parameter``, and the parameter."""
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
-"""From a rank's optimiser to its scheduler, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
+"""Returns the scheduler of a rank's optimizer, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
 
 
 def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
-    """Make the optimiser of a rank's trained parameters; None where there are none.
+    """Make the optimizer of a rank's trained parameters. Returns None without parameters.
 
     Raises
     ------
     InputError
-        When the user's function raises, or returns no optimiser.
+        The user's function raises, or does not return an optimizer.
     """
     if not named:
         return None
@@ -43,15 +43,15 @@ def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -
 
 
 class Rates:
-    """The learning rates of a rank's optimiser.
+    """Learning rates of a rank's optimizer.
 
-    A scheduler's state is not saved: `begin` makes it anew and takes the steps that it took, which is exact for
-    whatever goes by its own count, and by evaluations, in any layout.
+    The scheduler's state is not saved. `begin` makes it anew and repeats its steps. This is exact in any layout for
+    schedulers that depend only on their own step count and on evaluations.
 
     Parameters
     ----------
     make : callable or None
-        From the optimiser to its scheduler; None: rates stay as the optimiser has them.
+        Returns the scheduler of the optimizer. None keeps the optimizer's rates.
     """
 
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -62,7 +62,7 @@ class Rates:
         self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         if make is not None:
             for group in self._groups:
-                # A checkpoint may have another one.
+                # A checkpoint may contain another one.
                 group.setdefault("initial_lr", float(group["lr"]))
 
     def begin(self, iteration: int) -> None:
@@ -81,7 +81,7 @@ class Rates:
             raise InputError("scheduler", f"returned a {what}", "return a scheduler of torch.optim.lr_scheduler")
         self._scheduler = made
         with warnings.catch_warnings():
-            # The steps of the optimiser were taken before.
+            # Torch warns because the optimizer's steps were made before.
             warnings.simplefilter("ignore")
             if isinstance(made, ReduceLROnPlateau):
                 for after, loss in self.evaluations:
@@ -92,7 +92,7 @@ class Rates:
                 made.step()
 
     def step(self) -> None:
-        """After every step of the optimiser."""
+        """Step the scheduler after a step of the optimizer."""
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
 
@@ -104,5 +104,5 @@ class Rates:
 
     @property
     def now(self) -> float | None:
-        """Rate of the first group of this rank; None without one."""
+        """Learning rate of this rank's first parameter group, or None without one."""
         return float(self._groups[0]["lr"]) if self._groups and "lr" in self._groups[0] else None

@@ -1,4 +1,4 @@
-"""The training loop: every iteration runs the plan that was made for its own batch."""
+"""The training loop, in which every iteration runs the plan that was made for its batch."""
 
 from __future__ import annotations
 
@@ -47,41 +47,42 @@ _LOG = logging.getLogger(__name__)
 
 
 class PlanSource(Protocol):
-    """Where plans come from; `pipeloom.Planner` is one."""
+    """Source of plans, such as `pipeloom.Planner`."""
 
     def start(self) -> None:
-        """Called once, on the rank that talks to the planner, before the first batch."""
+        """Start. Called once on the rank that talks to the planner, before the first batch."""
         ...
 
     def submit(self, batch: Batch, correction: Correction) -> None:
-        """Hand over the metadata of a coming batch; returns at once."""
+        """Submit the metadata of an upcoming batch. Returns at once."""
         ...
 
     def collect(self, iteration: int) -> Delivery:
-        """Return a plan for a submitted batch; never waits beyond its deadline."""
+        """Return a plan for a submitted batch. Never waits beyond its deadline."""
         ...
 
     def close(self) -> None:
-        """Called once, after the last batch."""
+        """Close. Called once after the last batch."""
         ...
 
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A `PlanSource` that also deals batches to replicas, by what their shares will take; `pipeloom.Planner` does."""
+    """A `PlanSource` that also assigns samples of batches to replicas, such as `pipeloom.Planner`."""
 
     def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
-        """Called on rank 0 before `submit`, with the global batch after the submitted one, and how replicas are.
+        """Pass the global batch after the next submitted one, with the corrections of the replicas.
 
-        The answer to the submitted one may say how this one is dealt (`Answer.dealt`).
+        Called on rank 0 before `submit`. The answer to the submitted batch may assign the samples of this one
+        (`Answer.dealt`).
         """
         ...
 
 
 class _Asked(NamedTuple):
-    """A batch for which a plan was asked, and what the plan will have been made with.
+    """A batch for which a plan was requested, with the correction for its plan.
 
-    ``whole`` is the batch of all replicas, ``samples`` and ``batch`` are this one's share.
+    ``whole`` is the batch of all replicas. ``samples`` and ``batch`` are this replica's share.
     """
 
     whole: UpcomingBatch
@@ -92,54 +93,55 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """How a `Trainer` trains, where the defaults do not fit."""
+    """Options of a `Trainer`."""
 
     scheduler: MakeScheduler | None = None
-    """From a rank's optimiser to torch's scheduler of it, which takes a step after each of the optimiser; None leaves
-    the optimiser's rates. It is made anew when training goes on, and takes the steps that it took."""
+    """Returns torch's scheduler of a rank's optimizer, which steps after each step of the optimizer. None keeps the
+    optimizer's rates. When training resumes, it is made anew and repeats its steps."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights, of which an iteration leaves this share; None: none."""
+    """Keep an exponential moving average of the weights with this decay. None keeps none."""
     clip_norm: float | None = None
-    """Largest norm of the gradient over all ranks; None: any."""
+    """Largest norm of the gradient over all ranks. None does not clip."""
     checkpoints: Checkpoints | None = None
-    """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
+    """Where checkpoints are saved, and from where `Trainer.resume` loads them. None saves none."""
     on_checkpoint: Callable[[int, Path], None] | None = None
-    """Called after a checkpoint with the iteration to go on with, and the folder."""
+    """Called after a checkpoint with the iteration to resume at and the folder."""
     ends_after: Callable[[int], bool] | None = None
-    """Asked on all ranks together after a checkpoint was begun, with the iteration to go on with: whether `Trainer.run`
-    ends there, the checkpoint being whole. So another trainer can go on with it under another layout."""
+    """Called on all ranks together when a checkpoint was started, with the iteration to resume at. If it returns True,
+    `Trainer.run` completes the checkpoint and ends, so that another trainer can continue with another layout."""
     record: Sequence[Path] = ()
-    """Files in which rank 0 keeps the run's history; hosts that do not share them get them with each checkpoint."""
+    """Files in which rank 0 keeps the run's history. Hosts that do not share them receive them with each checkpoint."""
     count_flops: bool = False
-    """Report the operations of every iteration (`StepReport.flops`); not with tensor parallelism, where torch's counter
-    says nothing of parts."""
+    """Report the operations of every iteration (`StepReport.flops`). Not with tensor parallelism, because torch's
+    counter does not handle sharded operations."""
     timeout_s: float | None = None
-    """With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
-    also after which an iteration that comes to no further action has failed."""
+    """With replicas or divided layers, seconds after which a rank that waits for another one gives up. None is torch's
+    default. On GPUs, also the seconds without a further action after which an iteration fails."""
     loads: BatchLoads | None = None
-    """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
-    (`pipeloom.packing.cost_loads`); None: their tokens."""
+    """With replicas, computes the load of each sample by which a batch is divided, the same on every rank
+    (`pipeloom.packing.cost_loads`). None counts tokens."""
     compare_contents: int = 0
-    """Of so many batches ranks compare what is in the samples too, not their ids and sizes alone; of a `Dataset`, whose
-    samples every rank loads in part, nothing more."""
+    """Number of first batches of which ranks compare the contents of samples, not only ids and sizes. No effect for a
+    `Dataset`, of whose samples every rank loads only parts."""
     transport: TransportName = "direct"
-    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group serves that
-    by gloo."""
+    """``"host"`` sends messages through host memory, so that ranks may share a GPU. The default group must then serve
+    GPUs by gloo."""
     device: torch.device | str = "cpu"
-    """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
-    ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`."""
+    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planner's setup needs
+    ``backend="nccl"``. The default group must serve both devices, see `pipeloom.runtime.launch`."""
     autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
-    dtypes that come out of it."""
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
+    resulting dtypes."""
     workers: int = 2
-    """Threads of every rank that load samples of a `Dataset` ahead; 0: none."""
+    """Number of threads of every rank that load samples of a `Dataset` ahead. 0 loads without threads."""
     random_seed: int | None = 0
-    """Of what layers draw at random, see `ExecutorOptions`."""
+    """Seed of random numbers in layers, see `ExecutorOptions`."""
     shard: Sharding | None = None
-    """With replicas: ``"fsdp"`` holds parameters, gradients and optimiser state in shards over them (`fully_shard`);
-    None: every replica holds all of its layers."""
+    """With replicas, ``"fsdp"`` shards parameters, gradients and optimizer state over them (`fully_shard`). With None,
+    every replica holds all of its layers."""
     resumes: bool = False
-    """`Trainer.resume` will find a checkpoint: weights of layers on ``meta`` are not read from the model's folder."""
+    """Whether `Trainer.resume` will find a checkpoint. Weights of layers on ``meta`` are then not read from the model's
+    folder."""
 
     def __post_init__(self) -> None:
         for name in ("clip_norm", "timeout_s"):
@@ -149,23 +151,24 @@ class TrainerOptions:
 
 
 class Trainer:
-    """Trains a model over the processes of the default group: a pipeline, or several replicas of it.
+    """Trains a model over the processes of the default group: one pipeline or several replicas of it.
 
-    Every rank iterates the same batches; replicas (``layout.parallelism.data``) divide the samples of each, plan for
-    themselves, and sum their gradients; tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all run its
-    plan, on layers divided by `Module.parallelize`. One batch ahead is read, so that the planner plans iteration
-    ``i + 1`` while ``i`` runs.
+    Every rank iterates the same batches. Replicas (``layout.parallelism.data``) divide the samples of each batch, plan
+    for themselves, and sum their gradients. The tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all
+    run its plan, on layers divided by `Module.parallelize`. Each batch is read one iteration ahead, so that the planner
+    plans iteration ``i + 1`` while ``i`` runs.
 
     Parameters
     ----------
     model : Model
-        Built alike on every rank; each trains the layers of its chunks.
+        The model, built alike on every rank. Each rank trains the layers of its chunks.
     planner : PlanSource
-        Used on the first rank of each replica; the others receive its plans.
+        Used on the first rank of each replica. The others receive its plans.
     describe : callable or None
-        From one sample to its metadata, see `Describe`; None: the model's own, or batches are `Prefetched`.
+        Returns the metadata of a sample, see `Describe`. None uses the model's own, or the metadata of `Prefetched`
+        batches.
     optimizer : callable
-        From a rank's parameters to its optimiser; from pairs of name and parameter where its own first parameter is
+        Returns the optimizer of a rank's parameters. Receives pairs of name and parameter if its first parameter is
         called ``named_parameters``. Its groups keep their rates, which the scheduler scales.
     options : TrainerOptions
         Learning rate, clipping, checkpoints, device, precision, sharding.
@@ -173,7 +176,7 @@ class Trainer:
     Attributes
     ----------
     membership : Membership
-        Its pipeline rank, replica and groups.
+        Pipeline rank, replica and groups of this process.
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class Trainer:
         return BACKENDS[backend_of(self.device.type if self.options.transport == "direct" else "cpu")]
 
     def _make_running(self) -> Model:
-        """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
+        """Divide the layers of this rank, and give those on ``meta`` memory and weights."""
         here, shard, fill = self.membership, self.options.shard, not self.options.resumes
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
         patience = Patience() if on_meta else None
@@ -254,7 +257,7 @@ class Trainer:
         return running
 
     def _make_transport(self) -> Transport:
-        """What carries the messages of plans between the ranks of this replica."""
+        """Return the transport of plan messages between the ranks of this replica."""
         kind: type[TorchTransport] = BatchedTransport if self._backend.joins else TorchTransport
         if self.options.transport == "host":
             kind = HostTransport
@@ -265,26 +268,27 @@ class Trainer:
 
     @property
     def learned(self) -> Calibrator:
-        """What was learned of costs while training ran, on the first rank of each replica."""
+        """Corrections of costs learned during training, on the first rank of each replica."""
         return self._calibration.calibrator
 
     def resume(self, learned: Calibrator | None = None) -> int:
-        """Read the newest checkpoint; all ranks call it together, before `run`.
+        """Load the newest checkpoint. All ranks call it together before `run`.
 
         Parameters
         ----------
         learned : Calibrator or None
-            Of another trainer of the same processes, whatever its layout; None: what the checkpoint has of it.
+            Corrections learned by another trainer of the same processes with any layout. None uses those of the
+            checkpoint.
 
         Returns
         -------
         int
-            The iteration to go on with; 0 where there is no checkpoint.
+            The iteration to resume at. 0 if there is no checkpoint.
 
         Raises
         ------
         InputError
-            When the checkpoint is of another model.
+            The checkpoint is of another model.
         """
         state = self._saver.load(must=self.options.resumes)
         if state is None:
@@ -295,37 +299,37 @@ class Trainer:
         return state.iteration
 
     def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:
-        """Leave out batches that were trained before the checkpoint, the last of them being the newest trained.
+        """Skip batches that were trained before the checkpoint. The last of them is the most recently trained one.
 
         Raises
         ------
         InputError
-            When that one is not the batch that was trained then: the data has changed, and going on would train some
-            samples twice and others never.
+            The last skipped batch differs from the one trained then. The data has changed, and training would
+            repeat some samples and miss others.
         """
         source = iter(bound(batches, self.model))
         return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
-        """Train on every batch, yielding a report after each.
+        """Train on every batch, and yield a report after each.
 
         A checkpoint is written after the report of its last iteration was taken.
 
         Parameters
         ----------
         batches : iterable of sequence of samples
-            Those of ``first_iteration`` and all later ones, the same on every rank.
+            The batches from ``first_iteration`` on, the same on every rank.
         first_iteration : int
-            After `resume`: what it returned.
+            The result of `resume`.
 
         Raises
         ------
         InputError
-            When a batch's metadata is impossible, or ranks have different batches; then on all of them.
+            The metadata of a batch are invalid, or ranks have different batches. Raised on all ranks.
         ExecutionError
-            When a rank cannot run its plan or another rank has died.
+            A rank cannot run its plan, or another rank is lost.
         """
-        # Where there are replicas, a batch is dealt while the one before it is planned.
+        # With replicas, a batch is assigned to them while the previous one is planned.
         ahead = ReadAhead(
             bound(batches, self.model), first_iteration, self._describe, int(self.membership.num_replicas > 1)
         )
@@ -346,7 +350,7 @@ class Trainer:
                     first.wait()
                     first = None
                 if same is None:
-                    # The first plan may be waited for longer than a rank, so this comes after it.
+                    # Made after the first plan, which may take longer than the timeout of other waits.
                     same = self._same_batch(asked, first_iteration)
                 same.check(iteration)
                 if asked is None:
@@ -364,11 +368,11 @@ class Trainer:
                     self._saver.end()
                     return
         except GeneratorExit:
-            # Whoever stops here wants what was trained.
+            # Complete the checkpoint when the caller stops early.
             try:
                 self._saver.end()
             except PipeloomError as error:
-                # Where the loop was left, Python would ignore the exception and print its traceback.
+                # Python would ignore an exception here and print its traceback.
                 _LOG.error("%s", error)
             raise
         finally:
@@ -388,29 +392,29 @@ class Trainer:
         most: int | None = None,
         averaged: bool = False,
     ) -> Evaluated:
-        """Measure the loss on other batches, forward only; all ranks call it together, between iterations.
+        """Compute the loss on other batches, forward only. All ranks call it together between iterations.
 
-        Training goes on as if it had not been: random states and the modes of layers are put back.
+        Training is not affected: random states and the modes of layers are restored.
 
         Parameters
         ----------
         batches : iterable of sequence of samples
-            The same on every rank.
+            The evaluation batches, the same on every rank.
         plan : callable
-            From a batch to a plan of its forwards, called on the first rank of each replica.
+            Returns a plan of a batch's forwards. Called on the first rank of each replica.
         iteration : int
-            How many iterations have been trained.
+            Number of iterations trained so far.
         most : int or None
-            How many batches are taken at most; None: all.
+            Largest number of batches to take. None takes all.
         averaged : bool
-            With the average of the weights in their place.
+            Whether to evaluate the averaged weights.
 
         Raises
         ------
         InputError
-            When there is no batch, ranks have different ones, or no average is kept.
+            There is no batch, ranks have different batches, or no average is kept.
         ExecutionError
-            When a rank cannot run its plan or another rank has died.
+            A rank cannot run its plan, or another rank is lost.
         """
         if self._evaluator is None:
             loads, described = self.options.loads, self._describe
@@ -426,7 +430,7 @@ class Trainer:
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate the whole model.
 
-        After training: a layer that was on a GPU is there no more, and one that was shapes alone has memory.
+        Call it after training. It moves layers from the GPU to the CPU, and gives layers on ``meta`` memory.
         """
         with together("gathering the model"):
             gather_layers(self.model, self._running, self.layout, self.membership.stage)
@@ -439,23 +443,24 @@ class Trainer:
                         dist.broadcast(tensor.data, group=self.membership.collectives, group_src=chunk.rank)
 
     def save_pretrained(self, folder: Path | str, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write the trained weights into a folder that the model's own library reads; all processes call it together.
+        """Write the trained weights to a folder in the format of the model's own library. All processes call it
+        together.
 
-        For a model of `pipeloom.from_transformers` or `from_diffusers`: safetensors with the library's keys, its
-        configuration, and files of processor or pipeline of the folder that the model came from. Every rank
-        writes its own layers.
+        For models of `pipeloom.from_transformers` or `from_diffusers`. Writes safetensors with the library's keys, its
+        configuration, and processor or pipeline files from the model's original folder. Every rank writes its own
+        layers.
 
         Parameters
         ----------
         folder : path
-            New or empty; all processes share it.
+            A new or empty folder that all processes share.
         shard_bytes : int
-            Most bytes of one file.
+            Largest size of one file in bytes.
 
         Raises
         ------
         InputError
-            When the folder is not empty, or the model is of no library. Training can go on.
+            The folder is not empty, or the model is of no library. Training can continue.
         """
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
@@ -470,10 +475,10 @@ class Trainer:
         return self.options.ends_after is not None and self.options.ends_after(iteration)
 
     def _state(self, asked: _Asked) -> TrainerState:
-        """What a checkpoint after an iteration has of this trainer."""
+        """Return this trainer's part of a checkpoint after an iteration."""
         return TrainerState(
             asked.batch.iteration + 1,
-            # Of all replicas together: their number may be another when training goes on.
+            # The digest covers all replicas, because their number may change when training resumes.
             asked.whole.digest,
             self.layout.digest,
             self.learned.num_measured,
@@ -485,7 +490,7 @@ class Trainer:
     def _submit(
         self, whole: UpcomingBatch | None, assignment: tuple[int, ...], following: UpcomingBatch | None
     ) -> _Asked | None:
-        """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
+        """Request a plan for this replica's share, and on rank 0 an assignment of the next batch to replicas."""
         if whole is None:
             return None
         mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, assignment)
@@ -501,9 +506,9 @@ class Trainer:
         return asked
 
     def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> HandedOut:
-        """The first rank hands its plan to all of its replica, to each its own actions."""
+        """Send each rank of this replica its own actions of the plan."""
         if delivery is not None and is_first and self._backend.serial:
-            # Before the others have it, so that none begins what rank 0 refuses.
+            # Checked before the broadcast, so that no rank starts a plan that rank 0 rejects.
             _check_serial(delivery.answer)
         team = self.membership
         with together(f"iteration {batch.iteration}: the plan's delivery"):
@@ -573,7 +578,7 @@ class Trainer:
 
 
 def _check_serial(answer: Answer) -> None:
-    """Refuse a planner that makes plans for another backend; one plan shows it."""
+    """Raise `InputError` for a planner that plans for another backend. One plan is enough to detect it."""
     try:
         verify(answer.plan, serial=True)
     except PlanError as error:
