@@ -1,4 +1,4 @@
-"""The undivided model: one process, one pass over the whole batch. What every plan must agree with."""
+"""The undivided model: one process, one pass over the whole batch. Every plan must agree with it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     Parameters
     ----------
     model : Model
-        Layers on ``meta`` are given their weights.
+        The model. Layers on ``meta`` get their weights.
     batch : Batch
-        Metadata of ``samples``, in the same order.
+        Metadata of ``samples`` in the same order.
     backward : bool
-        Add the gradients of the mean loss to ``.grad`` of the parameters: zeros to a module that the batch has no
-        work for. Those of frozen modules are marked as needing none.
+        Whether to add the gradients of the mean loss to ``.grad`` of the parameters, with zeros for a module
+        without work in the batch. Parameters of frozen modules are set to need none.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         if part.instances:
             losses.append(model.loss(outputs[model.modules[-1].name], part))
         if not losses:
-            # Without work for the last module there is no loss but what other layers emit.
+            # Without work for the last module, only other layers may emit a loss.
             return 0.0
         loss = sum(losses[1:], losses[0]) / normaliser
     if backward and loss.requires_grad:
@@ -71,7 +71,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
 
 
 def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
-    """All that a batch has for a module, loaded."""
+    """Return the loaded part of a module for a whole batch."""
     instances = tuple(
         (position, index)
         for position, sample in enumerate(batch.samples)
@@ -83,7 +83,7 @@ def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
 def rows_of(
     output: Tensor, source: Module, module: Module, batch: Batch, part: Part, shape: TensorShape | None = None
 ) -> Tensor:
-    """What the module takes of another one's output, or of a stream."""
+    """Return the rows of another module's output, or of a stream, that a module takes."""
     first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances), shape)
     return output.narrow(0, first, count)
 
@@ -98,7 +98,7 @@ class StreamsOf:
         self.losses: list[Tensor] = []
 
     def taken(self, module: Module, layer: int, part: Part) -> dict[str, Tensor]:
-        """What a layer is called with."""
+        """Return the streams with which a layer is called."""
         found = {}
         for taken in module.spec.takes:
             if taken.layer != layer:
@@ -113,7 +113,7 @@ class StreamsOf:
         return found
 
     def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
-        """Note what a layer emits, and return its output."""
+        """Store what a layer emits, and return its output."""
         check_emitted(module, layer, result.streams if isinstance(result, Emit) else ())
         if not isinstance(result, Emit):
             return result

@@ -1,4 +1,4 @@
-"""Shapes and dtypes that a model does not state, found by running its layers on a few samples."""
+"""Shapes and dtypes that a model does not declare, found by running its layers on a few samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeloom.spec.model import Dimension, num_instances
 
 _MOST_TOKENS_A_ROW = 64
 _MOST_SAMPLES = 3
-"""Of the second trial, for each module."""
+"""Largest number of samples per module in the second trial."""
 
 
 def find_shapes(
@@ -32,29 +32,29 @@ def find_shapes(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Model:
-    """Find what the model does not state: shape and dtype of every layer's output, and of streams.
+    """Find undeclared shapes and dtypes of layer outputs and streams.
 
-    Layers run on two trial parts, the second larger than the first: an extent that is alike in both is a number, any
-    other one is ``"tokens"``, ``"instances"`` or a part of the tokens. Every layer then has a shape of its own, with
-    which training compares what it finds.
+    Layers run on two trial parts, the second larger than the first. An extent that is the same in both is a number, any
+    other one is ``"tokens"``, ``"instances"`` or a fraction of the tokens. Every layer then has its own shape, which
+    training checks.
 
     Parameters
     ----------
     model : Model
-        What it states stays as it is; returned as it is where it states everything.
+        The model. Declared shapes stay. It is returned unchanged if all are declared.
     samples : sequence
-        The user's samples; every module must have work in some of them.
+        The user's samples. Every module must have work in some of them.
     metadata : sequence of Sample
         Sizes of ``samples``.
     device : torch.device or str
-        On which layers run, one at a time.
+        Device on which layers run, one at a time.
     autocast : torch.dtype or None
-        Precision of autocast regions in training: dtypes follow from it.
+        Precision of autocast regions in training, which determines dtypes.
 
     Raises
     ------
     InputError
-        Naming module, layer and extents, where these follow from no size that is known.
+        An extent does not follow from known sizes. The error names module, layer and extents.
     """
     if not model.unstated:
         return model
@@ -70,7 +70,7 @@ def find_shapes(
 
 
 def with_shapes(model: Model, spec: ModelSpec) -> Model:
-    """The model with the shapes of a spec that was made of it, where it states none itself."""
+    """Return the model with undeclared shapes from a spec that was made of it."""
     if not model.unstated:
         return model
     modules = []
@@ -86,7 +86,7 @@ def with_shapes(model: Model, spec: ModelSpec) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one trial part gave of one tensor."""
+    """Shape and dtype of one tensor in one trial."""
 
     workload: Workload
     tensor: tuple[tuple[int, ...], torch.dtype]
@@ -97,7 +97,7 @@ _Row = tuple[list[_Found], dict[str, _Found]]
 
 
 class _Trial:
-    """Some samples, on which modules run one after the other."""
+    """Samples on which modules run one after the other."""
 
     def __init__(self, samples: Sequence[Any], batch: Batch) -> None:
         self.samples, self.batch = samples, batch
@@ -105,7 +105,7 @@ class _Trial:
         self.streams: StreamsOf | None = None
 
     def run(self, model: Model, module: Module, device: torch.device, autocast: torch.dtype | None) -> _Row:
-        """Run one module; those before have their shapes."""
+        """Run one module. The shapes of earlier ones are known."""
         found = {} if self.streams is None else self.streams.found
         streams = self.streams = StreamsOf(model, self.batch)
         streams.found = found
@@ -149,12 +149,12 @@ def _run(
 
 
 def _batch(metadata: Sequence[Sample], chosen: Sequence[int]) -> Batch:
-    # Of several batches, in which names may recur.
+    # Ids may recur in several batches.
     return Batch(tuple(msgspec.structs.replace(metadata[i], id=str(i)) for i in chosen))
 
 
 def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Samples of the two trials: of every module the smallest with work for it; and some more of each."""
+    """Return the samples of the two trials: the smallest one with work for each module, and some more of each."""
     first: set[int] = set()
     more: set[int] = set()
     for module in model.modules:
@@ -172,7 +172,7 @@ def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[i
 
 
 def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
-    """The module with the shapes that were found, where it states none; what the loss alone takes may be anything."""
+    """Return the module with the found shapes where none is declared. An output for the loss alone may be anything."""
     last = len(module.layers) - 1
     found = [
         _shape(f"module {module.name!r}, layer {number}", [outputs[number] for outputs, _ in rows])
@@ -198,7 +198,7 @@ def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
 
 
 def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
-    """The shape that a tensor has in all trials."""
+    """Return the shape that a tensor has in all trials."""
     shapes = [each.tensor[0] for each in found]
     dtype = dtype_name(found[0].tensor[1])
     if len({len(shape) for shape in shapes}) > 1:
@@ -209,7 +209,7 @@ def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
     for place, extents in enumerate(zip(*shapes, strict=True)):
         workloads = [each.workload for each in found]
         alike = len(set(extents)) == 1
-        # Where both trials are alike for this module: rows grow, other extents do not.
+        # If both trials are the same for this module, rows grow and other extents do not.
         grows = not alike or (place == 0 and len(set(workloads)) == 1)
         symbol = _symbol(extents, workloads) if grows else None
         if symbol is None and not alike:
@@ -222,7 +222,7 @@ def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
 
 
 def _symbol(extents: Sequence[int], workloads: Sequence[Workload]) -> str | None:
-    """The extent in words that all trials agree with."""
+    """Return the symbolic extent that agrees with all trials."""
     words = ["tokens", "instances", *(f"tokens/{n}" for n in range(2, _MOST_TOKENS_A_ROW + 1))]
     for word in words:
         shape = TensorShape((word,))

@@ -1,9 +1,9 @@
-"""Operations of a model's own forward and backward: counted in one iteration, reckoned for all others.
+"""Operations of a model's forward and backward: counted in one iteration, estimated in all others.
 
-Torch's counter knows matrix products, convolutions and attention. In the first iteration in which a chunk runs, its
-forwards are counted, microbatch by microbatch; from then on they are reckoned from tokens and token pairs. A backward
-of what is trained is twice its forward, one through what is frozen as much as its forward; what recomputation does
-again is no work of the model and not counted.
+Torch's counter knows matrix products, convolutions and attention. In the first iteration in which a chunk runs, the
+operations of its forwards are counted per microbatch. Later they are estimated from tokens and token pairs. The
+backward of a trained module counts twice its forward, a backward through a frozen one once. Recomputation is no work of
+the model and is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.spec.catalog import load_device, names
 
 
 class FlopCounts:
-    """Counts and reckons one rank's operations."""
+    """Counts and estimates one rank's operations."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -32,18 +32,18 @@ class FlopCounts:
         self._rates: dict[int, np.ndarray] = {}
 
     def wants(self, chunk: int) -> bool:
-        """Whether a chunk is to be counted in the iteration that runs."""
+        """Return whether a chunk must be counted in this iteration."""
         return chunk not in self._rates
 
     @contextmanager
     def counted(self, chunk: int, workload: Workload) -> Iterator[None]:
-        """Around a forward of a chunk."""
+        """Count a forward of a chunk within this context."""
         with FlopCounterMode(display=False) as counter:
             yield
         self._seen.setdefault(chunk, []).append((workload, float(counter.get_total_flops())))
 
     def of(self, actions: Sequence[Action], packing: Packing) -> float:
-        """Operations of this rank's actions of an iteration that was run."""
+        """Return the operations of this rank's actions in a finished iteration."""
         for chunk, seen in self._seen.items():
             features = np.array([_features(workload) for workload, _ in seen])
             scale = features.max(axis=0).clip(1.0)
@@ -71,12 +71,12 @@ def _features(workload: Workload) -> np.ndarray:
 
 
 def known_peak(device: torch.device, precision: torch.dtype) -> float | None:
-    """Operations a second of a device in a precision, by its data sheet; None where that is not known here."""
+    """Return a device's peak operations per second in a precision from its data sheet, or None if unknown."""
     if device.type != "cuda" or precision != torch.bfloat16:
         return None
     words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     if "PCIE" in words:
-        # Of the same name, and slower.
+        # Slower devices of the same name.
         return None
     found = next((name for name in names("devices") if name.upper() in words), None)
     return None if found is None else load_device(found).flops_per_s

@@ -1,7 +1,7 @@
-"""TiedParameter parameters: one `Parameter` in several layers, such as an embedding that is the output head too.
+"""Tied parameters: one `Parameter` in several layers, such as an embedding that is also the output head.
 
-On one rank autograd adds up what all its layers give to the gradient. Where its layers lie on several ranks, each of
-them holds a copy: their gradients are summed at the end of an iteration, so that all copies take the same step.
+On one rank, autograd sums the gradients of all its layers. If its layers are on several ranks, each of them holds a
+copy. Their gradients are summed at the end of an iteration, so that all copies take the same step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pipeloom.runtime.model.model import Model
 from pipeloom.spec import Layout
 
 SumOver = Callable[[tuple[int, ...], Tensor], None]
-"""Sums a tensor in place over some pipeline ranks, of which this is one."""
+"""Sums a tensor in place over some pipeline ranks, including this one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiedParameter:
-    """A parameter whose layers lie on several pipeline ranks.
+    """A parameter whose layers are on several pipeline ranks.
 
     Attributes
     ----------
     names : tuple of str
-        ``module.layer.parameter``, in model order.
+        Names ``module.layer.parameter`` in model order.
     ranks : tuple of int
         Pipeline ranks that hold it, ascending.
     """
@@ -40,13 +40,13 @@ class TiedParameter:
 
 
 def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
-    """Trained parameters that a layout divides over several ranks.
+    """Return the trained parameters that a layout places on several ranks.
 
     Raises
     ------
     InputError
-        When a tied parameter is frozen in one module and trained in another, is in a replicated module and in a
-        pipelined one, or was torn apart after the model was made.
+        A tied parameter is frozen in one module and trained in another, is in a replicated module and in a
+        pipelined one, or is not shared anymore.
     """
     rank_of = {
         (chunk.module, layer): chunk.rank
@@ -83,14 +83,14 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
 def sums_over_ranks(
     model: Model, layout: Layout, timeout: timedelta | None = None, device_type: str = "cpu"
 ) -> SumOver | None:
-    """Make the groups over which tied parameters are summed; all processes of the default group call it together.
+    """Make the groups over which tied parameters are summed. All processes of the default group call it together.
 
     Processes are arranged as by `make_mesh`.
 
     Returns
     -------
     callable or None
-        For `Executor`; None where no parameter is tied over ranks.
+        For `Executor`. None if no parameter is tied over ranks.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     beside = layout.parallelism.data * layout.parallelism.tensor

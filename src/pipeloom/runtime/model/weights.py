@@ -1,4 +1,4 @@
-"""Memory and weights for layers on ``meta``: a rank gives them to those of its own chunks and to no others."""
+"""Memory and weights for layers on ``meta``. Each rank creates only those of its own chunks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pipeloom.spec import Layout
 def give_weights(
     model: Model, layout: Layout, rank: int, device: torch.device | str = "cpu", *, fill: bool = True
 ) -> bool:
-    """Give the layers of a rank's chunks that are on ``meta`` memory and weights; others stay as they are.
+    """Create memory and load weights for the layers of a rank's chunks that are on ``meta``.
 
-    Call it before anything divides the layers, and before the optimiser is made.
+    Call it before anything divides the layers and before the optimizer is made.
 
     Parameters
     ----------
     model : Model
-        Its ``pretrained`` says where the weights lie.
+        Its ``pretrained`` loads the weights.
     rank : int
         The pipeline rank.
     device : torch.device or str
-        Where the memory is.
+        Device of the memory.
     fill : bool
-        False: whatever is in that memory stays, for a checkpoint is going to be read.
+        False leaves the memory uninitialized, because a checkpoint will be loaded.
 
     Returns
     -------
     bool
-        Whether anything was on ``meta``.
+        Whether any layer was on ``meta``.
 
     Raises
     ------
     InputError
-        When nothing says where the weights are, or they cannot be read.
+        The model has no ``pretrained``, or the weights cannot be read.
     """
     places = [
         (chunk.module, number)
@@ -52,7 +52,7 @@ def give_weights(
 def give_weights_to(
     model: Model, places: Iterable[tuple[str, int]], device: torch.device | str = "cpu", *, fill: bool = True
 ) -> bool:
-    """As `give_weights`, to some layers: module and number of each."""
+    """Do the same as `give_weights` for some layers, each given by module and number."""
     given = give_memory(model, places, device)
     if fill:
         _fill(model, given)
@@ -60,7 +60,7 @@ def give_weights_to(
 
 
 def give_all_weights(model: Model) -> None:
-    """Give all layers that are on ``meta`` memory and weights, in this process, on the CPU."""
+    """Create memory and load weights on the CPU for all layers on ``meta``."""
     _fill(model, give_memory(model))
 
 
@@ -79,17 +79,17 @@ def _fill(model: Model, given: dict[str, Tensor]) -> None:
 def give_memory(
     model: Model, places: Iterable[tuple[str, int]] | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Give layers that are on ``meta`` memory, with anything in it. Tied parameters stay tied.
+    """Create uninitialized memory for layers on ``meta``. Tied parameters stay tied.
 
     Parameters
     ----------
     places : iterable of (str, int) or None
-        Module and number of each layer; None: all layers.
+        Module and number of each layer. None is all layers.
 
     Returns
     -------
     dict
-        What is to be filled, by name: parameters and saved buffers of layers that were on ``meta``.
+        Tensors to fill by name: parameters and persistent buffers of layers that were on ``meta``.
     """
     if places is None:
         places = [(module.name, number) for module in model.modules for number in range(len(module.layers))]
@@ -99,7 +99,7 @@ def give_memory(
     for layer in empty.values():
         _replace(layer, made, device)
     if empty and model.tied:
-        # What is one stays one: also in layers that belong to other ranks.
+        # Tied parameters stay tied, also in layers of other ranks.
         for module in model.modules:
             for layer in module.layers:
                 _replace(layer, made, None)
@@ -110,7 +110,7 @@ def give_memory(
 
 
 def _tied_with_memory(model: Model) -> dict[int, nn.Parameter]:
-    """From parameters on ``meta`` to those with memory that they were one with."""
+    """Return, by id of each parameter on ``meta``, the parameter with memory that it is tied to."""
     found: dict[int, nn.Parameter] = {}
     for names in model.tied:
         parameters = [_parameter(model, name) for name in names]
@@ -127,7 +127,7 @@ def _parameter(model: Model, name: str) -> nn.Parameter:
 
 
 def _replace(layer: nn.Module, made: dict[int, nn.Parameter], device: torch.device | str | None) -> None:
-    """Put parameters with memory in the places of those on ``meta``; without a device those that were made already."""
+    """Replace parameters on ``meta`` by ones with memory. Without a device, only by those that exist already."""
     for part in layer.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not parameter.is_meta:
