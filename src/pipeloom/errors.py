@@ -115,13 +115,13 @@ def check_count(entity: str, value: int) -> None:
 def check_share(entity: str, value: float) -> None:
     """Raise `InputError` unless the value is from 0 to 1."""
     if not 0 <= value <= 1:
-        raise InputError(entity, f"{value} is no part of a whole", "give a number from 0 to 1")
+        raise InputError(entity, f"{value} is not from 0 to 1", "give a number from 0 to 1")
 
 
 def check_ratio(entity: str, value: float) -> None:
     """Raise `InputError` unless the value is at least 1."""
     if not 1 <= value < float("inf"):
-        raise InputError(entity, f"{value} is not finite and at least 1", "give how many times as much, 1 or more")
+        raise InputError(entity, f"{value} is not finite and at least 1", "give a ratio of at least 1")
 
 
 class InfeasibleError(PipeloomError):

@@ -73,7 +73,7 @@ def declare_outputs(paths: Sequence[PathLike]) -> None:
     """
     for one, other in combinations(paths, 2):
         if _same(one, other):
-            problem = f"is named for two outputs, also as {visible_line(os.fspath(other))}"
+            problem = f"is named for two outputs, also by {visible_line(os.fspath(other))}"
             raise InputError(visible_line(os.fspath(one)), problem, "give each output a file of its own")
     _OUTPUTS[:] = paths
 
@@ -81,8 +81,8 @@ def declare_outputs(paths: Sequence[PathLike]) -> None:
 def check_input(path: PathLike) -> None:
     """Raise `InputError` if a file to be read is one that this command will write."""
     if any(_same(path, output) for output in _OUTPUTS):
-        problem = "is read by this command, and named as its output, which would destroy it"
-        raise InputError(visible_line(os.fspath(path)), problem, "give the output another name")
+        problem = "is an input of this command and also its output, which would overwrite it"
+        raise InputError(visible_line(os.fspath(path)), problem, "rename the output")
 
 
 def _same(one: PathLike, other: PathLike) -> bool:

@@ -135,7 +135,7 @@ def test_a_wrong_rule_names_the_sample() -> None:
         next(iter(Prefetched(samples, {"text_tokens": Size("ids", (3,))})))
     with pytest.raises(InputError, match=r"samples\[0\].describe: raised ZeroDivisionError"):
         next(iter(Prefetched(samples, {"text_tokens": lambda _: 1 // 0})))
-    with pytest.raises(InputError, match=r"sizes\['tokens'\]: is no field"):
+    with pytest.raises(InputError, match=r"sizes\['tokens'\]: is not a field"):
         Prefetched(samples, {"tokens": Size("ids")})
     with pytest.raises(InputError, match="sizes: or describe is needed"):
         Prefetched(samples)

@@ -120,7 +120,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(tmp_path: Path, capl
         assert state.iteration == step - 1
         assert all(torch.equal(found, kept) for found, kept in zip(parameters, values[step - 1], strict=True))
         assert f"step-{step:08d}" in caplog.text
-        assert "going on from an older checkpoint" in caplog.text
+        assert "resuming from an older checkpoint" in caplog.text
     flip(tmp_path / "step-00000000", random)
     with pytest.raises(InputError, match=r"step-0000000\d/.*: .*; remove this checkpoint"):
         checkpoints.load(executor, None)

@@ -62,7 +62,9 @@ def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trai
         return {name: f"{_MODEL}.{name}" for name in names}
     _, stored, _ = _opened(path, {})
     if not any(key.startswith(f"{_EMA}.") for key in stored):
-        raise InputError(f"{path}: {_EMA}", "is missing: no average was kept", "take the trained weights, or add [ema]")
+        raise InputError(
+            f"{path}: {_EMA}", "is missing, because no average was kept", "take the trained weights, or add [ema]"
+        )
     return {name: key if (key := f"{_EMA}.{name}") in stored else f"{_MODEL}.{name}" for name in names}
 
 
@@ -127,7 +129,7 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
         remedy = REMEDIES.get(getattr(cause, "errno", 0) or 0, "free disk space")
         return ExecutionError(f"checkpoint {path} cannot be written: {reason}; {remedy}, or give another folder")
 
-    with _quiet_alone(), _told(unwritable):
+    with _quiet_alone(), _raising_cause(unwritable):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -170,7 +172,7 @@ def load_checkpoint(
     averaged = {key: tensor for key, tensor in _average_tensors(executor, averages).items() if key in stored}
     state |= averaged
     if _ITERATION not in stored:
-        raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
+        raise InputError(f"{path}: {_ITERATION}", "is missing", "name a complete checkpoint of save_checkpoint")
     state[_ITERATION] = torch.tensor(0)
     if not checked:
         check_digests(Path(path), {file for name, file in files if name in state})
@@ -307,7 +309,7 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
     from pipeloom.runtime.checkpoint.digests import METADATA, PlainReader
 
     if not (Path(path) / METADATA).exists():
-        raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")
+        raise InputError(str(path), "is not a complete checkpoint", "name a complete checkpoint of save_checkpoint")
     reader = PlainReader(str(path))
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
@@ -315,7 +317,7 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
         size = getattr(stored.get(name), "size", None)
         if size != tensor.shape:
             had = "is missing" if size is None else f"has shape {tuple(size)}"
-            raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
+            raise InputError(f"{path}: {name}", f"{had}, the model needs {tuple(tensor.shape)}")
     return reader, stored, {(index.fqn, info.relative_path) for index, info in metadata.storage_data.items()}
 
 
@@ -328,7 +330,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 @contextmanager
-def _told(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]:
+def _raising_cause(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]:
     """Replace torch's exception, a BaseException with the tracebacks of all ranks, by its cause in one line."""
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
@@ -343,8 +345,8 @@ def _told(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]
 
 
 def _read_of(path: Path | str) -> AbstractContextManager[None]:
-    remedy = "give a whole checkpoint, or an older one"
-    return _told(lambda reason, _: InputError(str(path), f"cannot be read: {reason}", remedy))
+    remedy = "name a complete checkpoint, or an older one"
+    return _raising_cause(lambda reason, _: InputError(str(path), f"cannot be read: {reason}", remedy))
 
 
 def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

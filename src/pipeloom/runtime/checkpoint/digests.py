@@ -48,7 +48,7 @@ _ALLOWED = {
 }
 _MAX_DIGESTS_BYTES = 64 << 20
 """Largest digest file that is read. An entry takes about 150 bytes."""
-_REMEDY = "remove this checkpoint and go on from an older one, or give another"
+_REMEDY = "remove this checkpoint to resume from an older one, or name another one"
 
 
 class DigestingWriter(FileSystemWriter):
@@ -121,7 +121,7 @@ class PlainReader(FileSystemReader):
                 raise
             except pickle.UnpicklingError as error:
                 # Omit torch's message, which advises to execute the file.
-                raise InputError(str(file), "holds more than tensors", _REMEDY) from error
+                raise InputError(str(file), "contains data other than tensors", _REMEDY) from error
             # A damaged file may raise anything.
             except Exception as error:
                 raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
@@ -170,7 +170,7 @@ def known_digests(folder: Path) -> dict[str, str]:
             raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
         outside = next((name for name in found if not _is_inside(name)), None)
         if outside is not None:
-            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is no file of its folder", _REMEDY)
+            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is not a file in its folder", _REMEDY)
         known |= found
     return known
 

@@ -40,8 +40,8 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
             if id(parameter) not in names:
                 raise InputError(
                     where,
-                    f"has a parameter of shape {tuple(parameter.shape)} that is of no layer of this rank",
-                    "give the optimiser the parameters of Executor.parameters alone",
+                    f"has a parameter of shape {tuple(parameter.shape)} that belongs to no layer of this rank",
+                    "pass only the parameters of Executor.parameters to the optimizer",
                 )
             for name in names[id(parameter)]:
                 state = {
@@ -69,8 +69,8 @@ def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: di
                 differ = [key for key in saved[name] if saved[name][key] != saved[mine[0]].get(key)]
                 raise InputError(
                     f"optimizer.param_groups[{number}]",
-                    f"has {mine[0]!r} and {name!r}, which the checkpoint has with different {', '.join(differ)}",
-                    "make the groups of the run that saved it",
+                    f"has {mine[0]!r} and {name!r}, saved with different {', '.join(differ)}",
+                    "use the parameter groups of the run that saved it",
                 )
         for key, value in (saved[mine[0]] if mine else {}).items():
             now = group.get(key)
@@ -88,7 +88,7 @@ def _plain(value: Any, where: str) -> Any:
     if not isinstance(value, _PLAIN):
         raise InputError(
             where,
-            f"is a {type(value).__name__}, which no checkpoint holds",
-            "use an optimiser whose state is tensors, numbers and strings, or train without checkpoints",
+            f"is a {type(value).__name__}, which checkpoints cannot store",
+            "use an optimizer whose state is tensors, numbers and strings, or train without checkpoints",
         )
     return value

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class FolderReplicas:
     """Which ranks see which replica of a folder.
 
     Attributes
@@ -119,7 +119,7 @@ class Copies:
         """
         part = target / f"{name}.part"
         failures: list[OSError] = []
-        pieces = self._coming(_pieces(source / name), holder, failures)
+        pieces = self._shared_pieces(_pieces(source / name), holder, failures)
         if wants:
             _, failure = _attempted(lambda: write_pieces(part, pieces))
             failures += [] if failure is None else [failure]
@@ -135,7 +135,7 @@ class Copies:
         _, failure = _attempted(lambda: _replace(part, target / name) if wants else None)
         _agreed(None, failure, self.between)
 
-    def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
+    def _shared_pieces(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
         """Yield pieces of a file that one rank reads, on all ranks of ``between``. A read error ends them."""
         holds, piece = dist.get_rank(self.between) == holder, b""
         while True:
@@ -167,16 +167,16 @@ def _agreed(mine: T, failure: OSError | None, group: dist.ProcessGroup | None) -
     OSError
         Some rank failed. All ranks raise the first error.
     """
-    told = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (mine, told), group=group)
-    for _, problem in found:
+    own = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, (mine, own), group=group)
+    for _, problem in values:
         if problem is not None:
             raise OSError(*problem) from failure
-    return [each for each, _ in found]
+    return [value for value, _ in values]
 
 
-def find_copies(folder: Path) -> Copies:
+def find_replicas(folder: Path) -> FolderReplicas:
     """Create a folder, and find out which ranks of the default group share it. All ranks call it together.
 
     Raises
@@ -192,13 +192,13 @@ def find_copies(folder: Path) -> Copies:
     _agreed(None, failure, everyone)
     sharers = tuple(each for each, mark in enumerate(marks) if mark.exists())
     if rank not in sharers:
-        raise ExecutionError(f"{folder}: a file that rank {rank} has made there is not there; give another folder")
+        raise ExecutionError(f"{folder}: a file that rank {rank} created there is missing; use another folder")
     first = [torch.zeros((), dtype=torch.int64) for _ in range(size)]
     dist.all_gather(first, torch.tensor(sharers[0]))
     marks[rank].unlink()
     firsts = tuple(sorted({int(each) for each in first}))
     between = long_group(firsts) if len(firsts) > 1 else None
-    return Copies(sharers, firsts, everyone, between if rank in firsts else None)
+    return FolderReplicas(sharers, firsts, everyone, between if rank in firsts else None)
 
 
 def _files(folder: Path) -> Iterator[str]:

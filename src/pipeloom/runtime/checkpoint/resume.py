@@ -25,7 +25,7 @@ from pipeloom.files import open_regular, remove, sync_folder, write_pieces
 from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.replicas import Copies, find_copies
+from pipeloom.runtime.checkpoint.replicas import FolderReplicas, find_replicas
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.turns import short_turns
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 STATE = "trainer.json"
 """File of a checkpoint with its `TrainerState`."""
-_REMEDY = "remove this checkpoint, and begin anew or from another"
+_REMEDY = "remove this checkpoint, and restart or resume from another one"
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
@@ -63,7 +63,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Saving:
-    """A checkpoint that is written beside training. It holds copies of everything that it writes.
+    """A checkpoint that is written during training. It holds copies of everything that it writes.
 
     Parameters
     ----------
@@ -141,9 +141,9 @@ class Checkpoints:
                 raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
 
     @cached_property
-    def copies(self) -> Copies:
+    def copies(self) -> FolderReplicas:
         """Which ranks see which replica of the folder. All ranks access it together the first time."""
-        return self._attempt(find_copies, self.folder)
+        return self._attempt(find_replicas, self.folder)
 
     def steps(self) -> list[int]:
         """Return the iterations of this replica's checkpoints, including damaged ones, oldest first."""
@@ -151,9 +151,9 @@ class Checkpoints:
 
     def all_steps(self) -> list[int]:
         """Return the iterations of the checkpoints of all replicas. All ranks call it together."""
-        copies = self.copies
-        self._attempt(copies.all_do, self._restore if copies.is_first else None)
-        return self._steps_of(copies)
+        replicas = self.copies
+        self._attempt(replicas.all_do, self._restore if replicas.is_first else None)
+        return self._steps_of(replicas)
 
     def newest(self) -> Path | None:
         """Return the folder of this replica's newest undamaged checkpoint, or None if there are no checkpoints.
@@ -184,8 +184,8 @@ class Checkpoints:
         # A name with more zeros is not a checkpoint's.
         return sorted(step for step in steps if self._path(step, ending).name in names)
 
-    def _steps_of(self, copies: Copies) -> list[int]:
-        return sorted(set().union(*copies.gather(self.steps())))
+    def _steps_of(self, replicas: FolderReplicas) -> list[int]:
+        return sorted(set().union(*replicas.gather(self.steps())))
 
     def save(
         self,
@@ -212,7 +212,7 @@ class Checkpoints:
         InputError
             The folder cannot be written.
         """
-        copies, asynchronous = self.copies, self.asynchronous
+        replicas, asynchronous = self.copies, self.asynchronous
         # Training changes the tensors, so an asynchronous save needs copies.
         tensors = {
             name: tensor.detach().to("cpu", copy=True) if asynchronous else tensor
@@ -228,27 +228,27 @@ class Checkpoints:
                 contents |= {name: text.encode() for name, text in executor.model.pretrained.kept().items()}
         return Saving(
             state.iteration,
-            lambda: self._save(copies, state.iteration, tensors, contents, record),
+            lambda: self._save(replicas, state.iteration, tensors, contents, record),
             asynchronous=asynchronous,
         )
 
     def _save(
         self,
-        copies: Copies,
+        replicas: FolderReplicas,
         iteration: int,
         tensors: Mapping[str, torch.Tensor],
         contents: dict[str, bytes],
         record: Sequence[Path],
     ) -> Path:
         target, beside = self._path(iteration), self._path(iteration, _PARTIAL)
-        self._attempt(copies.all_do, partial(_make_empty, beside) if copies.is_first else None)
-        write_state(beside, tensors, group=copies.everyone)
-        self._attempt(copies.all_do, partial(_write_files, beside, dist.get_rank(), contents))
-        self._attempt(copies.complete, beside, beside)
-        self._attempt(copies.all_do, partial(self._take_over, iteration) if copies.is_first else None)
+        self._attempt(replicas.all_do, partial(_make_empty, beside) if replicas.is_first else None)
+        write_state(beside, tensors, group=replicas.everyone)
+        self._attempt(replicas.all_do, partial(_write_files, beside, dist.get_rank(), contents))
+        self._attempt(replicas.complete, beside, beside)
+        self._attempt(replicas.all_do, partial(self._take_over, iteration) if replicas.is_first else None)
         self._remember(iteration)
-        self._drop_old(copies, iteration)
-        self._attempt(copies.follow, record)
+        self._drop_old(replicas, iteration)
+        self._attempt(replicas.follow, record)
         return target
 
     def _take_over(self, step: int) -> None:
@@ -271,17 +271,17 @@ class Checkpoints:
             else:
                 replaced.rename(target)
 
-    def _drop_old(self, copies: Copies, written: int) -> None:
+    def _drop_old(self, replicas: FolderReplicas, written: int) -> None:
         """Remove checkpoints older than the ``keep`` newest complete ones. All ranks call it together.
 
         Checkpoints with a higher number than the one just written do not count and stay. Training did not resume from
         them, so they are damaged or from another run.
         """
-        older = [step for step in self._steps_of(copies) if step <= written]
+        older = [step for step in self._steps_of(replicas) if step <= written]
         num_whole = 0
         while older and num_whole < self.keep:
-            num_whole += self._is_whole(copies, older.pop())
-        self._attempt(copies.all_do, (lambda: self._drop(older, written)) if copies.is_first else None)
+            num_whole += self._is_whole(replicas, older.pop())
+        self._attempt(replicas.all_do, (lambda: self._drop(older, written)) if replicas.is_first else None)
 
     def _drop(self, steps: Sequence[int], written: int) -> None:
         for step in steps:
@@ -294,16 +294,16 @@ class Checkpoints:
             if step <= written:
                 remove(self._path(step, _PARTIAL))
 
-    def _is_whole(self, copies: Copies, step: int) -> bool:
+    def _is_whole(self, replicas: FolderReplicas, step: int) -> bool:
         """Return whether every replica of a checkpoint is good. All ranks call it together.
 
         A replica that was written or checked before is read again only if its files have changed.
         """
         path = self._path(step)
-        is_known = not copies.is_first or self._good.get(step, ()) == (_signature(path) or None)
-        if all(copies.gather(is_known)):
+        is_known = not replicas.is_first or self._good.get(step, ()) == (_signature(path) or None)
+        if all(replicas.gather(is_known)):
             return True
-        if any(copies.gather(_damage_of(path, copies.share))) or any(copies.gather(_misnumbered(path))):
+        if any(replicas.gather(_damage_of(path, replicas.share))) or any(replicas.gather(_misnumbered(path))):
             return False
         self._remember(step)
         return True
@@ -334,7 +334,7 @@ class Checkpoints:
             if problem is None:
                 return self._read(step, executor, optimizer, averages)
             if dist.get_rank() == 0 and step != steps[0]:
-                _LOG.warning("%s: %s; going on from an older checkpoint", problem.entity, problem.problem)
+                _LOG.warning("%s: %s; resuming from an older checkpoint", problem.entity, problem.problem)
             damaged = damaged or problem
         if damaged is not None:
             raise damaged
@@ -342,24 +342,24 @@ class Checkpoints:
 
     def _damage(self, step: int) -> InputError | None:
         """Return the damage of a checkpoint that no replica can repair. Damaged replicas are repaired from others."""
-        copies, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
-        is_there = copies.gather(path.is_dir())
+        replicas, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
+        is_there = replicas.gather(path.is_dir())
         if not any(is_there):
             return InputError(str(path), "is not a folder", _REMEDY)
         if not all(is_there):
-            lacks = copies.is_first and not path.is_dir()
-            self._attempt(copies.all_do, partial(_make_empty, beside) if lacks else None)
-            self._attempt(copies.complete, path, beside)
-            self._attempt(copies.all_do, partial(self._take_over, step) if lacks else None)
-        for is_mended in (len(copies.firsts) == 1, True):
-            damage = copies.gather(_damage_of(path, copies.share))
-            if not any(damage) or is_mended:
+            is_missing = replicas.is_first and not path.is_dir()
+            self._attempt(replicas.all_do, partial(_make_empty, beside) if is_missing else None)
+            self._attempt(replicas.complete, path, beside)
+            self._attempt(replicas.all_do, partial(self._take_over, step) if is_missing else None)
+        for is_repaired in (len(replicas.firsts) == 1, True):
+            damage = replicas.gather(_damage_of(path, replicas.share))
+            if not any(damage) or is_repaired:
                 break
-            lacking = set().union(*(damage[rank] for rank in copies.sharers))
-            self._attempt(copies.complete, path, path, lacking)
+            lacking = set().union(*(damage[rank] for rank in replicas.sharers))
+            self._attempt(replicas.complete, path, path, lacking)
         for name, problem in (pair for each in damage for pair in each.items()):
             return InputError(str(path / name), problem, _REMEDY)
-        misnumbered: list[InputError | None] = copies.gather(_misnumbered(path))
+        misnumbered: list[InputError | None] = replicas.gather(_misnumbered(path))
         wrong = next(filter(None, misnumbered), None)
         if wrong is None:
             self._remember(step)
@@ -446,8 +446,8 @@ def _misnumbered(path: Path) -> InputError | None:
         return error
     if state.iteration == iteration == step:
         return None
-    told = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
-    return InputError(f"{path / STATE}: iteration", told, _REMEDY)
+    problem = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
+    return InputError(f"{path / STATE}: iteration", problem, _REMEDY)
 
 
 def _signature(path: Path) -> _Signature:

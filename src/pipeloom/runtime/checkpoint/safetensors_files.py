@@ -163,9 +163,9 @@ def _names(index: Path) -> dict[str, str]:
         named: dict[str, str] = json.loads(index.read_text())["weight_map"]
         # Nothing outside the folder.
         if any(Path(name).name != name or len(name) > 250 for name in named.values()):
-            raise ValueError("it names files elsewhere")
+            raise ValueError("it names files in other folders")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(str(index), f"is no index of shards ({error})", "fetch the folder again") from error
+        raise InputError(str(index), f"is not an index of shards ({error})", "fetch the folder again") from error
     return named
 
 

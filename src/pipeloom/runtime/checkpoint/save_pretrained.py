@@ -37,8 +37,8 @@ def pretrained_of(model: Model) -> Pretrained:
     if model.pretrained is None:
         raise InputError(
             f"model {model.name!r}",
-            "is of no library that could read it",
-            "pl.from_transformers and pl.from_diffusers make models that are; others are read by load_weights",
+            "is of no supported library",
+            "make it by pl.from_transformers or pl.from_diffusers, or load its checkpoints by load_weights",
         )
     return model.pretrained
 
@@ -46,7 +46,7 @@ def pretrained_of(model: Model) -> Pretrained:
 def check_target(folder: Path) -> None:
     """Raise `InputError` if the target folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(str(folder), "is there and not empty", "name a new folder, or remove what is in it")
+        raise InputError(str(folder), "exists and is not empty", "name a new folder, or empty this one")
 
 
 def partial_of(folder: Path) -> Path:

@@ -58,7 +58,7 @@ class Saver:
         if self.checkpoints is not None:
             self._resumed = self.checkpoints.load(self.executor, self.optimizer, self.averages)
         if self._resumed is None and must:
-            raise InputError("options.resumes", "is set, and there is no checkpoint", "leave it out")
+            raise InputError("options.resumes", "is set, but there is no checkpoint", "leave it out")
         return self._resumed
 
     def skip_trained(
@@ -86,8 +86,8 @@ class Saver:
             if self._resumed.batch != ("" if last is None else digest(last, iteration)):
                 raise InputError(
                     f"iteration {iteration}",
-                    "has other samples than when it was trained, before the checkpoint",
-                    "give the data of the run that wrote it, or begin anew",
+                    "has other samples than when it was trained before the checkpoint",
+                    "use the data of the run that wrote it, or restart",
                 )
         return source
 

@@ -118,12 +118,12 @@ class Batches:
                 targets = float(row.pop("targets"))
             except KeyError as error:
                 raise InputError(
-                    f"dataset.sizes({index})", "says no targets", "return how many it counts in the loss"
+                    f"dataset.sizes({index})", "has no `targets`", "return the number of targets in the loss"
                 ) from error
             samples.append(LazySample(self.dataset, index, targets))
             rows.append(row)
         if not samples:
-            raise InputError(f"batch {number}", f"has no sample that is whole: {skipped[0]}", "mend the data")
+            raise InputError(f"batch {number}", f"has no undamaged sample: {skipped[0]}", "repair the data")
         found = DescribedBatch(samples)
         found.metadata, found.num_skipped = batch_from_dicts(rows).samples, len(skipped)
         return found

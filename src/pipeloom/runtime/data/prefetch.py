@@ -1,6 +1,6 @@
 """Prefetched: reads batches ahead of training in a thread, and computes the metadata that the planner needs.
 
-The planner needs only sizes. They are read from the tensors of the user's loader beside training, so that a batch and
+The planner needs only sizes. They are read from the tensors of the user's loader during training, so that a batch and
 its metadata are ready when needed.
 """
 
@@ -118,7 +118,7 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
         return Batch(samples.metadata, iteration)
     if describe is None:
         raise InputError(
-            "describe", "is missing, and the batches were not described ahead", "give it, or batches from Prefetched"
+            "describe", "is missing, and the batches have no metadata", "pass it, or use batches of Prefetched"
         )
     with user_code("describe"):
         rows = [describe(sample) for sample in samples]
@@ -171,7 +171,7 @@ class Prefetched:
     loader : iterable
         Yields batches, each an iterable of samples, for example a ``torch.utils.data.DataLoader`` whose
         ``collate_fn`` is ``list``. It must draw random numbers from its own generator, because its thread runs
-        beside training.
+        during training.
     sizes : mapping
         From a field of the sample metadata (``text_tokens``, ``image_tokens``, ...) to a `Size` or a function of
         the sample. ``id`` defaults to the place in the batch.
@@ -195,7 +195,7 @@ class Prefetched:
         for name in sizes or ():
             if name not in Sample.__struct_fields__:
                 known = ", ".join(Sample.__struct_fields__)
-                raise InputError(f"sizes[{name!r}]", "is no field of the metadata", f"there are {known}")
+                raise InputError(f"sizes[{name!r}]", "is not a field of the metadata", f"there are {known}")
         self._loader, self._depth = loader, depth
         self._describe = describe if describe is not None else partial(_apply_rules, dict(sizes or {}))
 

@@ -105,7 +105,7 @@ class ChunkStreams:
         if set(found) != set(wanted):
             where = f"module {self.module!r}, layer {self.first + layer}," if self.module else "a layer"
             raise ExecutionError(
-                f"{where} emits {_listed(found)}, stated is {_listed(wanted)}; correct `emits` of the module, or "
+                f"{where} emits {_listed(found)}, declared are {_listed(wanted)}; correct `emits` of the module, or "
                 "return Emit(output, streams)"
             )
 

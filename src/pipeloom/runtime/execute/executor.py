@@ -71,17 +71,16 @@ class Executor:
         if encoder_dp.names and options.random_seed is None:
             raise InputError(
                 "random_seed",
-                f"is None, and instances of {min(encoder_dp.names)!r} are dealt: ranks would draw unlike numbers after",
-                "give a seed",
+                f"is None, but {min(encoder_dp.names)!r} uses encoder data parallelism, which needs one",
+                "set a seed",
             )
         give_weights(model, layout, rank, device)
         tied = tied_over_ranks(model, layout)
         if tied and options.sum_tied is None:
             raise InputError(
                 f"parameter {tied[0].names[0]!r}",
-                f"is one with {tied[0].names[1]!r} (tied), and they lie on ranks {', '.join(map(str, tied[0].ranks))}",
-                "give ExecutorOptions a sum_tied=sums_over_ranks(model, layout), lay both layers on one rank, or share "
-                "nothing",
+                f"is tied to {tied[0].names[1]!r}, and they are on ranks {', '.join(map(str, tied[0].ranks))}",
+                "set ExecutorOptions(sum_tied=sums_over_ranks(model, layout)), place both on one rank, or untie them",
             )
         self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
@@ -101,8 +100,8 @@ class Executor:
                     if any(parameter.is_meta for parameter in layer.parameters()):
                         raise InputError(
                             f"module {chunk.module!r}.layers[{place}]",
-                            f"is shapes alone (on meta), and rank {rank} is to run it",
-                            "give the layers of a rank's own chunks their weights before training",
+                            f"has no weights (on meta), but rank {rank} runs it",
+                            "load the weights of each rank's own layers before training",
                         )
                     layer.to(self.device)
                     if module.frozen:
@@ -115,7 +114,7 @@ class Executor:
             raise InputError(
                 "layout.parallelism.data",
                 "is 1, but layers are under fully_shard",
-                "state the number of replicas, so that plans gather parameters and reduce gradients",
+                "set the number of replicas, so that plans gather parameters and reduce gradients",
             )
 
     @property
@@ -287,7 +286,9 @@ def _check_layout(model: Model, layout: Layout) -> None:
         if (here.after, here.frozen) != (module.after, module.frozen):
             raise InputError(f"layout.module {module.name!r}", "has another `after` or `frozen` than the model")
         if (set(here.emits), set(here.takes)) != (set(ModuleLayout.of(module.spec).emits), set(module.spec.takes)):
-            raise InputError(f"layout.module {module.name!r}", "has other streams than the model", "lay out this model")
+            raise InputError(
+                f"layout.module {module.name!r}", "has other streams than the model", "make a layout of this model"
+            )
         num_layers = layout.chunks[layout.chunks_of(module.name)[-1]].layers[1] + 1
         if num_layers != len(module.layers):
             raise InputError(

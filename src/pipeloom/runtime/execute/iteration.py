@@ -303,7 +303,7 @@ class Iteration:
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:
             raise ExecutionError(
-                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
+                f"a layer of module {unit.role.module.name!r} emits a loss of its rank's instances "
                 f"alone; give [layout.modules.{unit.role.module.name}] on_tensor_ranks = 'divided'"
             )
         return output

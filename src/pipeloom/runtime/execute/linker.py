@@ -175,14 +175,14 @@ class Linker:
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(
                 f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
-                f"{self.layout.num_ranks}; plan for the layout that is run"
+                f"{self.layout.num_ranks}; make a plan for this layout"
             )
         self.shapes.limit()
         mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
         if mine.rank != self.rank or (joins and mine.joined is None):
             raise ExecutionError(
                 f"the plan is rank {mine.rank}'s, "
-                + ("made for messages that are posted one by one" if mine.rank == self.rank else f"not {self.rank}'s")
+                + ("made for messages that are not batched" if mine.rank == self.rank else f"not {self.rank}'s")
                 + "; deliver it with delivery_of for the backend that runs"
             )
         try:
@@ -460,13 +460,13 @@ class _Link:
         """Return the message of an action."""
         message = self.messages.get((action.verb.post, key, action.target, action.stream))
         if message is None:
-            raise ExecutionError(f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with")
+            raise ExecutionError(f"'{action_text(action)}' is no message of rank {self.linker.rank}")
         if action.shape is not None and (
             action.shape != message.shape or torch_dtype(action.dtype) != message.dtype or action.peer != message.peer
         ):
             raise ExecutionError(
-                f"'{action_text(action)}': the model states {message.shape} {message.dtype} with rank "
-                f"{message.peer}; plan with the model and the batch that are run"
+                f"'{action_text(action)}': the model declares {message.shape} {message.dtype} with rank "
+                f"{message.peer}; make a plan for this model and batch"
             )
         return message
 

@@ -282,8 +282,8 @@ class UnitState(Outlet):
             module = self.role.module
             where = "output" if last == len(module.layers) - 1 else "hidden"
             raise ExecutionError(
-                f"module {module.name!r}, layers {first}..{last}, gave {tuple(output.shape)} {output.dtype}, "
-                f"stated is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
+                f"module {module.name!r}, layers {first}..{last}, returned {tuple(output.shape)} {output.dtype}, "
+                f"declared is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
     def hand_streams(self, given: dict[str, Tensor]) -> None:
@@ -297,7 +297,7 @@ class UnitState(Outlet):
                 layer = next(end.layer for end in module.emits if end.stream == name)
                 raise ExecutionError(
                     f"module {module.name!r}, layer {layer}, emits {name!r} of {tuple(tensor.shape)} {tensor.dtype}, "
-                    f"stated is {shape} {dtype}; correct `emits` of the module"
+                    f"declared is {shape} {dtype}; correct `emits` of the module"
                 )
             outlet.give(tensor)
 

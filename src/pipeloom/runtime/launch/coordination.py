@@ -240,12 +240,12 @@ class SameBatch:
             raise InputError(
                 named,
                 f"{_ranks(ended)} no more batches, but other ranks have",
-                "give all ranks the same batches: none of them takes a part of the data for itself",
+                "give all ranks the same batches: do not shard the data by rank",
             )
         raise InputError(
             named,
             f"{_ranks(others)} other samples than rank 0, or in another order",
-            "give all ranks the same batches: seed what shuffles them alike, divide no data by rank, and let "
+            "give all ranks the same batches: shuffle with the same seed, do not shard the data by rank, and let "
             "`describe` return ids that name a sample in every process",
         )
 
@@ -273,7 +273,7 @@ def together(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
+        raise ExecutionError(f"{what} failed, another rank is lost or hangs: {error}") from error
 
 
 def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
@@ -332,7 +332,7 @@ class FirstPlan:
 
     def _tell(self) -> None:
         _LOG.warning(
-            "no first plan after %.0f s: rank 0 compiles the planner's kernels (they are kept for later runs), and the "
+            "no first plan after %.0f s: rank 0 compiles the planner's kernels (cached for later runs), and the "
             "other ranks wait",
             _TELL_AFTER_S,
         )

@@ -135,7 +135,7 @@ class StalledError(ExecutionError):
     def __init__(self, num_reached: int, timeout_s: float) -> None:
         self.num_reached = num_reached
         super().__init__(
-            f"the device has been at it for {timeout_s:g} s and comes no further; where this is a wait for a message, "
+            f"the device has made no progress for {timeout_s:g} s; if this is a wait for a message, "
             "look at the rank that sends it"
         )
 

@@ -23,18 +23,18 @@ from pipeloom.printing import print_error
 from pipeloom.runtime.launch.addresses import address_towards
 
 _ADDRESS = "watch"
-_SECRET_BYTES, _WORD_BYTES = 32, 4
+_SECRET_BYTES, _MESSAGE_BYTES = 32, 4
 # Control messages: the number of a lost rank, the number of a failed rank plus `_FAILED`, or the regular end of a rank.
 _FAILED, _ENDED = 1 << 31, (1 << 32) - 1
 # Seconds of silence, seconds between probes, and unanswered probes until a host counts as lost.
 _QUIET_S, _ASK_S, _MOST_ASKED = 2, 2, 3
 _JOIN_S = 120.0
 # Largest number of connections that have not yet identified themselves.
-_MOST_WAITING = 1024
-_PATIENCE_S = 1.0
+_MAX_UNIDENTIFIED = 1024
+_GRACE_S = 1.0
 
 
-class Watch:
+class FailureDetector:
     """Detects the loss of other ranks of a job.
 
     Rank 0 has a connection to every other rank and reports a lost rank to all others. Then every rank exits.
@@ -63,30 +63,30 @@ class Watch:
     def start(self) -> None:
         """Start watching."""
         if self._connections:
-            threading.Thread(target=self._run, name="watch", daemon=True).start()
+            threading.Thread(target=self._run, name="failure detector", daemon=True).start()
 
     def end(self) -> None:
         """End regularly. From now on this rank neither reports others nor is reported."""
         self._ends = True
-        self._tell(_ENDED)
+        self._send(_ENDED)
 
     def fail(self, error: PipeloomError) -> str:
         """Return this rank's message for an error. Empty if another rank caused it, which has been reported.
 
         The other ranks then exit without a message about this rank.
         """
-        if isinstance(error, ExecutionError) and self._connections and self._lost.wait(_PATIENCE_S):
+        if isinstance(error, ExecutionError) and self._connections and self._lost.wait(_GRACE_S):
             return ""
         self._ends = True
-        self._tell(_FAILED + self.rank)
+        self._send(_FAILED + self.rank)
         return str(error)
 
-    def _tell(self, word: int, but: int = -1) -> None:
+    def _send(self, message: int, but: int = -1) -> None:
         for rank, connection in self._connections.items():
             if rank != but:
                 # A lost rank needs no message.
                 with suppress(OSError):
-                    connection.sendall(word.to_bytes(_WORD_BYTES, "big"))
+                    connection.sendall(message.to_bytes(_MESSAGE_BYTES, "big"))
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -94,33 +94,33 @@ class Watch:
                 selector.register(connection, selectors.EVENT_READ, rank)
             while selector.get_map():
                 for key, _ in selector.select():
-                    said = _read(key.fileobj, _WORD_BYTES)
-                    word = int.from_bytes(said, "big") if len(said) == _WORD_BYTES else key.data
-                    if word == _ENDED:
+                    data = _read(key.fileobj, _MESSAGE_BYTES)
+                    message = int.from_bytes(data, "big") if len(data) == _MESSAGE_BYTES else key.data
+                    if message == _ENDED:
                         selector.unregister(key.fileobj)
                     else:
-                        self._miss(word, key.data)
+                        self._handle_loss(message, key.data)
                         return
 
-    def _miss(self, word: int, source: int) -> None:
+    def _handle_loss(self, message: int, source: int) -> None:
         if self._ends:
             return
         # A failed rank prints its own error. A lost rank is reported once by rank 0, or by all if rank 0 is lost.
-        if word < _FAILED and (self.rank == 0 or word == 0):
-            problem = "is gone: its process or its host has ended, or cannot be reached"
-            print_error(f"rank {word} {problem}")
+        if message < _FAILED and (self.rank == 0 or message == 0):
+            problem = "is lost: its process or its host has ended, or cannot be reached"
+            print_error(f"rank {message} {problem}")
         if self.rank == 0:
-            self._tell(word, but=source)
+            self._send(message, but=source)
         self._lost.set()
         # The main thread may notice too and exit with a better message.
-        threading.Timer(2 * _PATIENCE_S, self._leave).start()
+        threading.Timer(2 * _GRACE_S, self._exit).start()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         if not self._ends:
             os._exit(2)
 
 
-def watch(store: Any, rank: int, size: int) -> Watch:
+def detect_failures(store: Any, rank: int, size: int) -> FailureDetector:
     """Start to watch the other ranks. All ranks call it together, with a store that only they can reach.
 
     Raises
@@ -128,9 +128,9 @@ def watch(store: Any, rank: int, size: int) -> Watch:
     ExecutionError
         Rank 0 cannot be reached.
     """
-    found = Watch(rank)
+    detector = FailureDetector(rank)
     if size == 1:
-        return found
+        return detector
     if rank == 0:
         secret = secrets.token_bytes(_SECRET_BYTES)
         family, own = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -139,22 +139,22 @@ def watch(store: Any, rank: int, size: int) -> Watch:
             store.set(_ADDRESS, f"{host} {port} {secret.hex()}")
             for rank_there, connection in _arrivals(listening, secret):
                 if 0 < rank_there < size:
-                    found.add(rank_there, connection)
-                if len(found.others) == size - 1:
+                    detector.add(rank_there, connection)
+                if len(detector.others) == size - 1:
                     break
             else:
-                missing = sorted(set(range(1, size)) - set(found.others))
-                raise ExecutionError(f"rank 0: ranks {missing} do not reach this host within {_JOIN_S:g} s")
+                missing = sorted(set(range(1, size)) - set(detector.others))
+                raise ExecutionError(f"rank 0: ranks {missing} did not reach this host within {_JOIN_S:g} s")
     else:
         host, port, secret_text = store.get(_ADDRESS).decode().split()
         try:
             connection = socket.create_connection((host, int(port)), timeout=_JOIN_S)
-            connection.sendall(bytes.fromhex(secret_text) + rank.to_bytes(_WORD_BYTES, "big"))
+            connection.sendall(bytes.fromhex(secret_text) + rank.to_bytes(_MESSAGE_BYTES, "big"))
         except OSError as error:
             raise ExecutionError(f"rank {rank}: rank 0 does not answer at {host}:{port}: {error}") from error
-        found.add(0, connection)
-    found.start()
-    return found
+        detector.add(0, connection)
+    detector.start()
+    return detector
 
 
 def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, socket.socket]]:
@@ -162,41 +162,41 @@ def _arrivals(listening: socket.socket, secret: bytes) -> Iterator[tuple[int, so
 
     A connection without the secret is rejected. It cannot block others by sending slowly or not at all.
     """
-    begun: dict[socket.socket, bytes] = {}
-    give_up = time.monotonic() + _JOIN_S
+    pending: dict[socket.socket, bytes] = {}
+    deadline = time.monotonic() + _JOIN_S
     listening.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listening, selectors.EVENT_READ)
         try:
-            while (left := give_up - time.monotonic()) > 0:
+            while (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fileobj is listening:
                         connection = _accepted(listening)
                         if connection is None:
                             continue
-                        if len(begun) >= _MOST_WAITING:
-                            oldest = next(iter(begun))
+                        if len(pending) >= _MAX_UNIDENTIFIED:
+                            oldest = next(iter(pending))
                             selector.unregister(oldest)
-                            del begun[oldest]
+                            del pending[oldest]
                             oldest.close()
-                        begun[connection] = b""
+                        pending[connection] = b""
                         selector.register(connection, selectors.EVENT_READ)
                         continue
                     connection = key.fileobj  # type: ignore[assignment]
-                    if connection not in begun:
+                    if connection not in pending:
                         continue
-                    piece = _piece(connection, _SECRET_BYTES + _WORD_BYTES - len(begun[connection]))
-                    said = begun[connection] = begun[connection] + piece
-                    if piece and len(said) < _SECRET_BYTES + _WORD_BYTES:
+                    piece = _piece(connection, _SECRET_BYTES + _MESSAGE_BYTES - len(pending[connection]))
+                    received = pending[connection] = pending[connection] + piece
+                    if piece and len(received) < _SECRET_BYTES + _MESSAGE_BYTES:
                         continue
                     selector.unregister(connection)
-                    del begun[connection]
-                    if piece and hmac.compare_digest(said[:_SECRET_BYTES], secret):
-                        yield int.from_bytes(said[_SECRET_BYTES:], "big"), connection
+                    del pending[connection]
+                    if piece and hmac.compare_digest(received[:_SECRET_BYTES], secret):
+                        yield int.from_bytes(received[_SECRET_BYTES:], "big"), connection
                     else:
                         connection.close()
         finally:
-            for connection in begun:
+            for connection in pending:
                 connection.close()
 
 
@@ -220,13 +220,13 @@ def _piece(connection: socket.socket, most: int) -> bytes:
 
 def _read(connection: Any, size: int) -> bytes:
     """Read a number of bytes, or fewer if the connection ends."""
-    found = b""
-    while len(found) < size:
+    data = b""
+    while len(data) < size:
         try:
-            piece = connection.recv(size - len(found))
+            piece = connection.recv(size - len(data))
         except OSError:  # that nobody answered for too long is a TimeoutError
-            return found
+            return data
         if not piece:
-            return found
-        found += piece
-    return found
+            return data
+        data += piece
+    return data

@@ -34,7 +34,7 @@ from pipeloom.outputs import REMEDIES
 from pipeloom.printing import escape_logs
 from pipeloom.runtime.launch.addresses import interface_towards
 from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
-from pipeloom.runtime.launch.failure_detector import Watch, watch
+from pipeloom.runtime.launch.failure_detector import FailureDetector, detect_failures
 
 # One core each. Otherwise every rank on the machine would start one thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -145,7 +145,7 @@ def launch(
                     with there, _started(rank), interrupts_held():
                         process.start()
                     processes.append(process)
-            _watch(pipes, processes, results, on_report)
+            _collect(pipes, processes, results, on_report)
             done = True
         finally:
             _end(processes, _GRACE_S if done else 0.0)
@@ -165,7 +165,7 @@ def _started(rank: int) -> Iterator[None]:
         raise ExecutionError(f"{problem}; {remedy}" if remedy else problem) from error
 
 
-def _watch(
+def _collect(
     pipes: list[Connection],
     processes: Sequence[BaseProcess],
     results: list[Any],
@@ -241,11 +241,11 @@ def _raise(failures: list[_Failure]) -> None:
     raise error
 
 
-def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
+def _end(processes: Sequence[BaseProcess], grace_s: float) -> None:
     """End the remaining processes, first by SIGTERM, then by SIGKILL."""
     # Ranks that have returned need a moment to leave their process group.
     for process in processes:
-        process.join(patience_s)
+        process.join(grace_s)
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -365,7 +365,7 @@ class Joined(NamedTuple):
     """
 
     again: bool
-    watch: Watch
+    watch: FailureDetector
 
 
 def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> Joined:
@@ -384,7 +384,7 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
         Not all workers join.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    end_with_starter(f"rank {worker.rank}: torchrun's process on this host is gone")
+    end_with_starter(f"rank {worker.rank}: torchrun's process on this host has ended")
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
         if name:
@@ -393,14 +393,16 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
     try:
         store, again = _meet(shared, rank, size)
     except RuntimeError as error:
-        raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
+        raise ExecutionError(f"rank {rank}: not all of {size} ranks joined: {error}") from error
     # The detector starts first. While joining the group, a rank waits for a lost one as long as for any message.
-    seen = watch(store, rank, size)
+    detector = detect_failures(store, rank, size)
     try:
         join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
     except RuntimeError as error:
-        raise ExecutionError(seen.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))) from error
-    return Joined(again or bool(worker.num_restarts), seen)
+        raise ExecutionError(
+            detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
+        ) from error
+    return Joined(again or bool(worker.num_restarts), detector)
 
 
 def _shared_store(worker: Worker) -> Any:
@@ -410,7 +412,7 @@ def _shared_store(worker: Worker) -> Any:
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise InputError("torchrun's environment", f"lacks where rank 0 is ({error})", "use torchrun") from error
+        raise InputError("torchrun's environment", f"lacks the address of rank 0 ({error})", "use torchrun") from error
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=hosts_it, timeout=_JOIN_TIMEOUT, wait_for_workers=False
@@ -438,7 +440,7 @@ def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
         again, token = shared.check([_STARTED]), secrets.token_hex(8)
         shared.set(_STARTED, "1")
         answer = f"{token} {int(again)}"
-        give_up = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
         missing = set(range(1, size))
         while missing:
             for each in sorted(missing):
@@ -446,7 +448,7 @@ def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
                     missing.discard(each)
                 elif shared.check([f"pipeloom/ask/{each}"]):
                     shared.set(f"pipeloom/answer/{shared.get(f'pipeloom/ask/{each}').decode()}", answer)
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {sorted(missing)} are missing")
             time.sleep(_MEET_S if missing else 0)
     else:

@@ -66,7 +66,7 @@ class TcpPlanStore:
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InputError("store", f"{address!r} is not host:port", "give the address that the trainer printed")
+            raise InputError("store", f"{address!r} is not host:port", "use the address that the trainer printed")
         try:
             # torch retries a closed port for longer than its timeout, and prints a stack trace.
             socket.create_connection((host, int(port)), _ANSWER_S).close()
@@ -111,4 +111,4 @@ class TcpPlanStore:
             yield
         except RuntimeError as error:  # all that torch raises for a store that is gone or silent
             reason = str(error).partition("\n")[0]
-            raise PlannerError(f"the plan store at {self.address} is gone or silent: {reason}") from error
+            raise PlannerError(f"the plan store at {self.address} is lost or does not answer: {reason}") from error

@@ -254,8 +254,8 @@ class _Measuring:
             if (found_shape, here[name].dtype) != stated:
                 raise InputError(
                     where,
-                    f"states {name!r} as {stated[0]} {stated[1]}, the layer emitted {found_shape} {here[name].dtype}",
-                    "correct the stated shape, or the sizes in the samples' metadata",
+                    f"declares {name!r} as {stated[0]} {stated[1]}, the layer emitted {found_shape} {here[name].dtype}",
+                    "correct the declared shape, or the sizes in the samples' metadata",
                 )
 
     def _check(self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -264,8 +264,8 @@ class _Measuring:
             which = "output" if number == len(module.layers) - 1 else "hidden"
             raise InputError(
                 f"module {module.name!r}.{which}",
-                f"states {shape} {dtype}, layer {number} gave {tuple(output.shape)} {output.dtype}",
-                "correct the stated shape, or the sizes in the samples' metadata",
+                f"declares {shape} {dtype}, layer {number} returned {tuple(output.shape)} {output.dtype}",
+                "correct the declared shape, or the sizes in the samples' metadata",
             )
 
     def _measure(
@@ -488,8 +488,8 @@ def profile_model(
         if found is None:
             raise InputError(
                 f"module {name!r}",
-                f"had nothing to do in the {len(batches)} batches that were measured",
-                "shuffle the data, or begin with a batch in which it has; or give the model `examples`",
+                f"had no work in the {len(batches)} measured batches",
+                "shuffle the data, start with a batch that has work for it, or give the model `examples`",
             )
         idle[name] = _one_by_one(model, layout, found[1], packing.token_budget)
         measured += measure_layers(model, idle[name], found[0], known=measured, options=options)

@@ -163,8 +163,8 @@ def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[i
         if not busy:
             raise InputError(
                 f"module {module.name!r}",
-                f"has nothing to do in the {len(metadata)} samples from which shapes are to be found",
-                "state its `hidden` and `output`, or begin with samples in which it has",
+                f"has no work in the {len(metadata)} samples for finding shapes",
+                "declare its `hidden` and `output`, or start with samples that have work for it",
             )
         first.add(busy[0])
         more.update(busy[:_MOST_SAMPLES])
@@ -204,7 +204,7 @@ def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
     if len({len(shape) for shape in shapes}) > 1:
         raise InputError(where, f"has shapes {' and '.join(map(str, shapes))}", "give each part as many dimensions")
     if dtype not in DTYPE_BYTES:
-        raise InputError(where, f"is of {dtype}", f"one of {', '.join(sorted(DTYPE_BYTES))} is handed on")
+        raise InputError(where, f"is of {dtype}", f"one of {', '.join(sorted(DTYPE_BYTES))} is supported")
     dims: list[Dimension] = []
     for place, extents in enumerate(zip(*shapes, strict=True)):
         workloads = [each.workload for each in found]
@@ -215,7 +215,9 @@ def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
         if symbol is None and not alike:
             told = " and ".join(f"{n} for lengths {list(w.lengths)}" for n, w in zip(extents, workloads, strict=True))
             raise InputError(
-                where, f"dimension {place} is {told}", "state its shape, or correct the sizes in the samples' metadata"
+                where,
+                f"dimension {place} is {told}",
+                "declare its shape, or correct the sizes in the samples' metadata",
             )
         dims.append(extents[0] if symbol is None else symbol)
     return TensorShape(tuple(dims), dtype)

@@ -148,8 +148,8 @@ class EncoderDataParallel:
         if group is None:
             raise InputError(
                 f"module {min(self.names)!r}",
-                f"is dealt to {layout.parallelism.tensor} tensor-parallel ranks, and the executor knows none of them",
-                'give ExecutorOptions(tensor_group=mesh.device_mesh.get_group("tp"))',
+                f"uses encoder data parallelism over {layout.parallelism.tensor} ranks, but the executor has no group",
+                'set ExecutorOptions(tensor_group=mesh.device_mesh.get_group("tp"))',
             )
         self.ranks = TensorRanks.of(group)
         if self.ranks.size != layout.parallelism.tensor:
@@ -164,18 +164,18 @@ class EncoderDataParallel:
             if chunk.module in self.names and not shape.is_rows:
                 raise InputError(
                     f"module {chunk.module!r}",
-                    f"is dealt, and layer {chunk.layers[1]} at the end of a chunk gives {list(shape.dims)}: rows of "
-                    "single instances cannot be told",
-                    "leave on_tensor_ranks 'divided', or end no chunk there",
+                    f"uses encoder data parallelism, but layer {chunk.layers[1]} at the end of a chunk gives "
+                    f"{list(shape.dims)}, which has no rows of single instances",
+                    "set on_tensor_ranks = 'divided', or end no chunk there",
                 )
         for names in model.tied:
             for name in names:
                 if name.split(".", 1)[0] in self.names:
                     raise InputError(
                         f"parameter {name!r}",
-                        "is one with that of another layer (tied), and its module is dealt: gradients of both sorts "
-                        "would meet in it",
-                        "leave on_tensor_ranks 'divided', or share nothing",
+                        "is tied to that of another layer, but its module uses encoder data parallelism, which sums "
+                        "gradients in another way",
+                        "set on_tensor_ranks = 'divided', or untie it",
                     )
 
     def share(

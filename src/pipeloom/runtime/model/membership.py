@@ -66,27 +66,27 @@ class Membership:
         return self.stage == 0 and self.tensor_rank == 0
 
     def share(
-        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, dealt: Sequence[int] = ()
+        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, assignment: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Which samples of a global batch this replica runs; all replicas work it out alike.
+        """Return the samples of a global batch that this replica runs. All replicas compute the same assignment.
 
-        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ. Of a batch
-        with fewer samples than replicas, some run what others run too, and `counts` says whose counts.
+        Replicas get about the same work, with different numbers of samples and microbatches. If a batch has fewer
+        samples than there are replicas, some replicas run the same samples, and `counts` says whose results count.
 
         Parameters
         ----------
         loads : callable or None
-            What samples weigh; None: their tokens.
-        dealt : sequence of int
-            The replica of every sample, as a planner chose it and all replicas were told; where it does not deal this
-            batch, samples are dealt by what they weigh.
+            Computes the loads of samples. None counts tokens.
+        assignment : sequence of int
+            The replica of every sample, as chosen by the planner. If it does not cover this batch, samples are
+            assigned by their loads.
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
         if len(batch.samples) < self.num_replicas:
             return (self.replica % len(batch.samples),)
-        if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
-            return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
+        if len(assignment) == len(batch.samples) and set(assignment) == set(range(self.num_replicas)):
+            return tuple(i for i, replica in enumerate(assignment) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)
         return deal(weighed, self.num_replicas)[self.replica]
 

@@ -285,7 +285,7 @@ class Model:
         if self.unstated:
             raise InputError(
                 f"module {self.unstated!r}",
-                "states no shape",
+                "has no declared shape",
                 "give `hidden`, `output` and the shapes of `emits`, or call find_shapes(model, samples, metadata)",
             )
 
@@ -334,8 +334,8 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
     if end > sum(counts):
         raise InputError(
             f"microbatch {microbatch}.{module.name}[{sub}]",
-            f"wants instances {cut.first}..{end - 1}, there are {sum(counts)}",
-            "pack the same batch that is trained on",
+            f"needs instances {cut.first}..{end - 1}, there are {sum(counts)}",
+            "pack the batch that is trained on",
         )
     if cut.count == 1 == len(chosen):
         instances: tuple[tuple[int, int], ...] = ((0, cut.first),)
@@ -357,7 +357,7 @@ def check_emitted(module: Module, layer: int, found: Collection[str]) -> None:
     if set(found) != set(wanted):
         raise InputError(
             f"module {module.name!r}.emits[{layer}]",
-            f"states {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
+            f"declares {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
             "return Emit(output, streams)",
         )
 

@@ -50,7 +50,9 @@ def all_reduce_gradients(
         raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
     dealt = any(layout.deals(module.name) for module in layout.modules)
     if dealt and tensor is None:
-        raise InputError("tensor", "no group, and instances are dealt to tensor-parallel ranks", "give their group")
+        raise InputError(
+            "tensor", "no group, but modules use encoder data parallelism over tensor ranks", "give their group"
+        )
     num_replicas = layout.parallelism.data if data is not None else 1
     over_data = [data] if num_replicas > 1 else []
     inside: list[list[dist.ProcessGroup | None]] = []

@@ -58,7 +58,7 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
         places = [_place(name) for name in names]
         modules = [layout.module(module) for module, _, _ in places]
         first, *others = (_parameter(model, place) for place in places)
-        where, same = f"parameter {names[0]!r}", f"is one with {', '.join(map(repr, names[1:]))}"
+        where, same = f"parameter {names[0]!r}", f"is tied to {', '.join(map(repr, names[1:]))}"
         if len({module.frozen for module in modules}) > 1:
             raise InputError(where, f"{same}, frozen in one module and trained in another", "freeze both or neither")
         if modules[0].frozen or not first.requires_grad:
@@ -66,13 +66,13 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
         if any(other is not first for other in others):
             raise InputError(
                 where,
-                f"{same}, but something has torn them apart since the model was made",
+                f"{same}, but they were separated after the model was made",
                 "leave tied layers out of fully_shard and parallelize_module",
             )
         everywhere = {module.on_ranks == "replicated" and layout.num_ranks > 1 for module in modules}
         if everywhere == {True, False}:
             raise InputError(
-                where, f"{same}, but one module lies on all ranks and the other is pipelined", "lay both out alike"
+                where, f"{same}, but one module is on all ranks and the other is pipelined", "place both alike"
             )
         ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
         if everywhere == {False} and len(ranks) > 1:

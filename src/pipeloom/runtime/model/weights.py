@@ -70,7 +70,7 @@ def _fill(model: Model, given: dict[str, Tensor]) -> None:
     if model.pretrained is None:
         raise InputError(
             f"parameter {next(iter(given))!r}",
-            "is on meta, and nothing says where its weights are",
+            "is on meta, and the model has no source of weights",
             "build the model with weights, or give Model.pretrained",
         )
     model.pretrained.fill(given)
@@ -141,5 +141,5 @@ def _replace(layer: nn.Module, made: dict[int, nn.Parameter], device: torch.devi
                 continue
             if name in part._non_persistent_buffers_set:
                 where = f"buffer {name!r} of a {type(part).__name__}"
-                raise InputError(where, "is on meta, and no file has it", "compute it on the CPU")
+                raise InputError(where, "is on meta, and no file contains it", "compute it on the CPU")
             part.register_buffer(name, torch.empty_like(buffer, device=device))

@@ -112,13 +112,13 @@ def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | No
         raise InputError(
             "shard",
             f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
-            "let it be 2 or more, or leave shard out",
+            "set it to 2 or more, or remove shard",
         )
     if parallelism.tensor > 1 and all(module.parallelize is None for module in model.modules):
         raise InputError(
             f"model {model.name!r}",
-            f"does not say how its layers are divided over {parallelism.tensor} tensor-parallel ranks",
-            "give at least one Module parallelize=, or do without tensor parallelism",
+            f"has no `parallelize` for {parallelism.tensor} tensor-parallel ranks",
+            "give at least one Module parallelize=, or use no tensor parallelism",
         )
 
 
@@ -163,7 +163,7 @@ def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
     with user_code(f"{where}: parallelize"):
         module.parallelize(layer, over)
     if [name for name, _ in layer.named_parameters()] != names:
-        raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
+        raise InputError(where, "has renamed parameters after parallelize", "divide them in place")
     return _check_even(layer, where, over.size())
 
 
@@ -196,7 +196,7 @@ def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
                     f"{where}.{name}",
                     f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel "
                     "ranks",
-                    "take a degree that divides it, or leave this parameter whole",
+                    "use a degree that divides it, or leave this parameter whole",
                 )
             count += 1
     return count

@@ -146,8 +146,8 @@ class Evaluator:
         loss = float(total) / num_targets
         if not math.isfinite(loss):
             raise ExecutionError(
-                f"the evaluation after {iteration} iterations: the loss is {loss}; look for the sample that does it, "
-                "or go on from an earlier checkpoint"
+                f"the evaluation after {iteration} iterations: the loss is {loss}; find the sample that causes it, "
+                "or resume from an earlier checkpoint"
             )
         return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 

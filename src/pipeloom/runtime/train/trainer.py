@@ -544,7 +544,7 @@ class Trainer:
             if not math.isfinite(value):
                 raise ExecutionError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
-                    "or look for the sample that does it"
+                    "or find the sample that causes it"
                 )
         learning_rate = self._update.rates.now
         self._update.step(norm)
@@ -584,6 +584,6 @@ def _check_serial(answer: Answer) -> None:
     except PlanError as error:
         raise InputError(
             "planner",
-            f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
+            f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
             'give its Setup backend="nccl"',
         ) from error
