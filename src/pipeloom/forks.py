@@ -365,8 +365,8 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     except EOFError:
         # A signal ended the fork. The server knows which one.
         stand_in.join()
-        known = stand_in.exitcode
-        code = known if known is not None and known < 0 else -signal.SIGKILL
+        exit_code = stand_in.exitcode
+        code = exit_code if exit_code is not None and exit_code < 0 else -signal.SIGKILL
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

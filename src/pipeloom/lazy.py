@@ -28,7 +28,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     def get(name: str) -> Any:
         if not home:
-            home.update(_stated(Path(file)))
+            home.update(_declared(Path(file)))
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home[name]), name)
@@ -36,7 +36,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     def names() -> list[str]:
-        return sorted({*_stated(Path(file)), *getattr(sys.modules[package], "__all__", ())})
+        return sorted({*_declared(Path(file)), *getattr(sys.modules[package], "__all__", ())})
 
     return get, names
 
@@ -63,7 +63,7 @@ class _LazyModule:
         return getattr(import_module(self._name), name)
 
 
-def _stated(file: Path) -> dict[str, str]:
+def _declared(file: Path) -> dict[str, str]:
     """Return the module of every name that a file imports for type checkers."""
     return {
         alias.name: str(line.module)

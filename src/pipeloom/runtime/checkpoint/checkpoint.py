@@ -184,12 +184,12 @@ def load_checkpoint(
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
         for name, parameter in executor.named_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
-            found: dict[str, Any] = {
+            slots_of_parameter: dict[str, Any] = {
                 key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
             }
-            found |= options.get(name, {}).get("state", {})
-            if found:
-                optimizer.state[parameter] = found
+            slots_of_parameter |= options.get(name, {}).get("state", {})
+            if slots_of_parameter:
+                optimizer.state[parameter] = slots_of_parameter
         give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
     return int(state[_ITERATION])
 
@@ -263,8 +263,8 @@ class SavedWeights:
     def __init__(self, path: Path | str, wanted: Mapping[str, Tensor], weights: Weights = "trained") -> None:
         self._path = Path(path)
         self._keys = weight_keys(path, wanted, weights)
-        asked = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
-        _, self._stored, self._files = _opened(path, asked)
+        shapes = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
+        _, self._stored, self._files = _opened(path, shapes)
         self._checked: set[str] = set()
 
     def num_bytes(self, name: str) -> int:
@@ -364,8 +364,8 @@ def _average_tensors(executor: Executor, averages: Averages | None) -> dict[str,
     """Return averages of this rank's trained parameters under all of their names."""
     if averages is None:
         return {}
-    found = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
-    return {f"{_EMA}.{name}": average for name, average in found if average is not None}
+    pairs = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
+    return {f"{_EMA}.{name}": average for name, average in pairs if average is not None}
 
 
 def _empty_texts(
@@ -384,12 +384,12 @@ def _empty_slots(
     """Return empty tensors for the optimizer state of this rank's parameters, shaped as in the checkpoint."""
     if optimizer is None:
         return {}
-    mine = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
     slots = {}
     for key, entry in stored.items():
         name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
-        if key.startswith(f"{_OPTIMIZER}.") and slash and name in mine:
-            parameter, dtype = mine[name], entry.properties.dtype
+        if key.startswith(f"{_OPTIMIZER}.") and slash and name in trained:
+            parameter, dtype = trained[name], entry.properties.dtype
             if is_dtensor(parameter) and entry.size == parameter.shape:
                 slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 continue

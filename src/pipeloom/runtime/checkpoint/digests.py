@@ -158,21 +158,21 @@ def known_digests(folder: Path) -> dict[str, str]:
     InputError
         A digest file cannot be read, or names a file outside the folder. The error names it.
     """
-    known: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for file in sorted(folder.glob("digests-*.json")):
         try:
             with open_regular(file) as stream:
                 content = stream.read(_MAX_DIGESTS_BYTES + 1)
             if len(content) > _MAX_DIGESTS_BYTES:
                 raise ValueError(f"it is larger than {_MAX_DIGESTS_BYTES} bytes")
-            found = msgspec.json.decode(content, type=dict[str, str])
+            entries = msgspec.json.decode(content, type=dict[str, str])
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
-        outside = next((name for name in found if not _is_inside(name)), None)
+        outside = next((name for name in entries if not _is_inside(name)), None)
         if outside is not None:
             raise InputError(str(file), f"names {ascii(outside)[:80]}, which is not a file in its folder", _REMEDY)
-        known |= found
-    return known
+        digests |= entries
+    return digests
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
@@ -230,12 +230,12 @@ def _irregular(file: Path) -> str:
 def _problem(file: Path, written: str | None) -> str:
     """Return the damage of a file with a digest. Empty if there is none."""
     try:
-        found = _digest(file)
+        digest = _digest(file)
     except OSError as error:
         return f"cannot be read ({_reason(error)})"
     if written is None:
         return "has no digest beside it"
-    return "" if found == written else "is damaged: it is not what was written"
+    return "" if digest == written else "is damaged: it is not what was written"
 
 
 def _digest(file: Path) -> str:

@@ -43,8 +43,8 @@ class Averages:
     def update(self) -> None:
         """Update the averages after a step of the optimizer."""
         for parameter, average in self._pairs:
-            mine = local_part(average)
-            mine.lerp_(local_part(parameter).to(mine.dtype), 1.0 - self.decay)
+            local = local_part(average)
+            local.lerp_(local_part(parameter).to(local.dtype), 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
     names: dict[int, list[str]] = {}
     for name, parameter in executor.named_parameters():
         names.setdefault(id(parameter), []).append(name)
-    found = {}
+    entries = {}
     for number, group in enumerate(optimizer.param_groups):
         where = f"optimizer.param_groups[{number}]"
         options = {key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS}
@@ -49,8 +49,8 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
                     for slot, value in optimizer.state.get(parameter, {}).items()
                     if not isinstance(value, Tensor)
                 }
-                found[name] = {"group": options, "state": state}
-    return found
+                entries[name] = {"group": options, "state": state}
+    return entries
 
 
 def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
@@ -63,16 +63,16 @@ def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: di
     """
     names = {id(parameter): name for name, parameter in executor.named_parameters() if name in saved}
     for number, group in enumerate(optimizer.param_groups):
-        mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        for name in mine:
-            if saved[name] != saved[mine[0]]:
-                differ = [key for key in saved[name] if saved[name][key] != saved[mine[0]].get(key)]
+        members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for name in members:
+            if saved[name] != saved[members[0]]:
+                differ = [key for key in saved[name] if saved[name][key] != saved[members[0]].get(key)]
                 raise InputError(
                     f"optimizer.param_groups[{number}]",
-                    f"has {mine[0]!r} and {name!r}, saved with different {', '.join(differ)}",
+                    f"has {members[0]!r} and {name!r}, saved with different {', '.join(differ)}",
                     "use the parameter groups of the run that saved it",
                 )
-        for key, value in (saved[mine[0]] if mine else {}).items():
+        for key, value in (saved[members[0]] if members else {}).items():
             now = group.get(key)
             if isinstance(now, Tensor):
                 now.fill_(value)

@@ -73,9 +73,9 @@ class FolderReplicas:
         if len(self.firsts) == 1 or not self.is_first:
             return
         here, failure = _attempted(lambda: {name for name in _files(source) if name not in lacking})
-        theirs = _agreed(here or set(), failure, self.between)
-        for name in sorted(set().union(*theirs)):
-            has = [name in each for each in theirs]
+        names_by_replica = _agreed(here or set(), failure, self.between)
+        for name in sorted(set().union(*names_by_replica)):
+            has = [name in each for each in names_by_replica]
             if not all(has):
                 self._send(name, source, target, has.index(True), wants=not has[dist.get_rank(self.between)])
 
@@ -106,11 +106,11 @@ class FolderReplicas:
         """Return when all ranks have arrived."""
         dist.barrier(self.everyone)
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in order, on all of them."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self.everyone)
-        return found
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.everyone)
+        return values
 
     def _send(self, name: str, source: Path, target: Path, holder: int, wants: bool) -> None:
         """Send a file of one replica to those that lack it, one piece at a time.
@@ -159,7 +159,7 @@ def _attempted(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
         return None, error
 
 
-def _agreed(mine: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
+def _agreed(own_value: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
     """Return the values of all ranks of a group, in order, on all of them.
 
     Raises
@@ -169,7 +169,7 @@ def _agreed(mine: T, failure: OSError | None, group: dist.ProcessGroup | None) -
     """
     own = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, (mine, own), group=group)
+    dist.all_gather_object(values, (own_value, own), group=group)
     for _, problem in values:
         if problem is not None:
             raise OSError(*problem) from failure

@@ -403,10 +403,10 @@ class Checkpoints:
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:
     """Return the random generators whose states are saved: the CPU's, and the GPU's if it is used."""
-    found = {"random": torch.default_generator}
+    generators = {"random": torch.default_generator}
     if device.type == "cuda":
-        found["random-cuda"] = torch.cuda.default_generators[device.index or 0]
-    return found
+        generators["random-cuda"] = torch.cuda.default_generators[device.index or 0]
+    return generators
 
 
 def read_state(path: Path) -> TrainerState:
@@ -453,10 +453,10 @@ def _misnumbered(path: Path) -> InputError | None:
 def _signature(path: Path) -> _Signature:
     """Return the signature of a checkpoint's files without reading them. Empty if it is unavailable."""
     try:
-        found = [(each, each.stat()) for each in sorted(path.rglob("*"))]
+        files = [(each, each.stat()) for each in sorted(path.rglob("*"))]
     except OSError:
         return ()
-    return tuple((str(each.relative_to(path)), is_.st_size, is_.st_mtime_ns, is_.st_ino) for each, is_ in found)
+    return tuple((str(each.relative_to(path)), is_.st_size, is_.st_mtime_ns, is_.st_ino) for each, is_ in files)
 
 
 def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:

@@ -67,8 +67,8 @@ class TensorFiles:
             self._add(single)
             return
         if not index.is_file():
-            found = next((each.name for each in sorted(folder.glob("*.bin"))), "")
-            problem = f"has no {single.name} and no {index.name}" + (f", but {found}" if found else "")
+            other = next((each.name for each in sorted(folder.glob("*.bin"))), "")
+            problem = f"has no {single.name} and no {index.name}" + (f", but {other}" if other else "")
             raise InputError(str(folder), problem, "save the model there as safetensors")
         named = _names(index)
         for name in sorted(set(named.values())):
@@ -150,10 +150,10 @@ def _head(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
             pass
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            head: dict[str, Any] = json.loads(opened.read(size))
+            header: dict[str, Any] = json.loads(opened.read(size))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(str(file), f"is damaged ({error})", "fetch it again") from error
-    for key, entry in head.items():
+    for key, entry in header.items():
         if key != "__metadata__":
             yield key, entry, 8 + size + int(entry["data_offsets"][0])
 
@@ -261,5 +261,5 @@ def _most_common(sizes: Counter[str]) -> torch.dtype:
     floating = [
         name for name, _ in sizes.most_common() if getattr(torch, name.removeprefix("torch.")).is_floating_point
     ]
-    found: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
-    return found
+    dtype: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
+    return dtype

@@ -116,14 +116,14 @@ def save_pretrained(
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
     _begin_together(folder)
-    patience = Patience()
+    barrier = Patience()
     writer = ShardWriter(partial_of(folder), str(rank), most_bytes)
-    mine = _own(executor)
+    own = _own(executor)
     for piece in pretrained.pieces():
-        if piece[0] not in mine:
+        if piece[0] not in own:
             continue
         # All processes with a shard take part in gathering a tensor.
-        whole = {name: _whole(mine[name]) for name in piece}
+        whole = {name: _whole(own[name]) for name in piece}
         if writes:
             add(writer, [pretrained.saved(whole)])
     if rank == 0:
@@ -131,7 +131,7 @@ def save_pretrained(
     shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size())]
     # Before the barrier with its long timeout, because the last file may be large.
     written = writer.close()
-    patience.wait("writing the trained weights")
+    barrier.wait("writing the trained weights")
     with together("writing the trained weights"):
         dist.all_gather_object(shards, written)
     if rank == 0:

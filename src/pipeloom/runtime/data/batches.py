@@ -124,9 +124,9 @@ class Batches:
             rows.append(row)
         if not samples:
             raise InputError(f"batch {number}", f"has no undamaged sample: {skipped[0]}", "repair the data")
-        found = DescribedBatch(samples)
-        found.metadata, found.num_skipped = batch_from_dicts(rows).samples, len(skipped)
-        return found
+        batch = DescribedBatch(samples)
+        batch.metadata, batch.num_skipped = batch_from_dicts(rows).samples, len(skipped)
+        return batch
 
 
 @lru_cache(maxsize=4)

@@ -139,9 +139,9 @@ def contents_digest(samples: Sequence[Any]) -> str:
 def _add(digest: _Hash, value: Any, within: set[int]) -> None:
     digest.update(f"{type(value).__name__}\0".encode())
     if isinstance(value, Tensor):
-        found = value.detach().cpu().contiguous()
-        digest.update(f"{found.dtype}{tuple(found.shape)}".encode())
-        digest.update(found.flatten().view(torch.uint8).numpy().tobytes())
+        tensor = value.detach().cpu().contiguous()
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, bytes | bytearray):

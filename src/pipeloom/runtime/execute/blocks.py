@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.execute.memory import Offloaded, SelectiveRecompute
+from pipeloom.runtime.execute.memory import OffloadedTensors, SelectiveRecompute
 from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, run_backward
 from pipeloom.runtime.model.model import Emit
 from pipeloom.runtime.model.random_state import RandomState
@@ -50,9 +50,9 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     if len(chosen) != num_layers:
         raise ExecutionError(f"memory strategy {strategy!r} is for {len(chosen)} layers, there are {num_layers}")
     bounds, begin = [], 0
-    for one, run in itertools.groupby(chosen):
+    for word, run in itertools.groupby(chosen):
         end = begin + len(list(run))
-        bounds.append((begin, end, one))
+        bounds.append((begin, end, word))
         begin = end
     if with_loss:
         last = bounds[-1]
@@ -101,11 +101,11 @@ class ChunkStreams:
     def check(self, layer: int, result: object) -> None:
         """Raise `ExecutionError` if a layer's result does not have the streams that the module declares."""
         wanted = self.emits.get(layer, ())
-        found = tuple(result.streams) if isinstance(result, Emit) else ()
-        if set(found) != set(wanted):
+        emitted = tuple(result.streams) if isinstance(result, Emit) else ()
+        if set(emitted) != set(wanted):
             where = f"module {self.module!r}, layer {self.first + layer}," if self.module else "a layer"
             raise ExecutionError(
-                f"{where} emits {_listed(found)}, declared are {_listed(wanted)}; correct `emits` of the module, or "
+                f"{where} emits {_listed(emitted)}, declared are {_listed(wanted)}; correct `emits` of the module, or "
                 "return Emit(output, streams)"
             )
 
@@ -137,7 +137,7 @@ class _Block:
     """Whether it must be recomputed before its backward."""
     random_state: RandomState | None = None
     selective: SelectiveRecompute | None = None
-    offloaded: Offloaded | None = None
+    offloaded: OffloadedTensors | None = None
     deferred: DeferredWeights | None = None
 
 
@@ -220,7 +220,7 @@ class ChunkActivation:
         if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
             held = [*weights, *block.inputs, *self.context.values(), *(self.streams or {}).values()]
-            block.offloaded = Offloaded(held, self.autocast is not None)
+            block.offloaded = OffloadedTensors(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
                 output = self._run(block)
         elif torch.is_grad_enabled():
@@ -302,16 +302,16 @@ class ChunkActivation:
 
     def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
         """Return the streams for a layer: as emitted within the block, else leaves."""
-        found = {}
+        streams_of_layer = {}
         streams = self.streams or {}
         for name in self.ports.takes[number]:
             if block.emitted is not None and name in block.emitted:
-                found[name] = block.emitted[name]
+                streams_of_layer[name] = block.emitted[name]
                 continue
             leaf = streams[name]
             # As for inputs under autocast.
-            found[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
-        return found
+            streams_of_layer[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
+        return streams_of_layer
 
     def recompute(self) -> None:
         """Run the blocks that saved nothing again, now with their graphs."""

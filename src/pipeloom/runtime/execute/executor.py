@@ -147,12 +147,12 @@ class Executor:
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of this rank's chunks, named as by `named_parameters`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for number, layers in self.layers.items():
             chunk = self.layout.chunks[number]
             for i, layer in enumerate(layers, start=chunk.layers[0]):
-                found |= saved_tensors(layer, f"{chunk.module}.{i}")
-        return found
+                tensors |= saved_tensors(layer, f"{chunk.module}.{i}")
+        return tensors
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trained parameters of this rank's chunks, each once with the first of its names."""

@@ -369,10 +369,10 @@ class Iteration:
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:
             return upstream
-        given = role.module.inputs(part)
-        if not isinstance(given, tuple):
-            given = (given,)
-        return (*self.queues.take_in(given), *upstream)
+        inputs = role.module.inputs(part)
+        if not isinstance(inputs, tuple):
+            inputs = (inputs,)
+        return (*self.queues.take_in(inputs), *upstream)
 
     # ---------------------------------------------------------------- communication
 

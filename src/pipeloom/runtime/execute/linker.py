@@ -151,10 +151,10 @@ class Linker:
         begin, end = layers
         takes: dict[int, tuple[str, ...]] = {}
         emits: dict[int, tuple[str, ...]] = {}
-        for ends, found in ((module.spec.takes, takes), (module.spec.emits, emits)):
+        for ends, by_layer in ((module.spec.takes, takes), (module.spec.emits, emits)):
             for each in ends:
                 if begin <= each.layer <= end:
-                    found[each.layer - begin] = (*found.get(each.layer - begin, ()), each.stream)
+                    by_layer[each.layer - begin] = (*by_layer.get(each.layer - begin, ()), each.stream)
         if not takes and not emits:
             return NO_STREAMS
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
@@ -178,18 +178,18 @@ class Linker:
                 f"{self.layout.num_ranks}; make a plan for this layout"
             )
         self.shapes.limit()
-        mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
-        if mine.rank != self.rank or (joins and mine.joined is None):
+        own_plan = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
+        if own_plan.rank != self.rank or (joins and own_plan.joined is None):
             raise ExecutionError(
-                f"the plan is rank {mine.rank}'s, "
-                + ("made for messages that are not batched" if mine.rank == self.rank else f"not {self.rank}'s")
+                f"the plan is rank {own_plan.rank}'s, "
+                + ("made for messages that are not batched" if own_plan.rank == self.rank else f"not {self.rank}'s")
                 + "; deliver it with delivery_of for the backend that runs"
             )
         try:
-            linked = _Link(self, mine, packing).linked()
+            linked = _Link(self, own_plan, packing).linked()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        for step in (mine.joined or ()) if joins else ():
+        for step in (own_plan.joined or ()) if joins else ():
             linked.arguments[step].joins_next = True
         return linked
 
@@ -334,10 +334,10 @@ class _Link:
         """Make a unit's outlets for streams before anything is connected to them."""
         chunk, microbatch, sub = key
         workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
-        given = self.routes.out_of(Unit(*key))
+        transfers = self.routes.out_of(Unit(*key))
         state.outlets = {}
         for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
-            takers = [transfer for transfer in given if transfer.stream == stream]
+            takers = [transfer for transfer in transfers if transfer.stream == stream]
             shape = self.linker.shapes.of(chunk, workload, stream)
             state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
 
@@ -362,12 +362,12 @@ class _Link:
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
         return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
-    def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
+    def _cuts(self, transfers: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
         """Return the rows of a producer's output that each consumer takes. None if all take all."""
-        if all(transfer.piece is None for transfer in given):
+        if all(transfer.piece is None for transfer in transfers):
             return None
         cuts: list[tuple[int, int] | None] = []
-        for transfer in given:
+        for transfer in transfers:
             if transfer.piece is None:
                 cuts.append(None)
                 continue
@@ -400,14 +400,14 @@ class _Link:
                 return
         elif not role.feeds and state.outlets is None:
             return
-        given = self.routes.out_of(Unit(*key))
+        transfers = self.routes.out_of(Unit(*key))
         if role.after < 0:
-            mine = [transfer for transfer in given if not transfer.stream]
-            state.gradients = [None] * len(mine)
-            state.cuts = self._cuts(mine)
-        for transfer in given:
+            outputs = [transfer for transfer in transfers if not transfer.stream]
+            state.gradients = [None] * len(outputs)
+            state.cuts = self._cuts(outputs)
+        for transfer in transfers:
             if (role.after < 0 or transfer.stream) and transfer.consumer not in self.states:
-                crossing = self._crossing(transfer, given)
+                crossing = self._crossing(transfer, transfers)
                 self._message(state, crossing.place_out, crossing, transfer.consumer.chunk, False)
                 self._outlet(state, crossing).num_sends += 1
 

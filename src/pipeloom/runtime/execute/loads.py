@@ -57,33 +57,33 @@ class Loads:
     def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:
         self._pool, self._packing, self._samples, self._ahead = pool, linked.packing, samples, ahead
         # In the order of their forwards. If several units take one part, the first one loads it.
-        self._coming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
-        self._begun: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
-        self._fill()
+        self._upcoming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
+        self._loading: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
+        self._load_ahead()
 
     def take(self, state: PartState) -> Part:
         """Return a loaded part. Waits for it if necessary."""
         if self._pool is None:
             return load_part(self._make(state), state.module.name, state.contents, state.loss)
-        while state not in self._begun:
-            self._begin(next(self._coming))
-        part, futures = self._begun.pop(state)
-        self._fill()
+        while state not in self._loading:
+            self._begin(next(self._upcoming))
+        part, futures = self._loading.pop(state)
+        self._load_ahead()
         return with_loaded(part, {place: future.result() for place, future in futures.items()})
 
     def close(self) -> None:
         """Cancel loads that are not needed anymore."""
-        for _, futures in self._begun.values():
+        for _, futures in self._loading.values():
             for future in futures.values():
                 future.cancel()
-        self._begun = {}
+        self._loading = {}
 
     def _make(self, state: PartState) -> Part:
         return part_of(state, self._packing, self._samples)
 
-    def _fill(self) -> None:
-        while self._pool is not None and len(self._begun) < self._ahead:
-            state = next(self._coming, None)
+    def _load_ahead(self) -> None:
+        while self._pool is not None and len(self._loading) < self._ahead:
+            state = next(self._upcoming, None)
             if state is None:
                 return
             self._begin(state)
@@ -92,7 +92,7 @@ class Loads:
         assert self._pool is not None
         part, name = self._make(state), state.module.name
         wanted = wanted_of(part, state.contents)
-        self._begun[state] = (
+        self._loading[state] = (
             part,
             {i: self._pool.submit(load_one, part.samples[i], name, each, state.loss) for i, each in wanted.items()},
         )

@@ -90,9 +90,9 @@ class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Higher-order operations have no schema.
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+            arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
             written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
-            leaves = tree_leaves([value for name, value in given.items() if name in written])
+            leaves = tree_leaves([value for name, value in arguments.items() if name in written])
             changed = {storage_address(value) for value in leaves if isinstance(value, Tensor)}
             for entry in tree_leaves(self._kept):
                 result = getattr(entry, "val", None)
@@ -188,7 +188,7 @@ def cast_leaf(tensor: Tensor) -> int:
     return 0 if leaf is None else id(leaf)
 
 
-class Offloaded:
+class OffloadedTensors:
     """Tensors that autograd saves inside a block, which can move to the host and back.
 
     Parameters

@@ -200,7 +200,7 @@ class _Times(NamedTuple):
     @staticmethod
     def of(answer: Answer, used: Correction, measured: Measured) -> _Times:
         names, plan = tuple(answer.planned_module_ns), answer.plan
-        found, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
+        measured_ns, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
         spent = iter(zip(measured.compute_ns(plan), answer.planned_start_ns, strict=True))
         number = {name: m for m, name in enumerate(names)}
         for rank, actions in enumerate(plan.ranks):
@@ -208,10 +208,10 @@ class _Times(NamedTuple):
                 if action.verb.is_compute:
                     place = number[action.chunk.rpartition(".")[0]], int(action.verb != "F"), rank
                     (start, end), (begin, finish) = next(spent)
-                    found[place] += end - start
+                    measured_ns[place] += end - start
                     planned[place] += finish - begin
         factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
-        return _Times(names, found, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
+        return _Times(names, measured_ns, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
 
     def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
         """Return the slowdown of each rank relative to most ranks, using the modules' factors. None: not known yet."""
@@ -220,9 +220,9 @@ class _Times(NamedTuple):
             # The time of a module on a rank may be due to either. It is attributed to the module first.
             return ones
         known = np.array([factors.get(name, (1.0, 1.0)) for name in self.names])
-        expected, found = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
-        ran = (expected > 0) & (found > 0)
-        ratio = np.divide(found, expected, out=ones, where=ran)
+        expected, measured = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
+        ran = (expected > 0) & (measured > 0)
+        ratio = np.divide(measured, expected, out=ones, where=ran)
         # The lower median, so that of two ranks the faster one counts as normal.
         most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
         return np.where(ran, ratio / most, 1.0)
@@ -347,9 +347,9 @@ class Calibrator:
             before = np.array(self.correction.of_ranks(len(now)))
             self._speeds.extend([before] * (_SPEEDS - 1))
         self._speeds.append(now)
-        found = np.median(self._speeds, axis=0)
-        alike = np.abs(found - 1) <= _ALIKE
-        return () if alike.all() else tuple(np.where(alike, 1.0, found).tolist())
+        medians = np.median(self._speeds, axis=0)
+        alike = np.abs(medians - 1) <= _ALIKE
+        return () if alike.all() else tuple(np.where(alike, 1.0, medians).tolist())
 
     def _modules(
         self, answer: Answer, used: Correction, times: _Times, slowness: Sequence[float], rate: float

@@ -92,8 +92,8 @@ class DeferredWeights:
             if weights:
                 # Nodes behind junctions are needed once more.
                 again = bool(self.junctions)
-                found = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
-                _accumulate(weights, found, gradients)
+                weight_gradients = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
+                _accumulate(weights, weight_gradients, gradients)
         for junction in self.junctions:
             _accumulate(junction.weights, junction.weight_gradients(), junction.gradients)
         self.junctions, self.whole = [], None
@@ -115,14 +115,14 @@ def backward_inputs(
     """
     order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
     whole = None
-    if apart := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
-        weights = order if len(apart) == len(ends) else _survey([ends[i].node for i in apart], leaves)[0]
+    if without_leaf := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
+        weights = order if len(without_leaf) == len(ends) else _survey([ends[i].node for i in without_leaf], leaves)[0]
         behind_them = [w for node in weights if (w := _variable(node)) is not None]
-        whole = [ends[i] for i in apart], [gradients[i] for i in apart], behind_them
+        whole = [ends[i] for i in without_leaf], [gradients[i] for i in without_leaf], behind_them
         if not leads_to_leaf:
             return DeferredWeights(whole=whole)
         ends, gradients = zip(
-            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in apart), strict=True
+            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in without_leaf), strict=True
         )
     junctions = [
         _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
@@ -134,11 +134,11 @@ def backward_inputs(
         junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
     hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
     try:
-        found = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
+        leaf_gradients = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
     finally:
         for remove in hooks:
             remove()
-    for leaf, gradient in zip(leaves, found, strict=True):
+    for leaf, gradient in zip(leaves, leaf_gradients, strict=True):
         if gradient is not None:
             # Never in place, because a sum of several leaves gives each of them the same tensor.
             leaf.grad = gradient.detach() if leaf.grad is None else leaf.grad + gradient.detach()
@@ -172,7 +172,7 @@ def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node]
 
 def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
     """Return the weights that a junction reaches through nodes that lead to no leaf, each once."""
-    found: dict[int, Tensor] = {}
+    unique: dict[int, Tensor] = {}
     seen: set[Node] = set()
     stack = [child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf]
     while stack:
@@ -181,9 +181,9 @@ def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_l
             continue
         seen.add(node)
         for weight in weights_behind.get(node, ()):
-            found[id(weight)] = weight
+            unique[id(weight)] = weight
         stack += [child for child, _ in node.next_functions if child is not None]
-    return list(found.values())
+    return list(unique.values())
 
 
 def _variable(node: Node) -> Tensor | None:

@@ -249,7 +249,7 @@ class UnitState(Outlet):
             # It was detached or received for this unit alone, so no other unit uses it.
             self.leaves = leaves = ((whole if share is None else share.cut(0, whole)).requires_grad_(),)
             return leaves
-        taken = []
+        arguments = []
         for argument, (places, shape, flows) in enumerate(self.groups):
             pieces = [self._take(place) for place in places]
             if not pieces:
@@ -258,10 +258,10 @@ class UnitState(Outlet):
                 leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
             if share is not None:
                 leaf = share.cut(argument, leaf)
-            taken.append(leaf.requires_grad_(flows and bool(pieces)))
+            arguments.append(leaf.requires_grad_(flows and bool(pieces)))
         if trained:
-            self.leaves = taken
-        return tuple(taken)
+            self.leaves = arguments
+        return tuple(arguments)
 
     def _take(self, place: int) -> Tensor:
         piece = self.arrived[place]
@@ -286,10 +286,10 @@ class UnitState(Outlet):
                 f"declared is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
-    def hand_streams(self, given: dict[str, Tensor]) -> None:
+    def hand_streams(self, emitted: dict[str, Tensor]) -> None:
         """Pass streams to the chunks that take them."""
         for name, outlet in (self.outlets or {}).items():
-            tensor = given.pop(name)
+            tensor = emitted.pop(name)
             assert outlet.stated is not None
             shape, dtype = outlet.stated
             if tensor.shape != shape or tensor.dtype != dtype:

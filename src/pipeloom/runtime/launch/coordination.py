@@ -64,14 +64,14 @@ def broadcast_bytes(
         first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:at_once], np.uint8)
     first = _broadcast(first, group, source, device)
     size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
-    head = first[_LENGTH_BYTES:][:size].tobytes()
+    beginning = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
-        return head
+        return beginning
     _check_size(size)
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
-    return head + _broadcast(rest, group, source, device).tobytes()
+    return beginning + _broadcast(rest, group, source, device).tobytes()
 
 
 def _broadcast(
@@ -79,15 +79,15 @@ def _broadcast(
 ) -> np.ndarray:
     tensor = torch.from_numpy(numbers).to(device)
     dist.broadcast(tensor, group=group, group_src=source)
-    found: np.ndarray = tensor.cpu().numpy()
-    return found
+    received: np.ndarray = tensor.cpu().numpy()
+    return received
 
 
 def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:
     """Broadcast a number from the first rank of a group. All of its ranks call it together."""
-    told = torch.tensor(number)
-    dist.broadcast(told, group=group, group_src=0)
-    return int(told)
+    tensor = torch.tensor(number)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return int(tensor)
 
 
 def scatter_bytes(
@@ -108,26 +108,26 @@ def scatter_bytes(
         The bytes of some rank exceed `MOST_BYTES`. Raised on all ranks.
     """
     lengths = [] if data is None else [len(each) for each in data]
-    heads = None
+    first_rows = None
     if data is not None:
         # As in `broadcast_bytes`. Each rank also receives the largest length, which determines the size of the second
         # message.
-        heads = np.zeros((len(data), 2 * _LENGTH_BYTES + at_once), np.uint8)
-        for row, each in zip(heads, data, strict=True):
+        first_rows = np.zeros((len(data), 2 * _LENGTH_BYTES + at_once), np.uint8)
+        for row, each in zip(first_rows, data, strict=True):
             row[: 2 * _LENGTH_BYTES] = np.array([len(each), max(lengths)], "<i8").view(np.uint8)
             row[2 * _LENGTH_BYTES :][: len(each)] = np.frombuffer(each[:at_once], np.uint8)
-    first = _scatter(2 * _LENGTH_BYTES + at_once, heads, group)
+    first = _scatter(2 * _LENGTH_BYTES + at_once, first_rows, group)
     size, most = first[: 2 * _LENGTH_BYTES].view("<i8").tolist()
-    head = first[2 * _LENGTH_BYTES :][:size].tobytes()
+    beginning = first[2 * _LENGTH_BYTES :][:size].tobytes()
     if most <= at_once:
-        return head
+        return beginning
     _check_size(most)
-    tails = None
+    rest_rows = None
     if data is not None:
-        tails = np.zeros((len(data), most - at_once), np.uint8)
-        for row, each in zip(tails, data, strict=True):
+        rest_rows = np.zeros((len(data), most - at_once), np.uint8)
+        for row, each in zip(rest_rows, data, strict=True):
             row[: max(0, len(each) - at_once)] = np.frombuffer(each[at_once:], np.uint8)
-    return head + _scatter(most - at_once, tails, group)[: max(0, size - at_once)].tobytes()
+    return beginning + _scatter(most - at_once, rest_rows, group)[: max(0, size - at_once)].tobytes()
 
 
 def _check_size(size: int) -> None:
@@ -136,17 +136,17 @@ def _check_size(size: int) -> None:
 
 
 def _scatter(size: int, rows: np.ndarray | None, group: dist.ProcessGroup | None) -> np.ndarray:
-    mine = torch.empty(size, dtype=torch.uint8)
-    given = None if rows is None else list(torch.from_numpy(rows).unbind())
-    dist.scatter(mine, given, group=group, group_src=0)
-    return mine.numpy()
+    own = torch.empty(size, dtype=torch.uint8)
+    tensors = None if rows is None else list(torch.from_numpy(rows).unbind())
+    dist.scatter(own, tensors, group=group, group_src=0)
+    return own.numpy()
 
 
 PLAN_AT_ONCE = 64 * 1024
 """Bytes of a rank's plan that are sent together with their length: about 1200 actions."""
 
 
-class HandedOut(NamedTuple):
+class DeliveredPlan(NamedTuple):
     """What a rank runs in an iteration."""
 
     plan: RankPlan
@@ -161,7 +161,7 @@ def hand_out(
     *,
     group: dist.ProcessGroup | None = None,
     stages: Sequence[int] = (),
-) -> HandedOut:
+) -> DeliveredPlan:
     """Send every process of a replica its own part of the plan. All of them call it together.
 
     Each process receives, decodes and later links only its own actions. They are not verified again, because the first
@@ -185,10 +185,10 @@ def hand_out(
         parts = [b"", *(by_rank[stage] for stage in (stages or range(len(by_rank)))[1:])]
     data = scatter_bytes(parts, group, PLAN_AT_ONCE)
     if delivery is not None:
-        return HandedOut(delivery.first, delivery.packing)
-    mine = msgspec.msgpack.decode(data, type=RankAnswer)
-    counts = mine.packing
-    return HandedOut(mine.plan, packing_from_counts(batch, model, layout, counts.samples, counts.counts))
+        return DeliveredPlan(delivery.first, delivery.packing)
+    answer = msgspec.msgpack.decode(data, type=RankAnswer)
+    counts = answer.packing
+    return DeliveredPlan(answer.plan, packing_from_counts(batch, model, layout, counts.samples, counts.counts))
 
 
 _MARK_BYTES = 12
@@ -258,7 +258,7 @@ def _ranks(ranks: list[int]) -> str:
 
 _LOG = logging.getLogger(__name__)
 _START_TIMEOUT = timedelta(hours=1)
-_TELL_AFTER_S = 30.0
+_WARN_AFTER_S = 30.0
 
 
 @contextmanager
@@ -299,9 +299,9 @@ class Patience:
         """Return the number of rank 0 when all ranks have arrived."""
         with together(what):
             dist.barrier(group=self._group)
-            said = first_says(number, self._group)
+            answer = first_says(number, self._group)
             dist.destroy_process_group(self._group)
-        return said
+        return answer
 
 
 class FirstPlan:
@@ -314,10 +314,10 @@ class FirstPlan:
 
     def __init__(self) -> None:
         self._group = long_group()
-        self._told = threading.Timer(_TELL_AFTER_S, self._tell)
-        self._told.daemon = True
+        self._warning = threading.Timer(_WARN_AFTER_S, self._warn)
+        self._warning.daemon = True
         if dist.get_rank() == 0:
-            self._told.start()
+            self._warning.start()
 
     def wait(self) -> None:
         """Return when rank 0 has the first plan. Rank 0 calls it when it has the plan."""
@@ -328,13 +328,13 @@ class FirstPlan:
 
     def cancel(self) -> None:
         """Cancel the warning, because the plan has arrived or never will."""
-        self._told.cancel()
+        self._warning.cancel()
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         _LOG.warning(
             "no first plan after %.0f s: rank 0 compiles the planner's kernels (cached for later runs), and the "
             "other ranks wait",
-            _TELL_AFTER_S,
+            _WARN_AFTER_S,
         )
 
 
@@ -443,9 +443,9 @@ def gather_hosts(group: dist.ProcessGroup | None = None, host: bytes | None = No
         Identifier of this rank's host. None uses its kernel and the clock of its processes.
     """
     name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    names = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(names, mine, group=group)
+    own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, own, group=group)
     return [each.numpy().tobytes() for each in names]
 
 

@@ -55,7 +55,7 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
     ExecutionError
         Another rank has ended.
     """
-    rank, mine = dist.get_rank(), list[HostLink]()
+    rank, own = dist.get_rank(), list[HostLink]()
     with together("measuring the links between hosts"):
         for at_once in rounds(hosts):
             for pair, (low, high) in at_once.items():
@@ -63,11 +63,11 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
                     timed = _exchange(high if rank == low else low, leads=rank == low, device=torch.device(device))
                     line = fit_link(timed)
                     if rank == low and line is not None:
-                        mine.append(host_link(pair, line))
+                        own.append(host_link(pair, line))
             dist.barrier()
-        found: list[list[HostLink]] = [[] for _ in hosts]
-        dist.all_gather_object(found, mine)
-    return tuple(sorted((link for each in found for link in each), key=lambda link: link.hosts))
+        by_rank: list[list[HostLink]] = [[] for _ in hosts]
+        dist.all_gather_object(by_rank, own)
+    return tuple(sorted((link for each in by_rank for link in each), key=lambda link: link.hosts))
 
 
 def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, int]]]:
@@ -90,7 +90,7 @@ def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, in
 
 def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int, float]]:
     """Send messages back and forth. Returns bytes and seconds of one direction, valid on the leading rank."""
-    begin, found = time.perf_counter(), list[tuple[int, float]]()
+    begin, timed = time.perf_counter(), list[tuple[int, float]]()
     for size in SIZES:
         there, back = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
         seconds = []
@@ -105,7 +105,7 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
                 torch.cuda.synchronize(device)
             seconds.append((time.perf_counter() - since) / 2)
         # The first exchange is a warm-up.
-        found.append((size, median(seconds[1:])))
+        timed.append((size, median(seconds[1:])))
         more = torch.tensor([int(time.perf_counter() - begin < _PAIR_S)], device=device)
         if leads:
             dist.send(more, peer)
@@ -113,4 +113,4 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
             dist.recv(more, peer)
         if not int(more):
             break
-    return found
+    return timed

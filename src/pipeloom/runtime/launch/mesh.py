@@ -88,9 +88,9 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
     numbers = torch.arange(size).reshape(shape)
     # One group for each line of the mesh, and two more. The groups that `DeviceMesh` makes itself have a timeout of
     # half an hour.
-    columns, rows, neighbours = (numbers.movedim(axis, -1).reshape(-1, shape[axis]) for axis in range(3))
+    columns, rows, neighbors = (numbers.movedim(axis, -1).reshape(-1, shape[axis]) for axis in range(3))
     pipeline, reduction, data, tensor = (
-        _group_of_this(lines.tolist(), timeout) for lines in (columns, columns, rows, neighbours)
+        _group_of_this(lines.tolist(), timeout) for lines in (columns, columns, rows, neighbors)
     )
     teams = numbers.movedim(1, 0).reshape(shape[1], -1)
     replica = reduction if shape[2] == 1 else _group_of_this(teams.tolist(), timeout)
@@ -115,5 +115,5 @@ def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> d
     """Make all groups, and return the one that contains this process."""
     # Every process must take part in making every group.
     groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
-    mine: list[dist.ProcessGroup] = [group for ranks, group in groups if dist.get_rank() in ranks]
-    return mine[0]
+    own: list[dist.ProcessGroup] = [group for ranks, group in groups if dist.get_rank() in ranks]
+    return own[0]

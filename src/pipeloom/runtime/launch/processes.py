@@ -212,7 +212,7 @@ def _more_failures(
     open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int]
 ) -> list[_Failure]:
     """Collect failures of about the same time. The earliest is the cause of the others."""
-    found = []
+    failures = []
     deadline = time.monotonic() + _ECHO_S
     while open_pipes and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(open_pipes), timeout=left):
@@ -223,13 +223,13 @@ def _more_failures(
                 rank = open_pipes.pop(pipe)
                 if rank not in finished:
                     processes[rank].join(_GRACE_S)
-                    found.append(_died(rank, processes[rank]))
+                    failures.append(_died(rank, processes[rank]))
                 continue
             if kind in ("result", "failure"):
                 finished.add(open_pipes[pipe])
             if kind == "failure":
-                found.append(value)
-    return found
+                failures.append(value)
+    return failures
 
 
 def _raise(failures: list[_Failure]) -> None:
@@ -335,18 +335,18 @@ class Worker:
 
 def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     """Return how torchrun started this process, or None if it was started in another way."""
-    found = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" not in found:
+    variables = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in variables:
         return None
     try:
-        size = int(found["WORLD_SIZE"])
-        num_local = int(found.get("LOCAL_WORLD_SIZE", "0"))
+        size = int(variables["WORLD_SIZE"])
+        num_local = int(variables.get("LOCAL_WORLD_SIZE", "0"))
         return Worker(
-            int(found["RANK"]),
+            int(variables["RANK"]),
             size,
-            int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
             num_local == size,
-            int(found.get("LOCAL_RANK", "0")),
+            int(variables.get("LOCAL_RANK", "0")),
             max(1, num_local),
         )
     except (KeyError, ValueError) as error:

@@ -85,8 +85,8 @@ class TcpPlanStore:
         """Return the value of a key without removing it, or None at once if it is missing or has no valid signature."""
         name = self.name_of(key)
         with self._reached():
-            found = bytes(self._store.get(name)) if self._store.check([name]) else b""
-        mark, value = found[:_MARK_BYTES], found[_MARK_BYTES:]
+            signed = bytes(self._store.get(name)) if self._store.check([name]) else b""
+        mark, value = signed[:_MARK_BYTES], signed[_MARK_BYTES:]
         return value if hmac.compare_digest(mark, self._mark(key, value)) else None
 
     def take(self, key: str) -> bytes | None:

@@ -139,7 +139,7 @@ TransportName = Literal["direct", "host"]
 """``direct`` sends messages from device to device, ``host`` through host memory."""
 
 
-class _Staged:
+class _StagedMessage:
     """A message in progress through host memory."""
 
     def __init__(self, device: Tensor, host: Tensor) -> None:
@@ -151,7 +151,7 @@ class _Staged:
         self.posted.result().wait()
 
 
-class _StagedReceive(_Staged):
+class _StagedReceive(_StagedMessage):
     def wait(self) -> None:
         """Return when the message has arrived and its copy to the device is enqueued in the current stream."""
         super().wait()
@@ -169,12 +169,12 @@ class HostTransport(TorchTransport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, use_tags: bool = True) -> None:
         super().__init__(group, use_tags=use_tags)
-        self._sends: queue.SimpleQueue[tuple[_Staged, Any, int, int]] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[_StagedMessage, Any, int, int]] = queue.SimpleQueue()
         threading.Thread(target=self._post_sends, name="host transport", daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
         """Post the send of a contiguous tensor to a pipeline rank."""
-        staged = _Staged(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged = _StagedMessage(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
         staged.host.copy_(tensor.detach(), non_blocking=True)
         copied = None
         if tensor.is_cuda:
@@ -315,8 +315,8 @@ class ThreadHub:
                     self.failed = True
                     self.condition.notify_all()
                     return
-                for one, other in zip(mine, theirs, strict=True):
-                    self._serve(one, other)
+                for here_mail, other in zip(mine, theirs, strict=True):
+                    self._serve(here_mail, other)
             at_hand += [here, peer]
 
     def _take(self, rank: int, peer: int, mail: _Mail) -> None:

@@ -172,24 +172,24 @@ def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) 
         A rank fails.
     """
     by_rank = launch(_run_rank, num_ranks, list(emulations), clock)
-    found = []
+    executions = []
     for on_ranks in zip(*by_rank, strict=True):
         of_plan = [one for one in on_ranks if one is not None]
         steps = {step: ns for one in of_plan for step, ns in one.steps_ns.items()}
-        found.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
-    return found
+        executions.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
+    return executions
 
 
 def _run_rank(emulations: list[Emulation], clock: Clock) -> list[Execution | None]:
     """Run the plans on one rank. The result is None for a plan without computation for it."""
     torch.set_num_threads(1)
-    found: list[Execution | None] = []
-    for one in emulations:
+    executions: list[Execution | None] = []
+    for emulation in emulations:
         dist.barrier()
-        times = emulate(one.plan, dist.get_rank(), one.durations_ns, TorchTransport(), clock=clock)
+        times = emulate(emulation.plan, dist.get_rank(), emulation.durations_ns, TorchTransport(), clock=clock)
         steps: dict[Step, int] = {each[:4]: each[5] - each[4] for each in times}
-        found.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
-    return found
+        executions.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
+    return executions
 
 
 def without_delays(graph: TaskGraph) -> TaskGraph:

@@ -105,10 +105,10 @@ def _runs(device: str, sizes: tuple[int, ...], group: Any) -> Iterator[tuple[tup
     for size in sizes:
         x = torch.zeros(size // 4, device=device)
         halves = list(x.chunk(NUM_RANKS))
-        mine = halves[rank].clone()
+        own = halves[rank].clone()
         yield ("send", size), partial(_there_and_back, x, rank, group)
         yield ("all_reduce", size), partial(dist.all_reduce, x, group=group)
-        yield ("all_gather", size), partial(dist.all_gather, halves, mine, group=group)
+        yield ("all_gather", size), partial(dist.all_gather, halves, own, group=group)
 
 
 def _there_and_back(x: torch.Tensor, rank: int, group: Any) -> None:

@@ -180,9 +180,9 @@ class _Measuring:
         with user_code(f"module {module.name!r}.context"):
             context = {} if module.context is None else module.context(part)
         with user_code(f"module {module.name!r}.inputs"):
-            given: Any = () if module.inputs is None else module.inputs(part)
+            inputs_of_part: Any = () if module.inputs is None else module.inputs(part)
         context = {name: self.bench.take(value) for name, value in context.items()}
-        inputs = tuple(map(self.bench.take, given if isinstance(given, tuple) else (given,)))
+        inputs = tuple(map(self.bench.take, inputs_of_part if isinstance(inputs_of_part, tuple) else (inputs_of_part,)))
         upstream = tuple(
             self._rows(tensor, module, self.model.module(name), microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)
@@ -250,11 +250,11 @@ class _Measuring:
         where = f"module {module.name!r}.emits[{number}]"
         check_emitted(module, number, here.keys() - before)
         for name, shape in wanted.items():
-            stated, found_shape = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
-            if (found_shape, here[name].dtype) != stated:
+            declared, emitted = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
+            if (emitted, here[name].dtype) != declared:
                 raise InputError(
                     where,
-                    f"declares {name!r} as {stated[0]} {stated[1]}, the layer emitted {found_shape} {here[name].dtype}",
+                    f"declares {name!r} as {declared[0]} {declared[1]}, the layer emitted {emitted} {here[name].dtype}",
                     "correct the declared shape, or the sizes in the samples' metadata",
                 )
 
@@ -409,12 +409,12 @@ def _num_bytes(storages: dict[int, int], arguments: list[Any], held_anyway: list
     for value in held_anyway:
         if isinstance(value, Tensor):
             storages.pop(value.untyped_storage().data_ptr(), None)
-    given = 0
+    argument_bytes = 0
     for value in arguments:
         # An argument may be a view of something larger.
         if isinstance(value, Tensor) and storages.pop(value.untyped_storage().data_ptr(), None) is not None:
-            given += value.nbytes
-    return sum(storages.values()) + given, given
+            argument_bytes += value.nbytes
+    return sum(storages.values()) + argument_bytes, argument_bytes
 
 
 _NUM_SIZES = 4
@@ -484,24 +484,26 @@ def profile_model(
             measured += measure_layers(model, packed, samples, known=measured, options=options)
     idle: dict[str, Packing] = {}
     for name in idle_modules(model, metadata):
-        found = made_up(model, name)
-        if found is None:
+        examples = made_up(model, name)
+        if examples is None:
             raise InputError(
                 f"module {name!r}",
                 f"had no work in the {len(batches)} measured batches",
                 "shuffle the data, start with a batch that has work for it, or give the model `examples`",
             )
-        idle[name] = _one_by_one(model, layout, found[1], packing.token_budget)
-        measured += measure_layers(model, idle[name], found[0], known=measured, options=options)
+        idle[name] = _one_by_one(model, layout, examples[1], packing.token_budget)
+        measured += measure_layers(model, idle[name], examples[0], known=measured, options=options)
     profile = fit_profile(measured, options.machine or f"{platform.machine()} {platform.processor()}".strip())
     costs = ProfileCosts(model.spec, profile)
     typical = typical_seconds(model.spec, costs, [pack(batch, model.spec, layout, packing) for batch in metadata])
     for name, packed in idle.items():
         # As if a batch had one such sample. The layers of such a module are similar to each other and have little
         # weight.
-        made = typical_seconds(model.spec, costs, [packed])
+        typical_of_module = typical_seconds(model.spec, costs, [packed])
         typical |= {
-            key: seconds / len(packed.microbatches) for key, seconds in made.items() if key.startswith(f"{name}/")
+            key: seconds / len(packed.microbatches)
+            for key, seconds in typical_of_module.items()
+            if key.startswith(f"{name}/")
         }
     return msgspec.structs.replace(profile, typical_s=typical)
 

@@ -51,8 +51,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = whole_part(module, batch, samples)
-            given = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
-            outputs[module.name] = _forward(module, part, given, streams)
+            upstream = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
+            outputs[module.name] = _forward(module, part, upstream, streams)
             if not part.instances:
                 idle.append(module)
         assert part is not None
@@ -99,7 +99,7 @@ class StreamsOf:
 
     def taken(self, module: Module, layer: int, part: Part) -> dict[str, Tensor]:
         """Return the streams with which a layer is called."""
-        found = {}
+        streams = {}
         for taken in module.spec.takes:
             if taken.layer != layer:
                 continue
@@ -109,8 +109,8 @@ class StreamsOf:
                 tensor = empty_output(end.output, torch.device("cpu"))
             elif source is not module:
                 tensor = rows_of(tensor, source, module, self.batch, part, end.output)
-            found[end.stream] = tensor
-        return found
+            streams[end.stream] = tensor
+        return streams
 
     def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
         """Store what a layer emits, and return its output."""
@@ -127,8 +127,8 @@ def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: St
     if not part.instances:
         return empty_output(module.spec.layers[-1].output, torch.device("cpu"))
     context = {} if module.context is None else module.context(part)
-    given: Any = () if module.inputs is None else module.inputs(part)
-    arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+    inputs: Any = () if module.inputs is None else module.inputs(part)
+    arguments = (*(inputs if isinstance(inputs, tuple) else (inputs,)), *upstream)
     for number, layer in enumerate(module.layers):
         x = streams.apart(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
         arguments = (x,)

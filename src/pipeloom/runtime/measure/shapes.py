@@ -62,9 +62,9 @@ def find_shapes(
     before = RandomState.now(torch.device(device))
     modules = list(model.modules)
     for number, module in enumerate(model.modules):
-        known = replace(model, modules=tuple(modules))
-        rows = [trial.run(known, module, torch.device(device), autocast) for trial in trials]
-        modules[number] = _stated(module, rows, module is model.modules[-1])
+        so_far = replace(model, modules=tuple(modules))
+        rows = [trial.run(so_far, module, torch.device(device), autocast) for trial in trials]
+        modules[number] = _with_found_shapes(module, rows, module is model.modules[-1])
     before.set(torch.device(device))
     return replace(model, modules=tuple(modules))
 
@@ -85,14 +85,14 @@ def with_shapes(model: Model, spec: ModelSpec) -> Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Observed:
     """Shape and dtype of one tensor in one trial."""
 
     workload: Workload
     tensor: tuple[tuple[int, ...], torch.dtype]
 
 
-_Row = tuple[list[_Found], dict[str, _Found]]
+_Row = tuple[list[_Observed], dict[str, _Observed]]
 """Outputs of all layers, and streams."""
 
 
@@ -106,28 +106,28 @@ class _Trial:
 
     def run(self, model: Model, module: Module, device: torch.device, autocast: torch.dtype | None) -> _Row:
         """Run one module. The shapes of earlier ones are known."""
-        found = {} if self.streams is None else self.streams.found
+        earlier = {} if self.streams is None else self.streams.found
         streams = self.streams = StreamsOf(model, self.batch)
-        streams.found = found
+        streams.found = earlier
         part = whole_part(module, self.batch, self.samples)
         workload = Workload(tuple(n for sample in self.batch.samples for n in module.spec.instance_lengths(sample)))
         where = f"module {module.name!r}"
         with user_code(f"{where}.context"):
             context = {} if module.context is None else module.context(part)
         with user_code(f"{where}.inputs"):
-            given: Any = () if module.inputs is None else module.inputs(part)
+            inputs: Any = () if module.inputs is None else module.inputs(part)
         upstream = [rows_of(self.outputs[name], model.module(name), module, self.batch, part) for name in module.after]
-        arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+        arguments = (*(inputs if isinstance(inputs, tuple) else (inputs,)), *upstream)
         outputs, emitted = [], {}
         for number, layer in enumerate(module.layers):
             taken = streams.taken(module, number, part)
             there, on_device = moved((arguments, {**context, **taken}), device)
             result = _run(layer, there, on_device, f"{where}.layers[{number}]", autocast)
             for name, tensor in result.streams.items() if isinstance(result, Emit) else ():
-                emitted[name] = _Found(workload, (tuple(tensor.shape), tensor.dtype))
+                emitted[name] = _Observed(workload, (tuple(tensor.shape), tensor.dtype))
             output: Any = streams.apart(module, number, result)
             if isinstance(output, Tensor):
-                outputs.append(_Found(workload, (tuple(output.shape), output.dtype)))
+                outputs.append(_Observed(workload, (tuple(output.shape), output.dtype)))
             elif module is not model.modules[-1] or number < len(module.layers) - 1:
                 raise InputError(f"{where}.layers[{number}]", f"returned a {type(output).__name__}", "return a tensor")
             arguments = (output,)
@@ -171,19 +171,19 @@ def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[i
     return sorted(first), sorted(more)
 
 
-def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
+def _with_found_shapes(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
     """Return the module with the found shapes where none is declared. An output for the loss alone may be anything."""
     last = len(module.layers) - 1
-    found = [
+    shapes = [
         _shape(f"module {module.name!r}, layer {number}", [outputs[number] for outputs, _ in rows])
         for number in range(last if with_loss else last + 1)
     ]
     if with_loss:
         ends = [outputs[last] for outputs, _ in rows if len(outputs) > last]
         try:
-            found.append(_shape("", ends))
+            shapes.append(_shape("", ends))
         except (InputError, IndexError):
-            found.append(TensorShape(("tokens",)))
+            shapes.append(TensorShape(("tokens",)))
     emits: dict[int, dict[str, Shape | None]] = {}
     for layer, streams in module.emits.items():
         for name, shape in streams.items():
@@ -191,13 +191,13 @@ def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
             emits.setdefault(layer, {})[name] = shape or _shape(where, [emitted[name] for _, emitted in rows])
     return replace(
         module,
-        hidden=found[:-1] if module.hidden is None else module.hidden,
-        output=found[-1] if module.output is None else module.output,
+        hidden=shapes[:-1] if module.hidden is None else module.hidden,
+        output=shapes[-1] if module.output is None else module.output,
         emits=emits,
     )
 
 
-def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
+def _shape(where: str, found: Sequence[_Observed]) -> TensorShape:
     """Return the shape that a tensor has in all trials."""
     shapes = [each.tensor[0] for each in found]
     dtype = dtype_name(found[0].tensor[1])
@@ -213,10 +213,12 @@ def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
         grows = not alike or (place == 0 and len(set(workloads)) == 1)
         symbol = _symbol(extents, workloads) if grows else None
         if symbol is None and not alike:
-            told = " and ".join(f"{n} for lengths {list(w.lengths)}" for n, w in zip(extents, workloads, strict=True))
+            described = " and ".join(
+                f"{n} for lengths {list(w.lengths)}" for n, w in zip(extents, workloads, strict=True)
+            )
             raise InputError(
                 where,
-                f"dimension {place} is {told}",
+                f"dimension {place} is {described}",
                 "declare its shape, or correct the sizes in the samples' metadata",
             )
         dims.append(extents[0] if symbol is None else symbol)

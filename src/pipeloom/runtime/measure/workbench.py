@@ -44,12 +44,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record its new storages."""
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
+        earlier = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:
+                if storage._cdata not in earlier:
                     self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         self.moments.append(self.num_bytes)
         return result
@@ -187,7 +187,7 @@ def measure_strategies(
     """
     runs = _Runs(layer, tuple(arguments), context, parameters, bench)
     seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
-    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    argument_bytes = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
     work, selective, between = runs.count()
     return StrategyMeasurement(
         input_gradient_s=seconds[0],
@@ -198,8 +198,8 @@ def measure_strategies(
         selective_bytes=selective,
         offload_s=seconds[4],
         load_s=seconds[5],
-        given_bytes=given,
-        unsaved_bytes=max(0, given - saved_arguments_bytes),
+        given_bytes=argument_bytes,
+        unsaved_bytes=max(0, argument_bytes - saved_arguments_bytes),
         workspace_bytes=max(max(0, *moments) for moments in work),
         forward_workspace_bytes=max(0, *work[0]),
         backward_workspace_bytes=max(0, *work[1]),
@@ -215,10 +215,10 @@ def measure_forward(
     """Do the same for a layer without gradients, which saves nothing but uses memory while it runs."""
     with LiveBytes() as live, torch.no_grad():
         layer(*arguments, **context)
-    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    argument_bytes = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
     counted = {"workspace_bytes": live.peak_bytes, "forward_workspace_bytes": live.peak_bytes}
     # Its arguments are live while it runs, although nothing saves them.
-    counted |= {"given_bytes": given, "unsaved_bytes": given}
+    counted |= {"given_bytes": argument_bytes, "unsaved_bytes": argument_bytes}
     numbers = [name for name in StrategyMeasurement.__struct_fields__ if not name.endswith("_moments")]
     return StrategyMeasurement(**dict.fromkeys(numbers, 0) | counted, forward_moments=live.beyond(0))
 

@@ -202,10 +202,10 @@ class EncoderDataParallel:
             if what.source is None:
                 return rows_of(what.shape)
             begin, _ = upstream_rows(what.source, module, what.samples, part.first, part.count)
-            found = []
+            shares = []
             for first, count in runs:
                 here, rows = upstream_rows(what.source, module, what.samples, part.first + first, count)
-                found.append((here - begin, rows) if count and rows else (0, 0))
-            return tuple(found)
+                shares.append((here - begin, rows) if count and rows else (0, 0))
+            return tuple(shares)
 
         return InstanceShare(self.ranks, runs[self.ranks.rank], rows_of(output), tuple(map(taken_of, taken)))

@@ -47,8 +47,8 @@ class FlopCounts:
         for chunk, seen in self._seen.items():
             features = np.array([_features(workload) for workload, _ in seen])
             scale = features.max(axis=0).clip(1.0)
-            found = np.linalg.lstsq(features / scale, np.array([flops for _, flops in seen]), rcond=None)[0]
-            self._rates[chunk] = found / scale
+            solution = np.linalg.lstsq(features / scale, np.array([flops for _, flops in seen]), rcond=None)[0]
+            self._rates[chunk] = solution / scale
         self._seen = {}
         total = 0.0
         for action in actions:
@@ -78,5 +78,5 @@ def known_peak(device: torch.device, precision: torch.dtype) -> float | None:
     if "PCIE" in words:
         # Slower devices of the same name.
         return None
-    found = next((name for name in names("devices") if name.upper() in words), None)
-    return None if found is None else load_device(found).flops_per_s
+    device_name = next((name for name in names("devices") if name.upper() in words), None)
+    return None if device_name is None else load_device(device_name).flops_per_s

@@ -291,11 +291,11 @@ class Model:
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of all layers, named ``module.layer.parameter``."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for module in self.modules:
             for number, layer in enumerate(module.layers):
-                found |= saved_tensors(layer, f"{module.name}.{number}")
-        return found
+                tensors |= saved_tensors(layer, f"{module.name}.{number}")
+        return tensors
 
     def module(self, name: str) -> Module:
         """Return the module of that name."""
@@ -445,9 +445,9 @@ def _names(names: Sequence[str]) -> Sequence[str]:
 def _streaming(kind: str, layer: int, emits: Sequence[StreamEnd], takes: Sequence[StreamEnd]) -> str:
     """Return the kind of a layer with its streams, because layers with other streams have other costs."""
     # A number follows two underscores. Layers whose streams differ only in it cost the same.
-    taken = [end.stream.partition("__")[0] for end in takes if end.layer == layer]
-    given = [end.stream.partition("__")[0] for end in emits if end.layer == layer]
-    return kind + (f"({','.join(taken)})" if taken else "") + (f"->{','.join(given)}" if given else "")
+    inputs = [end.stream.partition("__")[0] for end in takes if end.layer == layer]
+    outputs = [end.stream.partition("__")[0] for end in emits if end.layer == layer]
+    return kind + (f"({','.join(inputs)})" if inputs else "") + (f"->{','.join(outputs)}" if outputs else "")
 
 
 def _as_shape(shape: Shape | None, dtype: str) -> TensorShape:

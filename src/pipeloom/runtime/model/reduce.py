@@ -48,8 +48,8 @@ def all_reduce_gradients(
     """
     if layout.parallelism.data > 1 and data is None:
         raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
-    dealt = any(layout.deals(module.name) for module in layout.modules)
-    if dealt and tensor is None:
+    encoder_dp = any(layout.deals(module.name) for module in layout.modules)
+    if encoder_dp and tensor is None:
         raise InputError(
             "tensor", "no group, but modules use encoder data parallelism over tensor ranks", "give their group"
         )

@@ -53,7 +53,7 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
         for chunk in layout.chunks
         for layer in range(chunk.layers[0], chunk.layers[1] + 1)
     }
-    found = []
+    tied = []
     for names in model.tied:
         places = [_place(name) for name in names]
         modules = [layout.module(module) for module, _, _ in places]
@@ -76,8 +76,8 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
             )
         ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
         if everywhere == {False} and len(ranks) > 1:
-            found.append(TiedParameter(names, ranks, first))
-    return tuple(found)
+            tied.append(TiedParameter(names, ranks, first))
+    return tuple(tied)
 
 
 def sums_over_ranks(

@@ -53,10 +53,10 @@ def give_weights_to(
     model: Model, places: Iterable[tuple[str, int]], device: torch.device | str = "cpu", *, fill: bool = True
 ) -> bool:
     """Do the same as `give_weights` for some layers, each given by module and number."""
-    given = give_memory(model, places, device)
+    tensors = give_memory(model, places, device)
     if fill:
-        _fill(model, given)
-    return bool(given)
+        _fill(model, tensors)
+    return bool(tensors)
 
 
 def give_all_weights(model: Model) -> None:
@@ -64,16 +64,16 @@ def give_all_weights(model: Model) -> None:
     _fill(model, give_memory(model))
 
 
-def _fill(model: Model, given: dict[str, Tensor]) -> None:
-    if not given:
+def _fill(model: Model, tensors: dict[str, Tensor]) -> None:
+    if not tensors:
         return
     if model.pretrained is None:
         raise InputError(
-            f"parameter {next(iter(given))!r}",
+            f"parameter {next(iter(tensors))!r}",
             "is on meta, and the model has no source of weights",
             "build the model with weights, or give Model.pretrained",
         )
-    model.pretrained.fill(given)
+    model.pretrained.fill(tensors)
 
 
 def give_memory(
@@ -95,14 +95,14 @@ def give_memory(
         places = [(module.name, number) for module in model.modules for number in range(len(module.layers))]
     layers = {place: model.module(place[0]).layers[place[1]] for place in dict.fromkeys(places)}
     empty = {place: layer for place, layer in layers.items() if any(p.is_meta for p in layer.parameters())}
-    made = _tied_with_memory(model)
+    parameters = _tied_with_memory(model)
     for layer in empty.values():
-        _replace(layer, made, device)
+        _replace(layer, parameters, device)
     if empty and model.tied:
         # Tied parameters stay tied, also in layers of other ranks.
         for module in model.modules:
             for layer in module.layers:
-                _replace(layer, made, None)
+                _replace(layer, parameters, None)
     filled: dict[str, Tensor] = {}
     for (name, number), layer in empty.items():
         filled |= saved_tensors(layer, f"{name}.{number}")
@@ -111,13 +111,13 @@ def give_memory(
 
 def _tied_with_memory(model: Model) -> dict[int, nn.Parameter]:
     """Return, by id of each parameter on ``meta``, the parameter with memory that it is tied to."""
-    found: dict[int, nn.Parameter] = {}
+    with_memory: dict[int, nn.Parameter] = {}
     for names in model.tied:
         parameters = [_parameter(model, name) for name in names]
         real = next((p for p in parameters if not p.is_meta), None)
         if real is not None:
-            found |= {id(p): real for p in parameters if p.is_meta}
-    return found
+            with_memory |= {id(p): real for p in parameters if p.is_meta}
+    return with_memory
 
 
 def _parameter(model: Model, name: str) -> nn.Parameter:
@@ -126,16 +126,18 @@ def _parameter(model: Model, name: str) -> nn.Parameter:
     return found
 
 
-def _replace(layer: nn.Module, made: dict[int, nn.Parameter], device: torch.device | str | None) -> None:
+def _replace(layer: nn.Module, parameters: dict[int, nn.Parameter], device: torch.device | str | None) -> None:
     """Replace parameters on ``meta`` by ones with memory. Without a device, only by those that exist already."""
     for part in layer.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
-            if id(parameter) not in made and device is not None:
-                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            if id(parameter) in made:
-                setattr(part, name, made[id(parameter)])
+            if id(parameter) not in parameters and device is not None:
+                parameters[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), parameter.requires_grad
+                )
+            if id(parameter) in parameters:
+                setattr(part, name, parameters[id(parameter)])
         for name, buffer in list(part.named_buffers(recurse=False)):
             if not buffer.is_meta or device is None:
                 continue

@@ -64,7 +64,7 @@ def forwards_of(executor: Executor) -> Executor:
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     model = executor.model
-    made = type(executor)(
+    evaluator = type(executor)(
         replace(model, modules=[replace(module, frozen=True) for module in model.modules]),
         executor.layout.forward_only(),
         executor.rank,
@@ -74,7 +74,7 @@ def forwards_of(executor: Executor) -> Executor:
     )
     for parameter, needs_gradient in trained:
         parameter.requires_grad_(needs_gradient)
-    return made
+    return evaluator
 
 
 class Evaluator:
@@ -128,8 +128,8 @@ class Evaluator:
         with random_kept(self.executor.device), evaluating(layers):
             source = iter(bound(batches, self.model))
             try:
-                while num_batches != most and (given := self._next(source, num_batches)) is not None:
-                    samples, batch = given
+                while num_batches != most and (taken := self._next(source, num_batches)) is not None:
+                    samples, batch = taken
                     loss_sum += self._loss_sum(samples, batch, plan)
                     with user_code("num_targets"):
                         num_targets += count_targets(self.model, samples)

@@ -30,7 +30,7 @@ from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
-from pipeloom.runtime.launch.coordination import FirstPlan, HandedOut, Patience, SameBatch, hand_out, together
+from pipeloom.runtime.launch.coordination import DeliveredPlan, FirstPlan, Patience, SameBatch, hand_out, together
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
@@ -79,7 +79,7 @@ class LooksAhead(Protocol):
         ...
 
 
-class _Asked(NamedTuple):
+class _PlanRequest(NamedTuple):
     """A batch for which a plan was requested, with the correction for its plan.
 
     ``whole`` is the batch of all replicas. ``samples`` and ``batch`` are this replica's share.
@@ -249,11 +249,11 @@ class Trainer:
         """Divide the layers of this rank, and give those on ``meta`` memory and weights."""
         here, shard, fill = self.membership, self.options.shard, not self.options.resumes
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
-        patience = Patience() if on_meta else None
+        barrier = Patience() if on_meta else None
         running = divide_model(self.model, self.layout, here.mesh, shard, self.device, fill=fill)
         give_weights(running, self.layout, here.stage, self.device, fill=fill)
-        if patience is not None:
-            patience.wait("reading the weights")
+        if barrier is not None:
+            barrier.wait("reading the weights")
         return running
 
     def _make_transport(self) -> Transport:
@@ -341,29 +341,29 @@ class Trainer:
         try:
             if is_planner_rank:
                 self._planner.start()
-            asked = self._submit(ahead.take(), (), ahead.following)
+            requested = self._submit(ahead.take(), (), ahead.following)
             while True:
                 begin = time.monotonic()
-                following = None if asked is None else ahead.take()
-                delivery = self._planner.collect(iteration) if is_planner_rank and asked is not None else None
+                following = None if requested is None else ahead.take()
+                delivery = self._planner.collect(iteration) if is_planner_rank and requested is not None else None
                 if first is not None:
                     first.wait()
                     first = None
                 if same is None:
                     # Made after the first plan, which may take longer than the timeout of other waits.
-                    same = self._same_batch(asked, first_iteration)
+                    same = self._same_batch(requested, first_iteration)
                 same.check(iteration)
-                if asked is None:
+                if requested is None:
                     return
-                given = self._hand_out(asked.batch, delivery, iteration == first_iteration)
+                delivered = self._broadcast_plan(requested.batch, delivery, iteration == first_iteration)
                 assignment = broadcast_assignment(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
-                current, asked = asked, self._submit(following, assignment, ahead.following)
-                same = self._same_batch(asked, first_iteration)
-                report = self._step(current, delivery, given)
+                current, requested = requested, self._submit(following, assignment, ahead.following)
+                same = self._same_batch(requested, first_iteration)
+                report = self._step(current, delivery, delivered)
                 yield replace(report, step_s=time.monotonic() - begin)
-                saved = self._saver.after(iteration, partial(self._state, current), is_last=asked is None)
-                if saved and asked is not None and self._ends_after(iteration):
+                saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
+                if saved and requested is not None and self._ends_after(iteration):
                     same.check(iteration)
                     self._saver.end()
                     return
@@ -465,21 +465,21 @@ class Trainer:
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
 
-    def _same_batch(self, asked: _Asked | None, first_iteration: int) -> SameBatch:
-        if asked is None:
+    def _same_batch(self, requested: _PlanRequest | None, first_iteration: int) -> SameBatch:
+        if requested is None:
             return SameBatch(None)
-        number = asked.batch.iteration - first_iteration
-        return SameBatch(asked.whole.compared(number < self.options.compare_contents))
+        number = requested.batch.iteration - first_iteration
+        return SameBatch(requested.whole.compared(number < self.options.compare_contents))
 
     def _ends_after(self, iteration: int) -> bool:
         return self.options.ends_after is not None and self.options.ends_after(iteration)
 
-    def _state(self, asked: _Asked) -> TrainerState:
+    def _state(self, requested: _PlanRequest) -> TrainerState:
         """Return this trainer's part of a checkpoint after an iteration."""
         return TrainerState(
-            asked.batch.iteration + 1,
+            requested.batch.iteration + 1,
             # The digest covers all replicas, because their number may change when training resumes.
-            asked.whole.digest,
+            requested.whole.digest,
             self.layout.digest,
             self.learned.num_measured,
             self.learned.correction,
@@ -489,23 +489,23 @@ class Trainer:
 
     def _submit(
         self, whole: UpcomingBatch | None, assignment: tuple[int, ...], following: UpcomingBatch | None
-    ) -> _Asked | None:
+    ) -> _PlanRequest | None:
         """Request a plan for this replica's share, and on rank 0 an assignment of the next batch to replicas."""
         if whole is None:
             return None
         mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, assignment)
         own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
-        asked = _Asked(whole, own, whole.batch.part(mine), self.learned.correction)
+        request = _PlanRequest(whole, own, whole.batch.part(mine), self.learned.correction)
         if self.membership.is_planner_rank:
             assigns = following is not None and len(following.samples) >= self.membership.num_replicas
             if assigns and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
                 # All ranks report an invalid batch when its iteration comes.
                 with suppress(InputError):
                     self._planner.look_ahead(following.batch, self._calibration.replicas.corrections)
-            self._planner.submit(asked.batch, asked.correction)
-        return asked
+            self._planner.submit(request.batch, request.correction)
+        return request
 
-    def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> HandedOut:
+    def _broadcast_plan(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> DeliveredPlan:
         """Send each rank of this replica its own actions of the plan."""
         if delivery is not None and is_first and self._backend.serial:
             # Checked before the broadcast, so that no rank starts a plan that rank 0 rejects.
@@ -514,14 +514,14 @@ class Trainer:
         with together(f"iteration {batch.iteration}: the plan's delivery"):
             return hand_out(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
 
-    def _step(self, asked: _Asked, delivery: Delivery | None, given: HandedOut) -> StepReport:
-        batch, correction, packing = asked.batch, asked.correction, given.packing
+    def _step(self, request: _PlanRequest, delivery: Delivery | None, delivered: DeliveredPlan) -> StepReport:
+        batch, correction, packing = request.batch, request.correction, delivered.packing
         with user_code("num_targets"):
-            normaliser = count_targets(self.model, asked.whole.samples)
-        counts = self.membership.counts(asked.whole.batch)
+            normaliser = count_targets(self.model, request.whole.samples)
+        counts = self.membership.counts(request.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(given.plan, packing, asked.samples, normaliser=normaliser, counts=counts)
+            result = self._executor.run(delivered.plan, packing, request.samples, normaliser=normaliser, counts=counts)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
@@ -549,7 +549,7 @@ class Trainer:
         learning_rate = self._update.rates.now
         self._update.step(norm)
         with together(f"iteration {batch.iteration}: measured times"):
-            plan = given.plan if delivery is None else delivery.answer.plan
+            plan = delivered.plan if delivery is None else delivery.answer.plan
             measured = self._calibration.gather(plan, result.moments_ns, cpu_ns)
         makespan, share, answer = 0, 0.0, None if delivery is None else delivery.answer
         if measured is not None and answer is not None:
@@ -572,8 +572,8 @@ class Trainer:
             measured=measured,
             learning_rate=learning_rate,
             flops=float(totals[2]),
-            num_tokens=sum(sample.sequence_tokens for sample in asked.whole.batch.samples),
-            num_skipped=getattr(asked.whole.samples, "num_skipped", 0),
+            num_tokens=sum(sample.sequence_tokens for sample in request.whole.batch.samples),
+            num_skipped=getattr(request.whole.samples, "num_skipped", 0),
         )
 
 
