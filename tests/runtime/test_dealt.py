@@ -71,7 +71,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         Executor(model, layout, 0, None)  # type: ignore[arg-type]
     vision, lm = model.modules
     padded = dataclasses.replace(vision, hidden=TensorShape((1, "tokens", 4), "float64"))
-    with pytest.raises(InputError, match=r"layer 0 at the end of a chunk gives \[1, 'tokens', 4\], which has no rows of single"):
+    with pytest.raises(InputError, match=r"layer 0 at the end of a chunk gives \[1, 'tokens', 4\], which has no rows"):
         EncoderDataParallel(dataclasses.replace(model, modules=[padded, lm]), layout, None)
     weight = vision.layers[1].register_parameter("shared", next(lm.layers[1].parameters()))
     assert weight is None

@@ -139,7 +139,9 @@ def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy(
     layers = [*first.layers]
     layers[run.case.layout.chunks[0].layers[1]] = Widen()
     changed = Model((replace(first, layers=layers), *run.model.modules[1:]), run.model.loss, run.model.num_targets)
-    with pytest.raises(ExecutionError, match=rf"module '{first.name}', layers 0..\d+, returned .*, 6\).*declared is .*, 3\)"):
+    with pytest.raises(
+        ExecutionError, match=rf"module '{first.name}', layers 0..\d+, returned .*, 6\).*declared .*, 3\)"
+    ):
         run_threads(replace(run, model=changed))
 
 

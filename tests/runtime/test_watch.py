@@ -16,8 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.launch.addresses import address_towards, interface_towards
-from pipeloom.runtime.launch.failure_detector import FailureDetector, _read, detect_failures
+from pipeloom.runtime.launch.failure_detector import (
+    FailureDetector,
+    _read,
+    address_towards,
+    detect_failures,
+    interface_towards,
+)
 from pipeloom.runtime.launch.processes import _meet
 
 from .test_torchrun import STARTED

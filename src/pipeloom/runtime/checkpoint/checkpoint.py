@@ -195,12 +195,9 @@ def load_checkpoint(
 
 
 def saved_iteration(path: Path | str) -> int:
-    """Return the iteration to resume at according to the tensors of a checkpoint. Each process reads it by itself.
+    """Return the iteration to resume at according to the tensors of a checkpoint.
 
-    Raises
-    ------
-    InputError
-        The checkpoint cannot be read, or does not contain it.
+    Each process reads it by itself. Raises `InputError` if it is missing or cannot be read.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -273,13 +270,7 @@ class SavedWeights:
         return int(entry.size.numel() * entry.properties.dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors in the dtypes in which they were trained.
-
-        Raises
-        ------
-        InputError
-            A file is damaged.
-        """
+        """Read tensors in the dtypes in which they were trained. Raises `InputError` if a file is damaged."""
         import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
         from pipeloom.runtime.checkpoint.digests import PlainReader, check_digests

@@ -176,14 +176,9 @@ def known_digests(folder: Path) -> dict[str, str]:
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
-    """Raise `InputError` for files of a checkpoint that differ from their digests or are not regular files.
+    """Raise `InputError` for a file of a checkpoint that differs from its digest or is not a regular file.
 
     A checkpoint without digests, of an older version or made by other tools, is not compared.
-
-    Raises
-    ------
-    InputError
-        The error names the file.
     """
     known = known_digests(folder)
     for name in sorted(names):

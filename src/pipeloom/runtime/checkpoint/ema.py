@@ -24,7 +24,10 @@ class Averages:
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay = decay
-        self._pairs = [(parameter, _like(parameter)) for _, parameter in named_parameters]
+        self._pairs = [
+            (p, torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False))
+            for _, p in named_parameters
+        ]
         self._of = {id(parameter): average for parameter, average in self._pairs}
         self.begin()
 
@@ -59,8 +62,3 @@ class Averages:
             with torch.no_grad():
                 for (parameter, _), weights in zip(self._pairs, before, strict=True):
                     local_part(parameter).copy_(weights)
-
-
-def _like(parameter: nn.Parameter) -> Tensor:
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.empty_like(parameter, dtype=wide, requires_grad=False)

@@ -135,7 +135,6 @@ class Checkpoints:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values that never save."""
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
@@ -410,13 +409,7 @@ def _generators(device: torch.device) -> dict[str, torch.Generator]:
 
 
 def read_state(path: Path) -> TrainerState:
-    """Read the trainer's state from a checkpoint.
-
-    Raises
-    ------
-    InputError
-        The file is missing or damaged.
-    """
+    """Read the trainer's state from a checkpoint. Raises `InputError` if the file is missing or damaged."""
     try:
         with open_regular(path / STATE) as stream:
             return msgspec.json.decode(stream.read(), type=TrainerState)

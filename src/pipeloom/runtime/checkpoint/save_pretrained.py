@@ -29,10 +29,7 @@ from pipeloom.runtime.model.sharding import is_dtensor
 def pretrained_of(model: Model) -> Pretrained:
     """Return the model's `Pretrained`, which describes its format in another library.
 
-    Raises
-    ------
-    InputError
-        The model has none.
+    Raises `InputError` without one.
     """
     if model.pretrained is None:
         raise InputError(
@@ -56,12 +53,9 @@ def partial_of(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Create the temporary folder. Called in one process.
+    """Create the temporary folder in one process.
 
-    Raises
-    ------
-    InputError
-        The target is not empty, or cannot be created.
+    Raises `InputError` if the target is not empty or cannot be created.
     """
     check_target(folder)
     with writing(folder):
@@ -96,23 +90,13 @@ def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> Non
 def save_pretrained(
     model: Model, executor: Executor, writes: bool, folder: Path, most_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the weights of all ranks. All processes of the default group call it together.
+    """Write the weights of all ranks, see `Trainer.save_pretrained`. All processes of the default group call it
+    together.
 
     Parameters
     ----------
-    executor : Executor
-        This process's executor.
     writes : bool
         Whether this process writes, among those that hold the same layers.
-    folder : Path
-        A new or empty folder that all processes share.
-    most_bytes : int
-        Largest size of one file in bytes.
-
-    Raises
-    ------
-    InputError
-        The folder is not empty, or the model is of no library. Raised on all processes.
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
     _begin_together(folder)

@@ -25,12 +25,8 @@ class Saver:
     ----------
     checkpoints : Checkpoints or None
         None saves nothing.
-    executor, optimizer, averages
-        The state to save.
-    record : sequence of Path
-        Files that are copied with every checkpoint, see `Checkpoints.save`.
-    on_checkpoint : callable or None
-        Called with the iteration to resume at and the folder once a checkpoint is complete.
+    record, on_checkpoint
+        See `TrainerOptions`.
     """
 
     checkpoints: Checkpoints | None
@@ -43,17 +39,9 @@ class Saver:
     _resumed: TrainerState | None = field(init=False, default=None)
 
     def load(self, *, must: bool) -> TrainerState | None:
-        """Load the newest checkpoint. Returns None if there is none.
+        """Load the newest checkpoint, see `Checkpoints.load`.
 
-        Parameters
-        ----------
-        must : bool
-            Whether a checkpoint is required.
-
-        Raises
-        ------
-        InputError
-            It is of another model, or there is none and one is required.
+        Raises `InputError` if there is none and ``must`` is set.
         """
         if self.checkpoints is not None:
             self._resumed = self.checkpoints.load(self.executor, self.optimizer, self.averages)
@@ -64,17 +52,9 @@ class Saver:
     def skip_trained(
         self, source: Iterator[Sequence[Any]], count: int, digest: Callable[[Sequence[Any], int], str]
     ) -> Iterator[Sequence[Any]]:
-        """Skip ``count`` batches, and compare the last one with the batch trained before the checkpoint.
+        """Skip ``count`` batches, see `Trainer.skip_trained`.
 
-        Parameters
-        ----------
-        digest : callable
-            Returns the digest of a batch and its iteration, see `batch_digest`.
-
-        Raises
-        ------
-        InputError
-            They differ. Training would repeat some samples and miss others.
+        ``digest`` returns the digest of a batch and its iteration.
         """
         last: Sequence[Any] | None = None
         for iteration in range(count):
@@ -96,8 +76,6 @@ class Saver:
 
         Parameters
         ----------
-        iteration : int
-            Number of iterations trained so far.
         state : callable
             Returns the state to save beside tensors.
         is_last : bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
@@ -62,7 +62,6 @@ class Batches:
     first: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for values that yield no batch."""
         for name in ("batch", "epochs", "depth"):
             check_count(name, getattr(self, name))
         if self.limit is not None:
@@ -77,7 +76,7 @@ class Batches:
 
     def __iter__(self) -> Reading:
         """Start to describe batches ahead in a thread."""
-        return Reading(self._described(), None, self.depth)
+        return Reading(map(self._describe, range(self.first, len(self))), None, self.depth)
 
     def members(self, number: int) -> list[tuple[int, int]]:
         """Return the pass and the sample number of every place in a batch."""
@@ -86,10 +85,6 @@ class Batches:
         return [
             (p // size, int(_order(size, p // size, self.seed)[p % size]) if self.shuffle else p % size) for p in places
         ]
-
-    def _described(self) -> Iterator[DescribedBatch]:
-        for number in range(self.first, len(self)):
-            yield self._describe(number)
 
     def _describe(self, number: int) -> DescribedBatch:
         samples: list[LazySample] = []

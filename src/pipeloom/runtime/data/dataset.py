@@ -88,7 +88,8 @@ class LazySample:
 
     def load(self, module: str, instances: tuple[int, ...], loss: bool) -> Any:
         """Load what a module, and the loss if ``loss`` is set, take of the sample."""
-        return self.dataset.load(self.index, module, instances, loss)
+        with user_code(f"dataset.load({self.index}, {module!r}, {instances}, {loss})"):
+            return self.dataset.load(self.index, module, instances, loss)
 
 
 def count_targets(model: Model, samples: Sequence[Any]) -> float:
@@ -104,18 +105,6 @@ def wanted_of(part: Part, contents: bool) -> dict[int, tuple[int, ...]]:
             if place in wanted:
                 wanted[place].append(instance)
     return {place: tuple(each) for place, each in wanted.items()}
-
-
-def load_one(sample: LazySample, module: str, instances: tuple[int, ...], loss: bool) -> Any:
-    """Load what a module, and the loss if ``loss`` is set, take of a sample.
-
-    Raises
-    ------
-    InputError
-        The dataset's `load` fails.
-    """
-    with user_code(f"dataset.load({sample.index}, {module!r}, {instances}, {loss})"):
-        return sample.load(module, instances, loss)
 
 
 def with_loaded(part: Part, found: Mapping[int, Any]) -> Part:
@@ -134,4 +123,4 @@ def load_part(part: Part, module: str, contents: bool = True, loss: bool = True)
         Whether the loss of the part is computed.
     """
     wanted = wanted_of(part, contents).items()
-    return with_loaded(part, {place: load_one(part.samples[place], module, each, loss) for place, each in wanted})
+    return with_loaded(part, {place: part.samples[place].load(module, each, loss) for place, each in wanted})

@@ -50,7 +50,6 @@ class Size:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a unit below 1."""
         check_count("unit", self.unit)
 
     def of(self, sample: Any, each: bool) -> int | tuple[int, ...]:
@@ -128,10 +127,7 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
 def next_samples(source: Iterator[Sequence[Any]], named: str) -> Sequence[Any] | None:
     """Return the next batch of a loader, or None after the last.
 
-    Raises
-    ------
-    InputError
-        The loader yields None. Training would otherwise end early without a message.
+    Raises `InputError` if the loader yields None, because training would otherwise end early without a message.
     """
     try:
         samples: Sequence[Any] | None = next(source)

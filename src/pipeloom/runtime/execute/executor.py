@@ -139,20 +139,19 @@ class Executor:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
-        for number, layers in self.layers.items():
-            chunk = self.layout.chunks[number]
-            for i, layer in enumerate(layers, start=chunk.layers[0]):
-                for name, parameter in layer.named_parameters():
-                    yield f"{chunk.module}.{i}.{name}", parameter
+        for prefix, layer in self._named_layers():
+            for name, parameter in layer.named_parameters():
+                yield f"{prefix}.{name}", parameter
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of this rank's chunks, named as by `named_parameters`."""
-        tensors: dict[str, Tensor] = {}
+        return {name: x for prefix, layer in self._named_layers() for name, x in saved_tensors(layer, prefix).items()}
+
+    def _named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         for number, layers in self.layers.items():
             chunk = self.layout.chunks[number]
             for i, layer in enumerate(layers, start=chunk.layers[0]):
-                tensors |= saved_tensors(layer, f"{chunk.module}.{i}")
-        return tensors
+                yield f"{chunk.module}.{i}", layer
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trained parameters of this rank's chunks, each once with the first of its names."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pipeloom.runtime.data.dataset import LazySample, load_one, load_part, wanted_of, with_loaded
+from pipeloom.runtime.data.dataset import LazySample, load_part, wanted_of, with_loaded
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import PartState, part_of
 from pipeloom.runtime.model.model import Part
@@ -94,5 +94,5 @@ class Loads:
         wanted = wanted_of(part, state.contents)
         self._loading[state] = (
             part,
-            {i: self._pool.submit(load_one, part.samples[i], name, each, state.loss) for i, each in wanted.items()},
+            {i: self._pool.submit(part.samples[i].load, name, each, state.loss) for i, each in wanted.items()},
         )

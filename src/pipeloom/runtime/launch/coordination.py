@@ -313,7 +313,7 @@ class FirstPlan:
     """
 
     def __init__(self) -> None:
-        self._group = long_group()
+        self._barrier = Patience()
         self._warning = threading.Timer(_WARN_AFTER_S, self._warn)
         self._warning.daemon = True
         if dist.get_rank() == 0:
@@ -322,9 +322,7 @@ class FirstPlan:
     def wait(self) -> None:
         """Return when rank 0 has the first plan. Rank 0 calls it when it has the plan."""
         self.cancel()
-        with together("the start of training"):
-            dist.barrier(group=self._group)
-            dist.destroy_process_group(self._group)
+        self._barrier.wait("the start of training")
 
     def cancel(self) -> None:
         """Cancel the warning, because the plan has arrived or never will."""

@@ -258,7 +258,6 @@ class CudaQueues(DeviceQueues):
         return self.sending[peer]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a send of a tensor that was computed before."""
         stream = self.towards(peer)
         stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
@@ -276,7 +275,6 @@ class CudaQueues(DeviceQueues):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def post(self, posts: list[Post]) -> list[Handle]:
-        """Post several messages with one peer as one operation in the peer's stream."""
         stream = self.towards(posts[0].peer)
         stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
@@ -298,7 +296,6 @@ class CudaQueues(DeviceQueues):
             tensor.record_stream(stream)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Return a context for copies to the host and back."""
         self.copies.wait_stream(self.compute)
         return torch.cuda.stream(self.copies)
 

@@ -1,4 +1,4 @@
-"""Detection of lost ranks on several hosts, at once and by name.
+"""Detection of lost ranks on several hosts, at once and by name, and the addresses by which hosts reach each other.
 
 A rank waits for a message as long as the message timeout. An idle connection detects a loss earlier: the operating
 system closes it when the process ends for any reason, and probes every other second whether the host is still
@@ -7,11 +7,13 @@ reachable. This needs no turn of the interpreter, which compiling can hold for l
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import os
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -20,7 +22,6 @@ from typing import Any
 
 from pipeloom.errors import ExecutionError, PipeloomError
 from pipeloom.printing import print_error
-from pipeloom.runtime.launch.addresses import address_towards
 
 _ADDRESS = "watch"
 _SECRET_BYTES, _MESSAGE_BYTES = 32, 4
@@ -230,3 +231,44 @@ def _read(connection: Any, size: int) -> bytes:
             return data
         data += piece
     return data
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_towards(other: str) -> tuple[socket.AddressFamily, str]:
+    """Return the address family and the address by which another host, or this one, reaches this host.
+
+    Raises
+    ------
+    OSError
+        There is no route to the other host.
+    """
+    family, _, _, _, target = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # nothing is sent
+        return family, probe.getsockname()[0]
+
+
+def interface_towards(other: str) -> str | None:
+    """Return the name of the network interface with that address, or None if it is unknown.
+
+    Supports IPv4 on Linux. By default gloo uses the interface of the host's own name, which is often the loopback
+    device.
+    """
+    try:
+        family, own = address_towards(other)
+        if family != socket.AF_INET:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == own), None)
+    except OSError:
+        return None
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])

@@ -36,7 +36,8 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
     """Time messages inside each host and between any two hosts. All ranks of the default group call it together.
 
     One pair of ranks represents all pairs on its hosts. Pairs without a common host are timed at the same time, so that
-    the time grows with the number of hosts, not of pairs.
+    the time grows with the number of hosts, not of pairs. The result is the same on all ranks. A host with one rank has
+    no inner link.
 
     Parameters
     ----------
@@ -44,16 +45,6 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
         Host of every rank, see `find_hosts`.
     device : torch.device or str
         Device of the message tensors, as in training.
-
-    Returns
-    -------
-    tuple of HostLink
-        The links, the same on all ranks. A host with one rank has no inner link.
-
-    Raises
-    ------
-    ExecutionError
-        Another rank has ended.
     """
     rank, own = dist.get_rank(), list[HostLink]()
     with together("measuring the links between hosts"):

@@ -32,9 +32,8 @@ from pipeloom.forks import end_with_starter as end_with_starter
 from pipeloom.forks import process as new_process
 from pipeloom.outputs import REMEDIES
 from pipeloom.printing import escape_logs
-from pipeloom.runtime.launch.addresses import interface_towards
 from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
-from pipeloom.runtime.launch.failure_detector import FailureDetector, detect_failures
+from pipeloom.runtime.launch.failure_detector import FailureDetector, detect_failures, interface_towards
 
 # One core each. Otherwise every rank on the machine would start one thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -176,29 +175,41 @@ def _collect(
     finished: set[int] = set()
     while open_pipes:
         failures: list[_Failure] = []
-        for pipe in wait(list(open_pipes), timeout=_POLL_S):
-            assert isinstance(pipe, Connection)
-            rank = open_pipes[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                del open_pipes[pipe]
-                if rank not in finished:
-                    processes[rank].join(_GRACE_S)
-                    failures.append(_died(rank, processes[rank]))
-                continue
-            if kind == "report":
-                if on_report is not None:
-                    on_report(rank, value)
+        for rank, kind, value in _received(open_pipes, processes, finished, _POLL_S):
+            if kind == "failure":
+                failures.append(value)
             elif kind == "result":
                 results[rank] = value
-                finished.add(rank)
-            else:
-                failures.append(value)
-                finished.add(rank)
+            elif on_report is not None:
+                on_report(rank, value)
         if failures:
-            failures += _more_failures(open_pipes, processes, finished)
+            # Failures of about the same time. The earliest is the cause of the others.
+            deadline = time.monotonic() + _ECHO_S
+            while open_pipes and (left := deadline - time.monotonic()) > 0:
+                later = _received(open_pipes, processes, finished, left)
+                failures += [value for _, kind, value in later if kind == "failure"]
             _raise(failures)
+
+
+def _received(
+    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int], timeout_s: float
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield rank, kind and value of the next messages. The loss of a rank is a failure."""
+    for pipe in wait(list(open_pipes), timeout=timeout_s):
+        assert isinstance(pipe, Connection)
+        rank = open_pipes[pipe]
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del open_pipes[pipe]
+            if rank in finished:
+                continue
+            processes[rank].join(_GRACE_S)
+            kind, value = "failure", _died(rank, processes[rank])
+        else:
+            if kind != "report":
+                finished.add(rank)
+        yield rank, kind, value
 
 
 def _died(rank: int, process: BaseProcess) -> _Failure:
@@ -206,30 +217,6 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
     # A lost rank is the cause of its peers' errors.
     return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
-
-
-def _more_failures(
-    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int]
-) -> list[_Failure]:
-    """Collect failures of about the same time. The earliest is the cause of the others."""
-    failures = []
-    deadline = time.monotonic() + _ECHO_S
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(open_pipes), timeout=left):
-            assert isinstance(pipe, Connection)
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                rank = open_pipes.pop(pipe)
-                if rank not in finished:
-                    processes[rank].join(_GRACE_S)
-                    failures.append(_died(rank, processes[rank]))
-                continue
-            if kind in ("result", "failure"):
-                finished.add(open_pipes[pipe])
-            if kind == "failure":
-                failures.append(value)
-    return failures
 
 
 def _raise(failures: list[_Failure]) -> None:

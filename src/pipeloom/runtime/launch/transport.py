@@ -93,12 +93,10 @@ class TorchTransport:
         return dist.group.WORLD if self.group is None else self.group
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the send of a contiguous tensor to a pipeline rank."""
         handle: Handle = self._ways.send([tensor], peer, tag if self.use_tags else 0)
         return handle
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the receive into a contiguous tensor of the sender's shape and dtype."""
         handle: Handle = self._ways.recv([tensor], peer, tag if self.use_tags else 0)
         return handle
 
@@ -173,7 +171,6 @@ class HostTransport(TorchTransport):
         threading.Thread(target=self._post_sends, name="host transport", daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the send of a contiguous tensor to a pipeline rank."""
         staged = _StagedMessage(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
         staged.host.copy_(tensor.detach(), non_blocking=True)
         copied = None
@@ -184,7 +181,6 @@ class HostTransport(TorchTransport):
         return staged
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the receive into a contiguous tensor of the sender's shape and dtype."""
         staged = _StagedReceive(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
         staged.posted.set_result(super().receive(staged.host, peer, tag))
         return staged
@@ -213,7 +209,6 @@ class BatchedTransport(TorchTransport):
     joins = True
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
-        """Post messages together, and return a handle for each."""
         operations = [
             dist.P2POp(
                 dist.isend if post.sends else dist.irecv,
@@ -365,7 +360,6 @@ class _ThreadHandle:
     mail: _Mail
 
     def wait(self) -> None:
-        """Block until the other end has posted too."""
         self.hub.wait(self.rank, self.peer, self.mail)
 
 
@@ -380,11 +374,9 @@ class _ThreadTransport:
         return self.post([Post(True, tensor, peer, tag)])[0]
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a receive."""
         return self.post([Post(False, tensor, peer, tag)])[0]
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
-        """Post messages with one peer together."""
         (peer,) = {post.peer for post in posts}
         mails = [_Mail(post.tensor.detach(), post.sends, post.tag) for post in posts]
         with torch.no_grad():

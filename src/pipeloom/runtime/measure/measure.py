@@ -32,6 +32,7 @@ from pipeloom.runtime.model.model import (
     make_part,
     torch_dtype,
     upstream_rows,
+    user_arguments,
     user_code,
 )
 from pipeloom.spec import Batch, Layout, TensorShape, Workload
@@ -177,12 +178,9 @@ class _Measuring:
         """
         part = load_part(make_part(module.spec, self.packing, self.samples, microbatch, sub), module.name)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
-        with user_code(f"module {module.name!r}.context"):
-            context = {} if module.context is None else module.context(part)
-        with user_code(f"module {module.name!r}.inputs"):
-            inputs_of_part: Any = () if module.inputs is None else module.inputs(part)
+        inputs, context = user_arguments(module, part)
         context = {name: self.bench.take(value) for name, value in context.items()}
-        inputs = tuple(map(self.bench.take, inputs_of_part if isinstance(inputs_of_part, tuple) else (inputs_of_part,)))
+        inputs = tuple(map(self.bench.take, inputs))
         upstream = tuple(
             self._rows(tensor, module, self.model.module(name), microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)

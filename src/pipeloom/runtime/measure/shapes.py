@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.measure.reference import StreamsOf, rows_of, whole_part
-from pipeloom.runtime.model.model import Emit, Model, Module, Shape, dtype_name, user_code
+from pipeloom.runtime.model.model import Emit, Model, Module, Shape, dtype_name, user_arguments, user_code
 from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import DTYPE_BYTES, Batch, ModelSpec, Sample, TensorShape, Workload
 from pipeloom.spec.model import Dimension, num_instances
@@ -112,12 +112,9 @@ class _Trial:
         part = whole_part(module, self.batch, self.samples)
         workload = Workload(tuple(n for sample in self.batch.samples for n in module.spec.instance_lengths(sample)))
         where = f"module {module.name!r}"
-        with user_code(f"{where}.context"):
-            context = {} if module.context is None else module.context(part)
-        with user_code(f"{where}.inputs"):
-            inputs: Any = () if module.inputs is None else module.inputs(part)
+        inputs, context = user_arguments(module, part)
         upstream = [rows_of(self.outputs[name], model.module(name), module, self.batch, part) for name in module.after]
-        arguments = (*(inputs if isinstance(inputs, tuple) else (inputs,)), *upstream)
+        arguments = (*inputs, *upstream)
         outputs, emitted = [], {}
         for number, layer in enumerate(module.layers):
             taken = streams.taken(module, number, part)

@@ -275,13 +275,7 @@ class Model:
         return ""
 
     def check_stated(self) -> None:
-        """Raise `InputError` for a model with undeclared shapes.
-
-        Raises
-        ------
-        InputError
-            The error names the module.
-        """
+        """Raise `InputError` for a model with undeclared shapes. The error names the module."""
         if self.unstated:
             raise InputError(
                 f"module {self.unstated!r}",
@@ -300,6 +294,12 @@ class Model:
     def module(self, name: str) -> Module:
         """Return the module of that name."""
         return find_module(self.modules, name)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the parameter of a name ``module.layer.parameter``."""
+        module, layer, path = name.split(".", 2)
+        parameter: nn.Parameter = self.module(module).layers[int(layer)].get_parameter(path)
+        return parameter
 
 
 def saved_tensors(layer: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -346,13 +346,7 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
 
 
 def check_emitted(module: Module, layer: int, found: Collection[str]) -> None:
-    """Raise `InputError` for streams of a layer that its module does not declare.
-
-    Raises
-    ------
-    InputError
-        The error names both sets of streams.
-    """
+    """Raise `InputError` for streams of a layer that its module does not declare."""
     wanted = module.emits.get(layer, {})
     if set(found) != set(wanted):
         raise InputError(
@@ -414,6 +408,15 @@ def user_code(where: str) -> Iterator[None]:
         raise InputError(
             where, f"raised {type(error).__name__}: {error}", "PIPELOOM_TRACEBACK=1 shows where"
         ) from error
+
+
+def user_arguments(module: Module, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a module's ``inputs`` and ``context``, and return their arguments for its first layer and all layers."""
+    with user_code(f"module {module.name!r}.context"):
+        context = {} if module.context is None else module.context(part)
+    with user_code(f"module {module.name!r}.inputs"):
+        inputs: Any = () if module.inputs is None else module.inputs(part)
+    return inputs if isinstance(inputs, tuple) else (inputs,), context
 
 
 @functools.cache

@@ -55,9 +55,9 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
     }
     tied = []
     for names in model.tied:
-        places = [_place(name) for name in names]
+        places = [name.split(".", 2) for name in names]
         modules = [layout.module(module) for module, _, _ in places]
-        first, *others = (_parameter(model, place) for place in places)
+        first, *others = (model.parameter(name) for name in names)
         where, same = f"parameter {names[0]!r}", f"is tied to {', '.join(map(repr, names[1:]))}"
         if len({module.frozen for module in modules}) > 1:
             raise InputError(where, f"{same}, frozen in one module and trained in another", "freeze both or neither")
@@ -74,7 +74,7 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
             raise InputError(
                 where, f"{same}, but one module is on all ranks and the other is pipelined", "place both alike"
             )
-        ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
+        ranks = tuple(sorted({rank_of[module, int(layer)] for module, layer, _ in places}))
         if everywhere == {False} and len(ranks) > 1:
             tied.append(TiedParameter(names, ranks, first))
     return tuple(tied)
@@ -132,15 +132,3 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
     for parameter in parameters:
         parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
         begin += parameter.numel()
-
-
-def _place(name: str) -> tuple[str, int, str]:
-    """Module, layer and path within the layer."""
-    module, layer, path = name.split(".", 2)
-    return module, int(layer), path
-
-
-def _parameter(model: Model, place: tuple[str, int, str]) -> nn.Parameter:
-    module, layer, path = place
-    found: nn.Parameter = model.module(module).layers[layer].get_parameter(path)
-    return found

@@ -113,17 +113,11 @@ def _tied_with_memory(model: Model) -> dict[int, nn.Parameter]:
     """Return, by id of each parameter on ``meta``, the parameter with memory that it is tied to."""
     with_memory: dict[int, nn.Parameter] = {}
     for names in model.tied:
-        parameters = [_parameter(model, name) for name in names]
+        parameters = [model.parameter(name) for name in names]
         real = next((p for p in parameters if not p.is_meta), None)
         if real is not None:
             with_memory |= {id(p): real for p in parameters if p.is_meta}
     return with_memory
-
-
-def _parameter(model: Model, name: str) -> nn.Parameter:
-    module, layer, path = name.split(".", 2)
-    found: nn.Parameter = model.module(module).layers[int(layer)].get_parameter(path)
-    return found
 
 
 def _replace(layer: nn.Module, parameters: dict[int, nn.Parameter], device: torch.device | str | None) -> None:

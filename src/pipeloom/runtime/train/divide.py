@@ -101,12 +101,9 @@ def _has_parameters(layer: nn.Module) -> bool:
 
 
 def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
-    """Raise `InputError` for a model that cannot be divided, before any process is started.
+    """Raise `InputError` if no module has ``parallelize``, or there is only one replica to shard over.
 
-    Raises
-    ------
-    InputError
-        No module has ``parallelize``, or there is only one replica to shard over.
+    Called before any process is started.
     """
     if shard is not None and parallelism.data < 2:
         raise InputError(

@@ -78,17 +78,7 @@ def forwards_of(executor: Executor) -> Executor:
 
 
 class Evaluator:
-    """Evaluates over the ranks of a training. All of them use it alike.
-
-    Parameters
-    ----------
-    executor : Executor
-        The training executor.
-    model : Model
-        The user's model.
-    loads : callable or None
-        Computes the load of each sample by which replicas divide a batch.
-    """
+    """Evaluates over the ranks of a training, see `Trainer`. All of them use it alike."""
 
     def __init__(
         self,
@@ -104,23 +94,9 @@ class Evaluator:
     def run(
         self, batches: Iterable[Sequence[Any]], plan: PlanForwards, iteration: int, most: int | None = None
     ) -> Evaluated:
-        """Evaluate on every batch. Layers are in evaluation mode, and random states are restored.
+        """Evaluate on every batch, see `Trainer.evaluate`.
 
-        Parameters
-        ----------
-        batches : iterable of sequence of samples
-            The evaluation batches, the same on every rank.
-        iteration : int
-            Number of iterations trained so far.
-        most : int or None
-            Largest number of batches to take. None takes all.
-
-        Raises
-        ------
-        InputError
-            There is no batch, or ranks have different batches. Raised on all ranks.
-        ExecutionError
-            The loss is not finite, a rank cannot run its plan, or another rank is lost.
+        Layers are in evaluation mode, and random states are restored.
         """
         begin = time.monotonic()
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]

@@ -24,10 +24,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
     """Make the optimizer of a rank's trained parameters. Returns None without parameters.
 
-    Raises
-    ------
-    InputError
-        The user's function raises, or does not return an optimizer.
+    Raises `InputError` if the user's function raises, or does not return an optimizer.
     """
     if not named:
         return None

@@ -12,23 +12,7 @@ from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, ma
 
 
 class WeightUpdate:
-    """Updates the trained parameters of a rank.
-
-    Parameters
-    ----------
-    executor : Executor
-        Holds the parameters.
-    membership : Membership
-        Says which gradients count on this process.
-    make : callable
-        Returns the optimizer of the rank's parameters, see `Trainer`.
-    scheduler : callable or None
-        Returns the scheduler of the optimizer, see `TrainerOptions`.
-    ema_decay : float or None
-        Decay of the average of the weights. None keeps no average.
-    clip_norm : float or None
-        Largest norm of the gradient over all ranks. None does not clip.
-    """
+    """Updates the trained parameters of a rank. For the parameters see `Trainer` and `TrainerOptions`."""
 
     def __init__(
         self,
@@ -58,13 +42,7 @@ class WeightUpdate:
         return gradient_squares(self.counted, self.device).cpu()
 
     def step(self, norm: Tensor) -> None:
-        """Update the parameters and clear their gradients.
-
-        Parameters
-        ----------
-        norm : torch.Tensor
-            Norm of the gradient over all ranks.
-        """
+        """Update the parameters and clear their gradients, whose norm over all ranks is ``norm``."""
         if self.optimizer is None:
             return
         if self.clip_norm is not None:
