@@ -39,7 +39,7 @@ _LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NAMES, _STATUS = "names", "status"
 _IMPORT_TIMEOUT_S = 3600.0
 _POLL_S = 0.005
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 """Seconds between checks, while the server imports, that the process that started it is still alive."""
 _STARTER_POLL_S = 1.0
 
@@ -231,7 +231,7 @@ def _exiting_without(starter: int, leave: Callable[[], None]) -> Iterator[None]:
             leave()
 
     before = signal.signal(signal.SIGALRM, check)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    signal.setitimer(signal.ITIMER_REAL, _CHECK_S, _CHECK_S)
     try:
         yield
     finally:
@@ -243,7 +243,7 @@ def _leave_at_once(server: int, starter: int, folders: Sequence[Path]) -> None:
     if os.getpid() != server:
         return
     # A killed process closes its files, which ends the server, a moment before it disappears.
-    deadline = time.monotonic() + _LOOK_S
+    deadline = time.monotonic() + _CHECK_S
     while os.getppid() == starter and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if os.getppid() != starter:

@@ -97,7 +97,7 @@ def count_targets(model: Model, samples: Sequence[Any]) -> float:
     return float(sum(s.targets if isinstance(s, LazySample) else model.num_targets(s) for s in samples))
 
 
-def wanted_of(part: Part, contents: bool) -> dict[int, tuple[int, ...]]:
+def instances_to_load(part: Part, contents: bool) -> dict[int, tuple[int, ...]]:
     """Return, by place of each `LazySample` in a part, the instances whose contents must be loaded."""
     wanted: dict[int, list[int]] = {place: [] for place in part.span if isinstance(part.samples[place], LazySample)}
     if contents:
@@ -122,5 +122,5 @@ def load_part(part: Part, module: str, contents: bool = True, loss: bool = True)
     loss : bool
         Whether the loss of the part is computed.
     """
-    wanted = wanted_of(part, contents).items()
+    wanted = instances_to_load(part, contents).items()
     return with_loaded(part, {place: part.samples[place].load(module, each, loss) for place, each in wanted})

@@ -243,15 +243,15 @@ class ChunkActivation:
         if block.emitted is not None:
             end = block.first + len(block.layers)
             later = {name for number, names in self.ports.takes.items() if number >= end for name in names}
-            streams, given = dict(self.streams or {}), dict(self.given or {})
+            streams, outputs = dict(self.streams or {}), dict(self.given or {})
             for name, tensor in block.emitted.items():
                 if name in self.ports.gives:
-                    given[name] = tensor.detach()
+                    outputs[name] = tensor.detach()
                 if name in later:
                     # As for outputs between blocks.
                     flows = tensor.is_floating_point() if block.missing else name in (block.edges or ())
                     streams[name] = tensor.detach().requires_grad_(flows)
-            self.streams, self.given, block.emitted = streams, given, None
+            self.streams, self.given, block.emitted = streams, outputs, None
         if block.loss is not None:
             self.losses += (block.loss.detach(),)
             if block.missing or not block.loss.requires_grad:
@@ -283,7 +283,7 @@ class ChunkActivation:
                 output = layer(*inputs, **context)
                 if isinstance(output, Emit):
                     ports.check(0, output)
-                    output = _apart(block, output)
+                    output = _take_emitted(block, output)
                 inputs = (output,)
             return output  # type: ignore[no-any-return]
         for number, layer in enumerate(block.layers, block.first):
@@ -293,7 +293,7 @@ class ChunkActivation:
                 output = layer(*inputs, **context)
             if isinstance(output, Emit):
                 ports.check(number, output)
-                output = _apart(block, output)
+                output = _take_emitted(block, output)
             elif number in ports.emits:
                 ports.check(number, output)
             inputs = (output,)
@@ -432,7 +432,7 @@ def _end(block: _Block, output: Tensor) -> None:
         block.edges = {name: get_gradient_edge(x) for name, x in block.emitted.items() if x.requires_grad}
 
 
-def _apart(block: _Block, result: Emit) -> Tensor:
+def _take_emitted(block: _Block, result: Emit) -> Tensor:
     """Store what a layer emits, and return its output."""
     if result.streams:
         block.emitted = {**(block.emitted or {}), **result.streams}

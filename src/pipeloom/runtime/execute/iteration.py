@@ -283,12 +283,12 @@ class Iteration:
         if role.trained:
             unit.activation = activation
         if unit.outlets is not None:
-            unit.hand_streams(activation.given or {})
+            unit.pass_streams(activation.given or {})
         if role.is_last:
             unit.gradients = [self.losses.add(output)]
             return
         unit.check_output(output)
-        unit.hand_on(output if unit.share is None else unit.share.whole_output(output))
+        unit.pass_output(output if unit.share is None else unit.share.whole_output(output))
 
     def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
         """Return this rank's rows of the output of a chunk with encoder data parallelism.
@@ -327,13 +327,13 @@ class Iteration:
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
         activation.backward(unit.take_own_gradient(self.device), unit.take_stream_gradients(self.device))
-        unit.hand_back()
+        unit.pass_gradients()
         self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
         arrived = unit.take_stream_gradients(self.device)
         unit.activation_now.backward_input(unit.take_own_gradient(self.device), arrived)
-        unit.hand_back()
+        unit.pass_gradients()
 
     def backward_weight(self, unit: UnitState) -> None:
         activation = unit.activation_now

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pipeloom.runtime.data.dataset import LazySample, load_part, wanted_of, with_loaded
+from pipeloom.runtime.data.dataset import LazySample, instances_to_load, load_part, with_loaded
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import PartState, part_of
 from pipeloom.runtime.model.model import Part
@@ -91,7 +91,7 @@ class Loads:
     def _begin(self, state: PartState) -> None:
         assert self._pool is not None
         part, name = self._make(state), state.module.name
-        wanted = wanted_of(part, state.contents)
+        wanted = instances_to_load(part, state.contents)
         self._loading[state] = (
             part,
             {i: self._pool.submit(part.samples[i].load, name, each, state.loss) for i, each in wanted.items()},

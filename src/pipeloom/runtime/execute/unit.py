@@ -109,7 +109,7 @@ class Outlet:
     num_sends: int
     output: Tensor | None
 
-    def given(self, output: Tensor, place: int) -> Tensor:
+    def rows_for(self, output: Tensor, place: int) -> Tensor:
         """Return the rows that one consumer takes."""
         cut = self.cuts[place] if self.cuts else None
         return output if cut is None else output.narrow(0, *cut)
@@ -117,7 +117,7 @@ class Outlet:
     def give(self, output: Tensor) -> None:
         """Pass the tensor to consumers on this rank, and keep it for those on other ranks."""
         for place, consumer, place_out in self.local_consumers or ():
-            consumer.arrived[place] = self.given(output, place_out)
+            consumer.arrived[place] = self.rows_for(output, place_out)
         if self.num_sends:
             self.output = output.contiguous()
 
@@ -125,7 +125,7 @@ class Outlet:
         """Return the tensor to send to one consumer. The last call releases it."""
         tensor = self.output
         if tensor is not None:
-            tensor = self.given(tensor, place)
+            tensor = self.rows_for(tensor, place)
         self.num_sends -= 1
         if self.num_sends == 0:
             self.output = None
@@ -286,7 +286,7 @@ class UnitState(Outlet):
                 f"declared is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
-    def hand_streams(self, emitted: dict[str, Tensor]) -> None:
+    def pass_streams(self, emitted: dict[str, Tensor]) -> None:
         """Pass streams to the chunks that take them."""
         for name, outlet in (self.outlets or {}).items():
             tensor = emitted.pop(name)
@@ -339,14 +339,14 @@ class UnitState(Outlet):
         gradient = self.take_gradient(device)
         return gradient if self.share is None else self.share.own(gradient)
 
-    def hand_on(self, output: Tensor) -> None:
+    def pass_output(self, output: Tensor) -> None:
         """Pass the output to consumers on this rank, and keep it for those on other ranks."""
         if self.below is not None:
             self.below.arrived[0] = output
             return
         self.give(output)
 
-    def hand_back(self) -> None:
+    def pass_gradients(self) -> None:
         """Split the input gradients, and pass each to its producer if that is on this rank."""
         self.split_input_gradients()
         if self.above is not None:

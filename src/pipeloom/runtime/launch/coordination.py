@@ -194,7 +194,7 @@ def hand_out(
 _MARK_BYTES = 12
 
 
-class SameBatch:
+class BatchComparison:
     """Compares the digests of a batch over all ranks of all replicas.
 
     Every rank makes one for every batch, and one more after the last. The digests travel while the previous iteration

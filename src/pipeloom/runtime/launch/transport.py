@@ -86,18 +86,18 @@ class TorchTransport:
         self.group, self.use_tags = group, use_tags
 
     @cached_property
-    def _ways(self) -> Any:
+    def _process_group(self) -> Any:
         """The group itself. Calling it directly avoids the checks of isend and irecv for every message."""
         if dist.get_rank(self.group) < 0:
             raise ExecutionError("this process is not in the group of its messages")
         return dist.group.WORLD if self.group is None else self.group
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        handle: Handle = self._ways.send([tensor], peer, tag if self.use_tags else 0)
+        handle: Handle = self._process_group.send([tensor], peer, tag if self.use_tags else 0)
         return handle
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        handle: Handle = self._ways.recv([tensor], peer, tag if self.use_tags else 0)
+        handle: Handle = self._process_group.recv([tensor], peer, tag if self.use_tags else 0)
         return handle
 
     def connect(self, device: torch.device | str) -> None:

@@ -112,7 +112,7 @@ class StreamsOf:
             streams[end.stream] = tensor
         return streams
 
-    def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
+    def take_emitted(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
         """Store what a layer emits, and return its output."""
         check_emitted(module, layer, result.streams if isinstance(result, Emit) else ())
         if not isinstance(result, Emit):
@@ -130,6 +130,6 @@ def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: St
     inputs: Any = () if module.inputs is None else module.inputs(part)
     arguments = (*(inputs if isinstance(inputs, tuple) else (inputs,)), *upstream)
     for number, layer in enumerate(module.layers):
-        x = streams.apart(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
+        x = streams.take_emitted(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
         arguments = (x,)
     return x

@@ -122,7 +122,7 @@ class _Trial:
             result = _run(layer, there, on_device, f"{where}.layers[{number}]", autocast)
             for name, tensor in result.streams.items() if isinstance(result, Emit) else ():
                 emitted[name] = _Observed(workload, (tuple(tensor.shape), tensor.dtype))
-            output: Any = streams.apart(module, number, result)
+            output: Any = streams.take_emitted(module, number, result)
             if isinstance(output, Tensor):
                 outputs.append(_Observed(workload, (tuple(output.shape), output.dtype)))
             elif module is not model.modules[-1] or number < len(module.layers) - 1:

@@ -57,10 +57,10 @@ class FlopCounts:
                 module = self._layout.chunks[chunk].module
                 parts = packing.microbatches[action.microbatch].parts[self._columns[module]]
                 forward = float(self._rates[chunk] @ _features(parts[action.sub_microbatch].workload))
-                total += max(0.0, forward) * self._ways(module)
+                total += max(0.0, forward) * self._passes(module)
         return total
 
-    def _ways(self, module: str) -> float:
+    def _passes(self, module: str) -> float:
         if not self._layout.has_backward(module):
             return 1.0
         return 2.0 if self._layout.module(module).frozen else 3.0

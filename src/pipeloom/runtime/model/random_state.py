@@ -67,7 +67,7 @@ class ForwardSeeds:
         self.seed, self.device = seed, device
         self.silent: set[int] = set()
         """Chunks that draw nothing."""
-        self._watched: dict[int, bool] = {}
+        self._observed: dict[int, bool] = {}
         """Observed chunks of this iteration, and whether they have drawn."""
         self._drawing: set[int] = set()
         self._bases: dict[int, int] = {}
@@ -77,7 +77,7 @@ class ForwardSeeds:
 
     def begin(self, iteration: int, packing: Packing) -> None:
         """Prepare for the first action of an iteration."""
-        self._iteration, self._packing, self._bases, self._watched = iteration, packing, {}, {}
+        self._iteration, self._packing, self._bases, self._observed = iteration, packing, {}, {}
         self._outside = RandomState.now(self.device)
 
     def end(self) -> None:
@@ -86,7 +86,7 @@ class ForwardSeeds:
             # A chunk that was not observed has drawn numbers.
             self.silent, self._drawing = set(), set()
             return
-        self.silent |= {chunk for chunk, drew in self._watched.items() if not drew}
+        self.silent |= {chunk for chunk, drew in self._observed.items() if not drew}
 
     @contextmanager
     def seeded(
@@ -128,7 +128,7 @@ class ForwardSeeds:
             before = RandomState.now(self.device)
             yield
             drew = not RandomState.now(self.device).equals(before)
-            self._watched[chunk] = drew or self._watched.get(chunk, False)
+            self._observed[chunk] = drew or self._observed.get(chunk, False)
             if drew:
                 self._drawing.add(chunk)
         self._outside.set(self.device)

@@ -26,7 +26,7 @@ from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
 from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.launch.coordination import SameBatch, hand_out, together
+from pipeloom.runtime.launch.coordination import BatchComparison, hand_out, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
 from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.random_state import RandomState
@@ -135,7 +135,7 @@ class Evaluator:
         if samples is not None:
             with _named_errors(number):
                 batch = batch_of(samples, self._describe, number)
-        SameBatch(None if batch is None else batch_digest(batch)).check(_named(number))
+        BatchComparison(None if batch is None else batch_digest(batch)).check(_named(number))
         return None if samples is None or batch is None else (samples, batch)
 
     def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:

@@ -30,7 +30,7 @@ from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
-from pipeloom.runtime.launch.coordination import DeliveredPlan, FirstPlan, Patience, SameBatch, hand_out, together
+from pipeloom.runtime.launch.coordination import BatchComparison, DeliveredPlan, FirstPlan, Patience, hand_out, together
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
@@ -335,7 +335,7 @@ class Trainer:
         )
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
-        same: SameBatch | None = None
+        comparison: BatchComparison | None = None
         self._update.rates.begin(first_iteration)
         is_planner_rank = self.membership.is_planner_rank
         try:
@@ -349,22 +349,22 @@ class Trainer:
                 if first is not None:
                     first.wait()
                     first = None
-                if same is None:
+                if comparison is None:
                     # Made after the first plan, which may take longer than the timeout of other waits.
-                    same = self._same_batch(requested, first_iteration)
-                same.check(iteration)
+                    comparison = self._compare_batch(requested, first_iteration)
+                comparison.check(iteration)
                 if requested is None:
                     return
                 delivered = self._broadcast_plan(requested.batch, delivery, iteration == first_iteration)
                 assignment = broadcast_assignment(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
                 current, requested = requested, self._submit(following, assignment, ahead.following)
-                same = self._same_batch(requested, first_iteration)
+                comparison = self._compare_batch(requested, first_iteration)
                 report = self._step(current, delivery, delivered)
                 yield replace(report, step_s=time.monotonic() - begin)
                 saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
                 if saved and requested is not None and self._ends_after(iteration):
-                    same.check(iteration)
+                    comparison.check(iteration)
                     self._saver.end()
                     return
         except GeneratorExit:
@@ -465,11 +465,11 @@ class Trainer:
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
 
-    def _same_batch(self, requested: _PlanRequest | None, first_iteration: int) -> SameBatch:
+    def _compare_batch(self, requested: _PlanRequest | None, first_iteration: int) -> BatchComparison:
         if requested is None:
-            return SameBatch(None)
+            return BatchComparison(None)
         number = requested.batch.iteration - first_iteration
-        return SameBatch(requested.whole.compared(number < self.options.compare_contents))
+        return BatchComparison(requested.whole.compared(number < self.options.compare_contents))
 
     def _ends_after(self, iteration: int) -> bool:
         return self.options.ends_after is not None and self.options.ends_after(iteration)
