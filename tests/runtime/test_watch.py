@@ -131,7 +131,7 @@ def test_a_rank_that_fails_speaks_for_all(tmp_path: Path) -> None:
     said = [each.communicate(timeout=30)[1] for each in ranks]
     assert [each.returncode for each in ranks] == [2, 2, 2]
     assert "said: batch: is bad" in said[1]
-    assert "gone" not in "".join(said)
+    assert "lost" not in "".join(said)
 
 
 def test_a_rank_that_ends_in_peace_is_not_missed(tmp_path: Path) -> None:
