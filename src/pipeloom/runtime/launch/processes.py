@@ -100,6 +100,8 @@ def launch(
     ----------
     function : callable
         A function that can be imported by name, with picklable arguments and result.
+    num_ranks : int
+        Number of processes to start.
     args
         Arguments of the function.
     timeout_s : float

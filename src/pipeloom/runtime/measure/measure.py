@@ -451,6 +451,8 @@ def profile_model(
     describe : callable or None
         Returns the metadata of a sample. None uses the model's own, the metadata of `Prefetched` batches, or
         ``metadata``.
+    packing : PackingSpec
+        The packing of training, by whose token budget batches are packed.
     placements : dict
         Sub-microbatch sizes, so that layers are timed on the parts of training.
     metadata : sequence of Batch or None

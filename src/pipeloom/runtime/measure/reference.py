@@ -26,6 +26,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         The model. Layers on ``meta`` get their weights.
     batch : Batch
         Metadata of ``samples`` in the same order.
+    samples : sequence
+        The user's samples of the batch.
     backward : bool
         Whether to add the gradients of the mean loss to ``.grad`` of the parameters, with zeros for a module
         without work in the batch. Parameters of frozen modules are set to need none.
