@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of work that is waited for."""
+"""Pauses of Python's garbage collector in latency-critical code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make many small objects without the collector looking over the whole process in the middle of it.
+    """Pause the garbage collector while code creates many small objects without cycles.
 
-    A plan is some ten thousand objects without cycles, an emulated step some hundred thousand, which go when they are
-    no longer referred to. Their number alone would start the collector, again and again, and each time it looks at all
-    that the process has imported: that takes longer than a plan does, and as long as a step. Threads may pause it at
-    the same time; it goes on when the last of them is done.
+    A plan has about ten thousand such objects, an emulated step about a hundred thousand. Reference counting frees
+    them. Their number alone would trigger the collector repeatedly, and each collection scans everything that the
+    process has imported. This takes longer than a plan and as long as a step. Several threads may pause the collector
+    at the same time. It resumes when the last of them is done.
     """
     global _paused, _was_enabled
     with _LOCK:

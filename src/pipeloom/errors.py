@@ -3,14 +3,14 @@
 ::
 
     PipeloomError
-    ├── InputError        what the user gave is wrong: entity, value, bound, remedy
-    ├── InfeasibleError   no schedule or packing can satisfy the stated limits
-    │   └── NothingFoundError   none was found, which does not prove that there is none
+    ├── InputError        an input is wrong: entity, value, bound, remedy
+    ├── InfeasibleError   no schedule or packing satisfies the configured limits
+    │   └── NothingFoundError   none was found, but infeasibility is not proven
     ├── PlanError         an execution plan is incomplete or would deadlock
-    ├── PlannerError      the planner service is late, dead or answered nonsense
+    ├── PlannerError      the planner service is late, has ended or sent an invalid answer
     └── ExecutionError    a rank could not run its plan
 
-A command-line program turns each of them into one line and exit code 2.
+Command-line programs report each of them as one line and exit with code 2.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LONGEST_LINE = 2000
 
 
 class PipeloomError(Exception):
-    """Root of every error that Pipeloom raises on purpose."""
+    """Base class of every error that Pipeloom raises on purpose."""
 
 
 class InputError(PipeloomError, ValueError):
-    """A value given by the user is outside its bound.
+    """A value provided by the user is outside its bound.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class InputError(PipeloomError, ValueError):
     problem : str
         The value and the bound it breaks, e.g. ``-0.2 is negative``.
     remedy : str
-        What to do about it; may be empty where the problem says it all.
+        How to fix it. Empty if the problem makes it obvious.
     """
 
     def __init__(self, entity: str, problem: str, remedy: str = "") -> None:
@@ -49,18 +49,18 @@ class InputError(PipeloomError, ValueError):
         super().__init__(one_line(f"{entity}: {problem}" + (f"; {remedy}" if remedy else "")))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        """Pickle the three parts: ranks send errors to one another."""
+        """Pickle the three parts, because ranks send errors to one another."""
         return type(self), (self.entity, self.problem, self.remedy)
 
 
 def one_line(text: str) -> str:
-    """One line, whatever a value or another library's message brings, and no word so long that it hides the rest."""
+    """Join the lines of a text, and shorten words that would hide the rest of the message."""
     line = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     return _LONG_WORD.sub(lambda found: f"{found[0][:200]}...{found[0][-60:]}", line)
 
 
 def printable_line(text: str) -> str:
-    """One line of characters that a terminal shows, neither too long to be read nor able to change its colors."""
+    """Return one printable line of limited length that cannot change a terminal's colors."""
     line = one_line(" ".join(text.split()))
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE - 404]} ... {line[-399:]}"
@@ -68,18 +68,17 @@ def printable_line(text: str) -> str:
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    r"""Return the text with every character that a terminal does not show replaced by its escape, as ``\x1b``.
+    r"""Replace every character that a terminal does not show by its escape, such as ``\x1b``.
 
-    Names and messages come from files that others wrote. A control character in one of them would move the cursor or
-    change colors, and a bidirectional override would show the text in another order. Control and format characters,
-    line and paragraph separators and lone surrogates are escaped. Spaces of every width stay, and so do the characters
-    of ``keep``.
+    Names and messages may come from files of other people. A control character in one of them could move the cursor or
+    change colors, and a bidirectional override could reorder the text. Control and format characters, line and
+    paragraph separators and lone surrogates are escaped. Spaces of every width and the characters in ``keep`` are not.
     """
     return _PLAIN.sub(lambda found: "".join(_shown(c, keep) for c in found[0]), text)
 
 
 def visible_line(text: str) -> str:
-    """Return the text as one line: like `visible`, with line breaks escaped too."""
+    """Return the text as one line: like `visible`, but line breaks are escaped too."""
     return visible(text, keep="")
 
 
@@ -102,7 +101,7 @@ def check_not_negative(entity: str, value: float) -> None:
 
 
 def check_limit(entity: str, value: float) -> None:
-    """Raise `InputError` unless the value is at least 0; infinite is no limit."""
+    """Raise `InputError` unless the value is at least 0. Infinity means no limit."""
     if not value >= 0:
         raise InputError(entity, f"{value} is not at least 0")
 
@@ -114,26 +113,28 @@ def check_count(entity: str, value: int) -> None:
 
 
 def check_share(entity: str, value: float) -> None:
-    """Raise `InputError` unless the value is a part of a whole."""
+    """Raise `InputError` unless the value is from 0 to 1."""
     if not 0 <= value <= 1:
-        raise InputError(entity, f"{value} is no part of a whole", "give a number from 0 to 1")
+        raise InputError(entity, f"{value} is not from 0 to 1", "give a number from 0 to 1")
 
 
 def check_ratio(entity: str, value: float) -> None:
     """Raise `InputError` unless the value is at least 1."""
     if not 1 <= value < float("inf"):
-        raise InputError(entity, f"{value} is not finite and at least 1", "give how many times as much, 1 or more")
+        raise InputError(entity, f"{value} is not finite and at least 1", "give a ratio of at least 1")
 
 
 class InfeasibleError(PipeloomError):
-    """No answer exists within the stated limits; the message names what cannot fit, in bytes or seconds."""
+    """No answer exists within the configured limits. The message names what does not fit, in bytes or seconds."""
 
     verdict = "infeasible"
-    """In a word, for whoever puts a file's name before the message."""
+    """Short form of the error for messages that begin with a file name."""
 
 
 class NothingFoundError(InfeasibleError):
-    """No answer was found within the stated limits, and it is not proved that there is none; says what was tried."""
+    """No answer was found within the configured limits, but infeasibility is not proven. The message says what was
+    tried.
+    """
 
     verdict = "nothing found"
 
@@ -143,11 +144,12 @@ class PlanError(PipeloomError):
 
 
 class PlannerError(PipeloomError):
-    """The planner service did not deliver a usable plan."""
+    """The planner service did not deliver a valid plan."""
 
 
 class ExecutionError(PipeloomError):
     """A rank could not run its plan."""
 
     comes_again = False
-    """A rank has refused what it was given, and would refuse it again; a rank that is lost need not be lost again."""
+    """Whether running again would fail the same way because a rank rejected its input. A lost rank may not fail again.
+    """

@@ -1,4 +1,4 @@
-"""Files of checkpoints and runs: read without waiting, written so that they are on the disk."""
+"""Files of checkpoints and runs: reads that never block and writes that reach the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read. It never waits for the other end of a pipe and never reads from a device.
+    """Open a regular file for reading. Never waits for the other end of a pipe and never reads from a device.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there; of a link the link alone."""
+    """Remove a file, or a folder with its contents, if it exists. Of a symbolic link, only the link is removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -34,7 +34,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system can do that."""
+    """Sync the entries of a folder to the disk, if the file system supports it."""
     number = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -44,7 +44,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file and the folders above it, and bring its contents to the disk."""
+    """Write a file and its parent folders, and sync its contents to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Opening a pipe would wait for its reader.
     path.unlink(missing_ok=True)

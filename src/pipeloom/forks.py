@@ -1,10 +1,10 @@
-"""Processes that begin warm: forked from one that has imported everything already.
+"""Fork processes from a server that has already imported everything they need.
 
-A rank and a planner import PyTorch and much else, which takes each of them seconds of a core, and where ranks are more
-than cores, all of them as long as they have cores to wait for. So a training run starts one process that imports all
-this once, while the run itself reads its data and measures layers; ranks and planner are forked from it when they are
-wanted, and begin at once. It runs nothing but imports, and is Python's own `multiprocessing.forkserver`. Whoever has
-begun none, or has one that cannot be forked (with threads: some library has begun them), starts interpreters.
+Ranks and planners import PyTorch and much else, which takes seconds of processor time each. A training run therefore
+starts one server process that does these imports once, while the run reads its data and measures layers. Ranks and the
+planner are then forked from it and start at once. The server runs only imports. It is Python's own
+`multiprocessing.forkserver`. Without a server, or with one that cannot be forked because a library started threads in
+it, new interpreters are started instead.
 """
 
 from __future__ import annotations
@@ -30,73 +30,79 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from pipeloom.printing import print_error
+
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 _FOLDER = "PIPELOOM_FORKS"
-"""Environment variable: where the server finds what to import, and says how that went."""
+"""Environment variable with the folder in which the server finds the names to import and writes its status."""
 _LEVEL = "TORCH_CPP_LOG_LEVEL"
-_NAMES, _SAID = "names", "said"
-_PATIENCE_S = 3600.0
+_NAMES, _STATUS = "names", "status"
+_IMPORT_TIMEOUT_S = 3600.0
 _POLL_S = 0.005
-_LOOK_S = 0.5
-"""How often the server looks, while it imports, whether the process that began it is still there."""
+_CHECK_S = 0.5
+"""Seconds between checks, while the server imports, that the process that started it is still alive."""
+_STARTER_POLL_S = 1.0
 
 
 class _Server:
-    """What this process knows of the server of its forks."""
+    """State of the fork server as this process knows it."""
 
     folder: tempfile.TemporaryDirectory[str] | None = None
     ready: bool | None = None
-    """Whether processes can be forked; None: nobody has asked yet."""
+    """Whether processes can be forked. None if this is not known yet."""
     fork: bool = False
-    """Whether this process is a fork itself."""
+    """Whether this process is itself a fork."""
     pid: int = 0
-    """In a fork: the server, its parent as long as that runs."""
+    """In a fork, the process ID of the server, which is the parent while it runs."""
     terminal_signals: tuple[signal.Signals, ...] = ()
-    """In the server: those that it ignores although they end other processes when a terminal is closed."""
+    """In the server, the signals sent by a closing terminal that it ignores."""
     ignores_sigterm: bool = False
-    """In the server: whether it ignores SIGTERM, which ends the processes that it forks."""
+    """In the server, whether it ignores SIGTERM. Forked processes do not ignore it."""
 
 
 _SERVER = _Server()
 
 
 def begin_forks(names: Sequence[str]) -> bool:
-    """Start the process from which others will be forked; returns at once, and does nothing the second time.
+    """Start the server from which other processes will be forked.
+
+    Returns at once. A second call does nothing.
 
     Parameters
     ----------
     names : sequence of str
-        Modules to import, in this order; ``module:function``: a function to call, without arguments.
+        Modules to import, in this order. ``module:function`` also calls the function without arguments.
 
     Returns
     -------
     bool
-        Whether it was started by this call.
+        Whether this call started the server.
     """
     server: Any = forkserver._forkserver
     if _SERVER.ready is not None or _SERVER.folder is not None:
         return False
     if sys.platform != "linux" or server._forkserver_pid is not None:
-        # Elsewhere a fork may break what the system's libraries hold; and another's server has not imported this.
+        # On other systems a fork may break system libraries. A server started by other code has not imported the
+        # modules.
         _SERVER.ready = False
         return False
     _SERVER.folder = tempfile.TemporaryDirectory(prefix="pipeloom-forks-")
-    # The server removes both folders if this process is killed; but not the one that its parent process uses too.
+    # The server removes both folders if this process is killed, except a temporary folder that the parent process uses.
     this: Any = multiprocessing.current_process()
     inherited = this._config.get("tempdir") is not None
-    told = (str(os.getpid()), "" if inherited else util.get_temp_dir(), *names)
-    Path(_SERVER.folder.name, _NAMES).write_text("\n".join(told))
-    # A store that is gone is no news to a planner, and a level is set when torch is imported.
+    lines = (str(os.getpid()), "" if inherited else util.get_temp_dir(), *names)
+    Path(_SERVER.folder.name, _NAMES).write_text("\n".join(lines))
+    # The planner expects a lost store, so torch need not log it. Torch reads the level when it is imported.
     level = os.environ.get(_LEVEL, "ERROR")
     with environment({**ONE_THREAD, _FOLDER: _SERVER.folder.name, _LEVEL: level}):
         forkserver.set_forkserver_preload([f"{__name__}_preload"])
-        # It unblocks the signals that are to be held.
+        # Starting the tracker unblocks the signals that are blocked below.
         resource_tracker.ensure_running()
         try:
             with interrupts_held():
                 forkserver.ensure_running()
         except OSError:
-            # Its socket lies in the folder for temporary files, whose name may be too long for a socket.
+            # The socket is in the folder for temporary files, whose path may be too long for a socket.
             _SERVER.ready = False
             _SERVER.folder.cleanup()
             return False
@@ -105,7 +111,7 @@ def begin_forks(names: Sequence[str]) -> bool:
 
 
 def _stop_importing(owner: int) -> None:
-    """At the end of the process that began the server: end the server too, if it still imports."""
+    """Kill the server when the process that started it ends while the server still imports."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if os.getpid() == owner and _SERVER.ready is None and pid is not None:
         with suppress(ProcessLookupError):
@@ -114,7 +120,7 @@ def _stop_importing(owner: int) -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Block SIGINT while a process is started; it inherits that, and its first act is `ignore_interrupts`."""
+    """Block SIGINT while starting a process, which inherits the block and first calls `ignore_interrupts`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -123,14 +129,14 @@ def interrupts_held() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Ignore SIGINT: a terminal sends it to all processes, and the one that started this one ends it."""
+    """Ignore SIGINT. A terminal sends it to all processes, and the process that started this one ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager
 def environment(wanted: dict[str, str]) -> Iterator[None]:
-    """Have these environment variables while other processes are started."""
+    """Set environment variables within this context, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -144,21 +150,21 @@ def environment(wanted: dict[str, str]) -> Iterator[None]:
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked here; waits until the server has imported what it was told."""
+    """Return whether processes can be forked. Waits until the server has finished its imports."""
     if _SERVER.ready is None and _SERVER.folder is not None:
-        said, give_up = Path(_SERVER.folder.name, _SAID), time.monotonic() + _PATIENCE_S
-        while not said.exists() and _is_alive() and time.monotonic() < give_up:
+        status, deadline = Path(_SERVER.folder.name, _STATUS), time.monotonic() + _IMPORT_TIMEOUT_S
+        while not status.exists() and _is_alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        _SERVER.ready = said.exists() and said.read_text() == "ready"
+        _SERVER.ready = status.exists() and status.read_text() == "ready"
         _SERVER.folder.cleanup()
     if _SERVER.ready and not _is_alive():
-        # Killed, as any process may be. Python would start another, which knows nothing of what to import.
+        # The server was killed. Python would start another one, which would not import the modules.
         _SERVER.ready = False
     return bool(_SERVER.ready)
 
 
 def is_fork() -> bool:
-    """Whether this process was forked from one that has imported everything."""
+    """Return whether this process was forked from the server."""
     return _SERVER.fork
 
 
@@ -166,65 +172,66 @@ def _is_alive() -> bool:
     server: Any = forkserver._forkserver
     if _SERVER.fork:
         return os.getppid() == _SERVER.pid
-    # None: a fork that a server of other code made.
+    # None in a process that was forked from a server of other code.
     return server._forkserver_pid is None or os.waitpid(server._forkserver_pid, os.WNOHANG)[0] == 0
 
 
 def serve_imports() -> None:
-    """In the server: import what it is told, and say whether it can be forked."""
+    """Import the requested modules in the server, and write whether it can be forked."""
     ignore_interrupts()
-    told = os.environ.pop(_FOLDER, "")
-    if not told:
-        # A second server, in the place of one that was killed: what it forks imports for itself.
+    path = os.environ.pop(_FOLDER, "")
+    if not path:
+        # This is a second server that replaces a killed one. Its forks import modules themselves.
         return
-    folder = Path(told)
+    folder = Path(path)
     try:
         starter, temporary, *names = (folder / _NAMES).read_text().split("\n")
     except FileNotFoundError:  # the process that began this one has ended
         os._exit(0)
-    # A terminal that is closed ends all that it runs; the server tidies up first.
+    # A closing terminal ends all of its processes. The server ignores that, so that it can remove its folders.
     ending = [signal.SIGHUP, signal.SIGQUIT]
-    _SERVER.terminal_signals = tuple(each for each in ending if signal.getsignal(each) == signal.SIG_DFL)
-    # So does a scheduler that sends SIGTERM to all processes of a job.
+    _SERVER.terminal_signals = tuple(number for number in ending if signal.getsignal(number) == signal.SIG_DFL)
+    # A scheduler may send SIGTERM to all processes of a job.
     _SERVER.ignores_sigterm = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    for each in (*_SERVER.terminal_signals, *[signal.SIGTERM] * _SERVER.ignores_sigterm):
-        signal.signal(each, signal.SIG_IGN)
-    # It holds the output of who began it, and whoever reads that to its end would wait while it takes modules apart.
+    for number in (*_SERVER.terminal_signals, *[signal.SIGTERM] * _SERVER.ignores_sigterm):
+        signal.signal(number, signal.SIG_IGN)
+    # The server holds the standard output of the process that started it. Exiting without Python's finalization closes
+    # it at once for a reader that waits for its end.
     folders = (folder, Path(temporary)) if temporary else (folder,)
     leave = partial(_leave_at_once, os.getpid(), int(starter), folders)
     atexit.register(leave)
-    # Why it ends, for want of file descriptors for example, is for the process that then fails to start another.
+    # The process that then fails to start another one reports why the server ended, for example a lack of file
+    # descriptors.
     sys.excepthook = lambda *_: None
-    with _looking_at(int(starter), leave):
-        _import_all(names)
-    # A process with threads must not be forked: what they hold is held for ever in the copy.
+    with _exiting_without(int(starter), leave):
+        for name in names:
+            module, _, function = name.partition(":")
+            # The forked process reports a failed import when it imports the module itself.
+            with suppress(Exception):
+                imported = import_module(module)
+                if function:
+                    getattr(imported, function)()
+    # A process with threads must not be forked, because locks held by a thread stay locked in the copy.
     tasks = len(list(Path("/proc/self/task").iterdir()))
-    with suppress(OSError):  # whoever wanted to know is gone
-        part = folder / f"{_SAID}.part"
+    with suppress(OSError):  # the process that started the server may have ended
+        part = folder / f"{_STATUS}.part"
         part.write_text("ready" if tasks == threading.active_count() == 1 else f"has {tasks} threads")
-        part.replace(folder / _SAID)
-
-
-def _import_all(names: Sequence[str]) -> None:
-    for name in names:
-        module, _, function = name.partition(":")
-        # What cannot be imported here is told by whoever imports it there.
-        with suppress(Exception):
-            imported = import_module(module)
-            if function:
-                getattr(imported, function)()
+        part.replace(folder / _STATUS)
 
 
 @contextmanager
-def _looking_at(starter: int, leave: Callable[[], None]) -> Iterator[None]:
-    """Leave when the process that began this one is gone. Without a thread: this process is to be forked."""
+def _exiting_without(starter: int, leave: Callable[[], None]) -> Iterator[None]:
+    """Exit when the process that started the server ends.
 
-    def look(_number: int, _frame: object) -> None:
+    Uses a timer signal, because the server must have no threads.
+    """
+
+    def check(_number: int, _frame: object) -> None:
         if os.getppid() != starter:
             leave()
 
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    before = signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, _CHECK_S, _CHECK_S)
     try:
         yield
     finally:
@@ -235,9 +242,9 @@ def _looking_at(starter: int, leave: Callable[[], None]) -> Iterator[None]:
 def _leave_at_once(server: int, starter: int, folders: Sequence[Path]) -> None:
     if os.getpid() != server:
         return
-    # A process that was killed closes its files, which ends the server, a moment before it is gone.
-    give_up = time.monotonic() + _LOOK_S
-    while os.getppid() == starter and time.monotonic() < give_up:
+    # A killed process closes its files, which ends the server, a moment before it disappears.
+    deadline = time.monotonic() + _CHECK_S
+    while os.getppid() == starter and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if os.getppid() != starter:
         for folder in folders:
@@ -246,7 +253,7 @@ def _leave_at_once(server: int, starter: int, folders: Sequence[Path]) -> None:
 
 
 class ForkTarget:
-    """What a forked process calls: with environment and output of the one that asks for it, not with the server's."""
+    """Call a function in a fork with the environment and output of the requesting process."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
@@ -260,73 +267,67 @@ class ForkTarget:
     def __call__(self, *args: Any) -> None:
         if _SERVER.ignores_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for number, given in enumerate(self.outputs, start=1):
-            os.dup2(given.detach(), number)
+        for number, output in enumerate(self.outputs, start=1):
+            os.dup2(output.detach(), number)
         os.environ.clear()
         os.environ.update(self.environment)
-        # It asks the same server for further ones.
+        # This process requests its own forks from the same server.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
         sys.excepthook = sys.__excepthook__
         self.begin()
         self.function(*args)
 
     def begin(self) -> None:
-        """In the forked process, before it calls the function."""
+        """Prepare the forked process before it calls the function."""
         _SERVER.ready = _SERVER.fork = True
         _SERVER.pid = os.getppid()
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], *, forked: bool, **named: Any) -> BaseProcess:
-    """Return a process that is not started yet.
+    """Return a process that has not been started yet.
 
     Parameters
     ----------
-    target : callable
-    args : tuple
-        What it is called with.
     forked : bool
-        Fork it, where `can_fork`; False: an interpreter of its own.
+        Fork the process from the server, which requires `can_fork`. False starts a new interpreter.
     named
-        As of `multiprocessing.Process`.
+        Keyword arguments of `multiprocessing.Process`.
     """
-    if forked:
-        made: BaseProcess = multiprocessing.get_context("forkserver").Process(
-            target=ForkTarget(target), args=args, **named
-        )
-        return made
-    return multiprocessing.get_context("spawn").Process(target=target, args=args, **named)
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    made: BaseProcess = context.Process(target=ForkTarget(target) if forked else target, args=args, **named)
+    return made
 
 
 class ForkedCommand:
-    """A command line of Pipeloom, forked; has what of `subprocess.Popen` is used here.
+    """A Pipeloom command that runs in a fork. It has the methods of `subprocess.Popen` that are used here.
 
     Parameters
     ----------
-    arguments : sequence of str
     environment : dict
-        Beside this process's own.
+        Environment variables to set in addition to those of this process.
     """
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
-        # A daemon: whoever leaves does not wait for it.
+        # A daemon, so that the exit of this process does not wait for it.
         self._process = process(_run_command, (tuple(arguments), environment), forked=True, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code; None while it runs."""
+        """Return the exit code, or None while the command runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the command."""
         self._process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end.
+        """Wait until the command ends and return its exit code.
 
         Raises
         ------
         subprocess.TimeoutExpired
+            The command did not end within the timeout.
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -337,23 +338,17 @@ class ForkedCommand:
 def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     """Run a function in a forked process that stands in for this one.
 
-    SIGINT and SIGTERM go on to it, unless this process ignores them. It ends when this process is gone, however that
-    ended.
-
-    Parameters
-    ----------
-    target : callable
-    args : tuple
-        What it is called with.
+    SIGINT and SIGTERM are forwarded to it unless this process ignores them. It ends when this process ends, for
+    whatever reason.
 
     Returns
     -------
     int
-        Its exit code; where a signal ended it, the negative number of the signal.
+        The exit code of the fork, or the negative number of the signal that ended it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Told by itself: who asks the server for it hears nothing where the server was killed.
+    # The fork sends its exit code itself, because a killed server cannot report it.
     here, there = multiprocessing.Pipe(duplex=False)
     stand_in = process(_stand_in, (target, args, there), forked=True)
     stand_in.start()
@@ -361,20 +356,20 @@ def run_in_fork(target: Callable[..., None], args: tuple[Any, ...] = ()) -> int:
     number = stand_in.pid
     assert number is not None
     before = {}
-    for one in (signal.SIGINT, signal.SIGTERM):
-        # A shell has background commands of a script ignore SIGINT.
-        if signal.getsignal(one) != signal.SIG_IGN:
-            before[one] = signal.signal(one, lambda sent, _: _send(number, sent))
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        # A shell makes background commands of a script ignore SIGINT.
+        if signal.getsignal(kind) != signal.SIG_IGN:
+            before[kind] = signal.signal(kind, lambda sent, _: _send(number, sent))
     try:
         code: int = here.recv()
     except EOFError:
-        # A signal has ended it; which one, the server knows.
+        # A signal ended the fork. The server knows which one.
         stand_in.join()
-        known = stand_in.exitcode
-        code = known if known is not None and known < 0 else -signal.SIGKILL
+        exit_code = stand_in.exitcode
+        code = exit_code if exit_code is not None and exit_code < 0 else -signal.SIGKILL
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
     return code
 
 
@@ -384,13 +379,13 @@ def _send(process_id: int, number: int) -> None:
 
 
 def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connection) -> None:
-    # A terminal's Ctrl-C reaches it once: from the process that it stands in for.
+    # Only the process that this one stands in for forwards a terminal's Ctrl-C, so that it arrives once.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Ranks and planner keep ignoring these: they end with this process, and remove its folders.
-    for each in _SERVER.terminal_signals:
-        signal.signal(each, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    # Ranks and planner go on ignoring these signals. They end with this process and remove its folders.
+    for number in _SERVER.terminal_signals:
+        signal.signal(number, signal.SIG_DFL)
+    end_with_starter()
     code: object = 1
     try:
         target(*args)
@@ -403,24 +398,39 @@ def _stand_in(target: Callable[..., None], args: tuple[Any, ...], ended: Connect
         ended.send(code if isinstance(code, int) else int(code is not None))
 
 
-def end_with_parent(folder: Path | None = None) -> None:
-    """Wait until the process that asked for this one is gone, however it ended, and end; to be called in a thread.
+def end_with_starter(problem: str = "", starter: int = 0, folder: Path | None = None) -> None:
+    """End this process when the process that started it ends, for whatever reason. Returns at once.
 
     Parameters
     ----------
-    folder : Path, optional
-        Of that process, which nobody else removes then.
+    problem : str
+        Message to print on standard error then. Empty prints nothing.
+    starter : int
+        Process ID of the process that started this one, which may have ended already. 0 is the parent process. Not
+        used in processes of `multiprocessing`, which know it.
+    folder : Path or None
+        Folder of the starter to remove then, because no other process removes it.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
+    starter = starter or os.getppid()
+
+    def end() -> None:
+        if parent is not None:
+            # The parent of a fork is the server, which may live longer.
+            wait([parent.sentinel])
+        while parent is None and os.getppid() == starter:
+            time.sleep(_STARTER_POLL_S)
+        if problem:
+            print_error(problem)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
+    threading.Thread(target=end, name="starter", daemon=True).start()
+
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:
-    # Asked for here, since the server may be gone before the command looks at who has started it.
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Started here, because the server may have ended before the command checks its parent.
+    end_with_starter()
     os.environ.update(environment)
     sys.exit(import_module("pipeloom.cli.app").run(list(arguments)))

@@ -1,4 +1,4 @@
-"""What the server of forks imports: it asks what to import, see `pipeloom.forks`."""
+"""Module that the fork server imports first; see `pipeloom.forks`."""
 
 from pipeloom.forks import serve_imports
 

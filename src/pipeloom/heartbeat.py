@@ -1,4 +1,4 @@
-"""Lines on standard error that say what a process does, if it has printed nothing for a while."""
+"""Status lines on standard error from a process that has printed nothing for a while."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from pipeloom import printing
 
 FIRST_S, EVERY_S = 2.5, 7.0
-"""Seconds without a line: until the first one of a heartbeat, and from then on.
+"""Seconds without output before the first status line, and between later ones.
 
-Their sum is below 10 s: another process may take over just before a line is due.
+Their sum is below 10 s, because another process may take over just before a line is due.
 """
 VARIABLE = "PIPELOOM_PROGRESS"
-"""Environment variable; ``0`` turns these lines off."""
+"""Environment variable. ``0`` turns the status lines off."""
 _LOOK_S = 0.25
 _ELLIPSIS = "..."
 
 
 class _State:
-    """What this process does, since when, and whether anything beats or is silenced."""
+    """The current activity, its start, and whether status lines are active or paused."""
 
     what: str = ""
     since_s: float = 0.0
@@ -34,12 +34,12 @@ _STATE = _State()
 
 
 def doing(what: str) -> None:
-    """Name what the process does from here on. It is printed only if it takes long."""
+    """Set the current activity. It is printed only if it takes long."""
     _STATE.what, _STATE.since_s = what, time.monotonic()
 
 
 def announced(line: str) -> None:
-    """Take over what a printed line names, if it names work: such a line ends with an ellipsis."""
+    """Set the current activity from a printed line that ends with an ellipsis. Other lines are ignored."""
     if line.endswith(_ELLIPSIS):
         text = line.partition(";")[0].removesuffix(_ELLIPSIS).rstrip()
         doing(text[:1].lower() + text[1:])
@@ -47,9 +47,9 @@ def announced(line: str) -> None:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """Print what is being done after `FIRST_S` without a line, and then after every `EVERY_S`.
+    """Print the current activity after `FIRST_S` without output, and then every `EVERY_S`.
 
-    Inside another heartbeat, only ``what`` changes.
+    Inside another heartbeat, this only changes the activity.
     """
     doing(what)
     if _STATE.beats or os.environ.get(VARIABLE) == "0":
@@ -69,7 +69,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Print nothing in this context: another process says what is being done."""
+    """Print no status lines within this context, because another process prints them."""
     _STATE.paused += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""Kernels that may run for long, called so that signals are heard meanwhile."""
+"""Long-running compiled functions that can be interrupted by signals."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 MANY = 5000
-"""Samples or tasks from which on a kernel may run for seconds."""
+"""Number of samples or tasks from which a compiled function may run for seconds."""
 _PAUSE_S = 1.0
 
 
 def interruptible(num_items: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a compiled function so that Ctrl-C and SIGTERM end the call, where that may take long.
+    """Call a compiled function such that Ctrl-C and SIGTERM can end a long call.
 
-    Python handles signals in the main thread, and only between two of its own instructions. So in the main thread the
-    function runs in a thread of its own, without the interpreter's lock, and the main thread waits for it. If a signal
-    handler raises, the exception leaves this call at once. The function goes on until it ends or the process does, so
-    the arrays that it writes must not be used anymore.
+    Python handles signals only in the main thread, between two of its own instructions. In the main thread, the
+    function therefore runs in a second thread without the interpreter's lock, and the main thread waits for it. If a
+    signal handler raises, the exception leaves this call at once. The function then runs on until it ends or the
+    process ends, so do not use the arrays that it writes afterwards.
 
     Parameters
     ----------
     num_items : int
-        What the function's time grows with: samples or tasks. Below `MANY` it is called at once.
+        Number of samples or tasks, which determines the running time. Below `MANY` the function is called directly.
     function : callable
-        Of `pipeloom.compiled`, which releases the interpreter's lock.
+        A function of `pipeloom.compiled` that releases the interpreter's lock.
     """
     if num_items < MANY or threading.current_thread() is not threading.main_thread():
         return function(*arguments)

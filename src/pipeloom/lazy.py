@@ -1,4 +1,4 @@
-"""Names and modules that are imported when first used."""
+"""Names and modules that are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package that imports its public names when they are first used.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its public names on first use.
 
-    Where each lives is said by the imports under ``if TYPE_CHECKING:`` in the package's own file, which type checkers
-    and editors read too. No name may also be the name of one of the package's modules:
-    Python would put the module in its place.
+    The imports under ``if TYPE_CHECKING:`` in the package's own file say where each name is defined. Type checkers and
+    editors read them too. No public name may equal the name of a module of the package, because Python would bind the
+    module to it.
 
     Parameters
     ----------
     package : str
         The package's ``__name__``.
     file : str
-        Its ``__file__``.
+        The package's ``__file__``.
     """
     home: dict[str, str] = {}
 
     def get(name: str) -> Any:
         if not home:
-            home.update(_stated(Path(file)))
+            home.update(_declared(Path(file)))
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home[name]), name)
@@ -36,21 +36,21 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     def names() -> list[str]:
-        return sorted({*_stated(Path(file)), *getattr(sys.modules[package], "__all__", ())})
+        return sorted({*_declared(Path(file)), *getattr(sys.modules[package], "__all__", ())})
 
     return get, names
 
 
 def lazy_module(name: str) -> Any:
-    """Return what stands for a module and imports it when the first of its names is asked for.
+    """Return a proxy for a module that imports it when one of its names is first used.
 
-    For modules whose import costs more than most of what imports them, such as those of compiled functions. Say under
-    ``if TYPE_CHECKING:`` which module it is.
+    Use it for modules that are slow to import, such as those of compiled functions. Declare the module under ``if
+    TYPE_CHECKING:``.
 
     Parameters
     ----------
     name : str
-        Of the module, in full.
+        Full name of the module.
     """
     return _LazyModule(name)
 
@@ -63,8 +63,8 @@ class _LazyModule:
         return getattr(import_module(self._name), name)
 
 
-def _stated(file: Path) -> dict[str, str]:
-    """Module of every name that a file imports for type checkers."""
+def _declared(file: Path) -> dict[str, str]:
+    """Return the module of every name that a file imports for type checkers."""
     return {
         alias.name: str(line.module)
         for block in ast.parse(file.read_text(encoding="utf-8")).body

@@ -1,4 +1,4 @@
-"""Files that a command writes: check that their names do not collide, and report why one cannot be written."""
+"""Output files of a command: check that their names differ, and report why a file cannot be written."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ REMEDIES = {
     errno.ENXIO: "start the reader of the pipe first",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-"""What a user can do about an `OSError`, by its number; such an error is no defect of Pipeloom."""
+"""Remedy for the user by the number of an `OSError`. These errors are not defects of Pipeloom."""
 
 _OUTPUTS: list[PathLike] = []
 
 
 @contextmanager
 def writing(path: PathLike, elsewhere: str = "name another folder") -> Iterator[None]:
-    """Raise `InputError` where the operating system refuses to write a file or folder in this context.
+    """Raise `InputError` if the operating system refuses to write a file or folder within this context.
 
     Parameters
     ----------
     path : path
         The file or folder that the message names.
     elsewhere : str
-        How to write to another place; the message offers it beside the remedy for the error.
+        A second remedy that the message offers: how to write to another place.
     """
     try:
         yield
@@ -51,9 +51,9 @@ def writing(path: PathLike, elsewhere: str = "name another folder") -> Iterator[
 
 
 def refused(path: PathLike, error: OSError, elsewhere: str, problem: str = "cannot be written") -> InputError:
-    """Return the error that names a file, why the operating system refuses it, and a remedy.
+    """Return an error that names a file, the operating system's reason and a remedy.
 
-    Of a folder, it names the file in it that the system's error names.
+    If the system's error names a file inside the folder ``path``, the error names that file.
     """
     name, remedies = os.fspath(path), (REMEDIES.get(error.errno or 0, ""), elsewhere)
     if isinstance(error.filename, str) and error.filename.startswith(os.path.join(name, "")):
@@ -64,7 +64,7 @@ def refused(path: PathLike, error: OSError, elsewhere: str, problem: str = "cann
 
 
 def declare_outputs(paths: Sequence[PathLike]) -> None:
-    """Name all files that this command will write, before it reads any; what was declared before is forgotten.
+    """Declare all files that this command will write, before it reads any. Replaces earlier declarations.
 
     Raises
     ------
@@ -73,20 +73,20 @@ def declare_outputs(paths: Sequence[PathLike]) -> None:
     """
     for one, other in combinations(paths, 2):
         if _same(one, other):
-            problem = f"is named for two outputs, also as {visible_line(os.fspath(other))}"
+            problem = f"is named for two outputs, also by {visible_line(os.fspath(other))}"
             raise InputError(visible_line(os.fspath(one)), problem, "give each output a file of its own")
     _OUTPUTS[:] = paths
 
 
 def check_input(path: PathLike) -> None:
-    """Raise `InputError` where a file that is about to be read is one that this command will write."""
+    """Raise `InputError` if a file to be read is one that this command will write."""
     if any(_same(path, output) for output in _OUTPUTS):
-        problem = "is read by this command, and named as its output, which would destroy it"
-        raise InputError(visible_line(os.fspath(path)), problem, "give the output another name")
+        problem = "is an input of this command and also its output, which would overwrite it"
+        raise InputError(visible_line(os.fspath(path)), problem, "rename the output")
 
 
 def _same(one: PathLike, other: PathLike) -> bool:
-    """Whether two paths lead to one file: by links of any kind, or because a file made there would be the same."""
+    """Return whether two paths lead to the same file, through links of any kind or once the file is created."""
     try:
         return os.path.samefile(one, other)
     except (OSError, ValueError):

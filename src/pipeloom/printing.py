@@ -1,4 +1,4 @@
-"""The one way of text to standard output and standard error: nothing that comes from a file can control a terminal."""
+"""Text output on standard output and standard error. Text from files cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _last_s = 0.0
 
 
 def note_printed() -> None:
-    """Note that something was printed just now."""
+    """Record that something was printed just now."""
     global _last_s
     _last_s = time.monotonic()
 
 
 def last_printed_s() -> float:
-    """Return when this process printed something last, on the clock of `time.monotonic`."""
+    """Return when this process last printed something, on the clock of `time.monotonic`."""
     return _last_s
 
 
 def print_text(text: str, *, to_stderr: bool = False) -> None:
-    """Print lines of text, at once. Whatever in it has to stay on one line goes through `visible_line` first."""
+    """Print lines of text and flush. Pass text that must stay on one line through `visible_line` first."""
     print(visible(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
     note_printed()
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Print one line, whatever the text holds."""
+    """Print text as one line. Line breaks are escaped."""
     print_text(visible_line(text), to_stderr=to_stderr)
 
 
 def print_error(message: str, place: str = "pipeloom") -> None:
-    """Print one line on standard error, after the name of what says it; nothing where nobody reads it any more."""
+    """Print one line on standard error with a prefix. Does nothing if the reader has closed the stream."""
     with suppress(BrokenPipeError):
         print_line(f"{place}: {printable_line(message)}", to_stderr=True)
 
@@ -48,7 +48,7 @@ class _VisibleRecord(logging.LogRecord):
 
 
 def escape_logs() -> None:
-    """Have log messages and warnings of this process, other libraries' included, go through `visible`."""
+    """Pass log messages and warnings of this process, including those of other libraries, through `visible`."""
     if logging.getLogRecordFactory() is _VisibleRecord:
         return
     logging.setLogRecordFactory(_VisibleRecord)

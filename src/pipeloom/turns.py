@@ -1,4 +1,4 @@
-"""Short turns of this interpreter's threads, while one of them works beside another that must not wait for it."""
+"""A short thread switch interval, for a thread that works beside another one that must not wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Python's own is 5 ms: so long a thread that trains would wait for another, each time that it wakes.
+# Python's default is 5 ms. A training thread would wait that long for another thread each time it wakes.
 _SHORT_S = 0.0005
 _LOCK = threading.Lock()
 _inside = 0
@@ -16,7 +16,7 @@ _before_s = _SHORT_S
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Let other threads of the interpreter run sooner than usual, until the last thread that asked for it has ended."""
+    """Shorten the thread switch interval of the interpreter until the last thread leaves this context."""
     global _inside, _before_s
     with _LOCK:
         if _inside == 0:

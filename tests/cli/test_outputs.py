@@ -128,7 +128,7 @@ def test_an_output_on_the_name_of_an_input_is_refused(
     assert run(command_line(command, line, {written: f"./{file}"})) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"{file}: is read by this command, and named as its output" in said, said
+    assert f"{file}: is an input of this command and also its output" in said, said
     assert before == {path: path.read_bytes() for path in Path().iterdir()}
 
 
@@ -146,7 +146,7 @@ def test_links_lead_to_the_same_file(link: str, capsys: pytest.CaptureFixture[st
         Path("linked").symlink_to(".")
         target = Path("linked/instance.json")
     assert run(["solve", "instance.json", "--budget", "0.1", "--out", str(target)]) == 2
-    assert "is read by this command" in capsys.readouterr().err
+    assert "is an input of this command" in capsys.readouterr().err
     assert json.loads(Path("instance.json").read_text()) == TINY
 
 
@@ -170,12 +170,12 @@ def test_files_in_a_folder_that_is_written_are_outputs_too(capsys: pytest.Captur
     assert "is named for two outputs" in capsys.readouterr().err
     Path("planned/layout.json").write_text("kept")
     assert run(["compare", "planned/layout.json", "--out", "planned"]) == 2
-    assert "is read by this command" in capsys.readouterr().err
+    assert "is an input of this command" in capsys.readouterr().err
     assert Path("planned/layout.json").read_text() == "kept"
     # The rule of orders that arrange writes beside a layout
     Path("layout.rule.json").write_text("kept")
     assert run(["arrange", "layout.rule.json", "--budget", "0.1", "--out", "layout.json"]) == 2
-    assert "is read by this command" in capsys.readouterr().err
+    assert "is an input of this command" in capsys.readouterr().err
 
 
 def test_a_report_does_not_write_over_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_a_report_does_not_write_over_the_run(capsys: pytest.CaptureFixture[str]
         Path("run", name).write_text(json.dumps(summary))
     for name in ("timeline.html", "trace.json", "summary.json"):
         assert run(["report", "run", "--html", f"run/{name}"]) == 2
-        assert "is read by this command" in capsys.readouterr().err
+        assert "is an input of this command" in capsys.readouterr().err
         assert json.loads(Path("run", name).read_text()) == summary
 
 

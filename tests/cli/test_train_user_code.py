@@ -80,7 +80,7 @@ def config(folder: Path, **changes: str) -> Path:
         ({"LOSS": "3.0"}, "model.loss: returned a float"),
         ({"LOSS": "out"}, "model.loss: has shape (6, 9); return the sum over all targets, a scalar"),
         ({"LOSS": "out.detach().sum()"}, "model.loss: depends on no trained parameter"),
-        ({"IMAGES": "0"}, "module 'vision': had nothing to do in the 3 batches that were measured"),
+        ({"IMAGES": "0"}, "module 'vision': had no work in the 3 measured batches"),
     ],
 )
 def test_faults_found_while_measuring(
@@ -95,7 +95,7 @@ def test_a_model_that_does_not_say_how_layers_are_divided(tmp_path: Path, capsys
     path.write_text(path.read_text() + "[parallel]\ntp = 2\n")
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "does not say how its layers are divided over 2 tensor-parallel ranks; give at least one" in error
+    assert "has no `parallelize` for 2 tensor-parallel ranks; give at least one" in error
     assert error.count("\n") == 1
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint import replicas as module
-from pipeloom.runtime.checkpoint.replicas import Copies
+from pipeloom.runtime.checkpoint.replicas import FolderReplicas
 from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.launch.coordination import long_group
 
@@ -26,7 +26,7 @@ def copy_in_spite(folder: Path, how: str) -> str:
     if rank == 0:
         for name in ("a", "b", "c"):
             (mine / name).write_bytes(name.encode() * 100)
-    copies = Copies((rank,), (0, 1), long_group(), long_group((0, 1)))
+    copies = FolderReplicas((rank,), (0, 1), long_group(), long_group((0, 1)))
     if how == "write" and rank == 1:
         # Where the second file is to be written there is a folder.
         (mine / "b.part").mkdir()
@@ -60,7 +60,7 @@ def keep_on_hosts(folder: Path) -> list[object]:
     rank = dist.get_rank()
     run = random_run(3, 1)
     executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
-    copies = Copies((rank,), (0, 1), long_group(), long_group((0, 1)))
+    copies = FolderReplicas((rank,), (0, 1), long_group(), long_group((0, 1)))
 
     def checkpoints(keep: int) -> Checkpoints:
         found = Checkpoints(folder / str(rank), keep=keep, asynchronous=False)

@@ -1,4 +1,4 @@
-"""A model that states no shapes, with streams and losses of its layers, and its batches: for ranks and one process."""
+"""A model without declared shapes, with streams and layer losses, and its batches, for ranks and one process."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
-from pipeloom.runtime.execute.memory import Offloaded
+from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 from .cases import Gradients, assert_equal_gradients, take_gradients
@@ -192,7 +192,7 @@ def test_casts_of_weights_are_not_offloaded() -> None:
 def test_casts_that_a_layer_makes_for_itself_are_offloaded() -> None:
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     for autocast, moved in ((False, WIDTH * WIDTH * 2), (True, 0)):
-        saved = Offloaded([weight], autocast)
+        saved = OffloadedTensors([weight], autocast)
         with saved.saving(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             cast = weight if autocast else weight.to(torch.bfloat16)
             (torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True) * 2) @ cast

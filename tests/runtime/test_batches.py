@@ -72,7 +72,7 @@ def test_damaged_samples_end_training_or_are_left_out_and_counted() -> None:
     batches = Batches(data, 3, shuffle=False, skip_corrupt=True)
     assert ids(batches) == [["s0"], ["s3", "s4", "s5"]]
     assert [batch.num_skipped for batch in batches] == [2, 0]
-    with pytest.raises(InputError, match="batch 0: has no sample that is whole"):
+    with pytest.raises(InputError, match="batch 0: has no undamaged sample"):
         ids(Batches(Numbers(2, damaged=(0, 1)), 2, skip_corrupt=True))
 
 
@@ -89,7 +89,7 @@ def test_sizes_without_targets_are_refused() -> None:
         def sizes(self, i: int) -> Mapping[str, Any]:
             return {"text_tokens": 1}
 
-    with pytest.raises(InputError, match="says no targets"):
+    with pytest.raises(InputError, match="has no `targets`"):
         ids(Batches(Careless(1), 1))
 
 

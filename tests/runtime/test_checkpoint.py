@@ -35,12 +35,12 @@ def test_training_resumes_in_another_layout_with_the_same_losses(tmp_path: Path)
 
 def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
     run = random_run(1, 1)
-    with pytest.raises(InputError, match="no whole checkpoint"):
+    with pytest.raises(InputError, match="is not a complete checkpoint"):
         load_checkpoint(tmp_path, executor_of(run), None)
     save_checkpoint(tmp_path / "a", executor_of(run), None, 7)
     assert load_checkpoint(tmp_path / "a", executor_of(run), None) == 7
     stranger = next(r for r in map(random_run, range(2, 50), [1] * 48) if names(r) - names(run))
-    with pytest.raises(InputError, match="is missing, the model wants"):
+    with pytest.raises(InputError, match="is missing, the model needs"):
         load_checkpoint(tmp_path / "a", executor_of(stranger), None)
     # Same names, another width.
     layer = run.model.modules[0].layers[0]
@@ -102,7 +102,7 @@ def test_options_and_plain_state_of_an_optimiser_are_kept(tmp_path: Path) -> Non
         assert kept == found
         assert type(found["count"]) is int
 
-    with pytest.raises(InputError, match=r"optimizer.param_groups\[0\]: has '.*' and '.*', which .* different rate"):
+    with pytest.raises(InputError, match=r"optimizer.param_groups\[0\]: has '.*' and '.*', saved with different rate"):
         load_checkpoint(tmp_path, again, grouped(again, num_groups=1))
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
         whole = file.read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 20)):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            with pytest.raises(InputError, match=rf"{file}: is damaged: .*; remove this checkpoint and go on from"):
+            with pytest.raises(InputError, match=rf"{file}: is damaged: .*; remove this checkpoint to resume from"):
                 load_checkpoint(tmp_path, executor, None)
         file.write_bytes(whole[:-1])
         with pytest.raises(InputError, match=f"{file}: is damaged"):

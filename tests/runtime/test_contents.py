@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeloom.runtime.data.contents import contents_digest
-from pipeloom.runtime.data.read_ahead import Coming
+from pipeloom.runtime.data.read_ahead import UpcomingBatch, contents_digest
 
 
 @dataclass
@@ -40,8 +39,8 @@ def test_whatever_differs_is_seen(other: dict[str, Any]) -> None:
 
 
 def test_ranks_see_other_contents_only_where_they_are_to_compare_them() -> None:
-    def coming(token: int) -> Coming:
-        return Coming([document(token)], 0, lambda sample: {"id": "a", "text_tokens": len(sample.ids)})
+    def coming(token: int) -> UpcomingBatch:
+        return UpcomingBatch([document(token)], 0, lambda sample: {"id": "a", "text_tokens": len(sample.ids)})
 
     assert coming(3).compared(False) == coming(4).compared(False) == coming(4).digest
     assert coming(3).compared(True) == coming(3).compared(True) != coming(4).compared(True)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
     ],
 )
 def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, told: str) -> None:
-    # Copies wait for one another for an hour: whoever is left waiting runs into the test's own bound.
+    # FolderReplicas wait for one another for an hour: whoever is left waiting runs into the test's own bound.
     there, here = launch(copy_in_spite, 2, tmp_path, how)
     assert there == told
     # What was sent before is there; of the file that failed nothing is.

@@ -16,7 +16,7 @@ from pipeloom.layout.layouts import dealt
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Executor
 from pipeloom.runtime.launch.processes import launch
-from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.spec import Batch, Chunk, Parallelism, Sample, TensorShape
 from tests.cases import vlm_spec
@@ -66,17 +66,17 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     layout = replace(dealt(plain, ["vision"]), parallelism=Parallelism(2), chunks=cut)
     model = real_model(random.Random(0), spec)
     with pytest.raises(
-        InputError, match=r"module 'vision': is dealt to 2 tensor-parallel ranks, and the executor knows"
+        InputError, match=r"module 'vision': uses encoder data parallelism over 2 ranks, but the executor has no group"
     ):
         Executor(model, layout, 0, None)  # type: ignore[arg-type]
     vision, lm = model.modules
     padded = dataclasses.replace(vision, hidden=TensorShape((1, "tokens", 4), "float64"))
-    with pytest.raises(InputError, match=r"layer 0 at the end of a chunk gives \[1, 'tokens', 4\]: rows of single"):
-        Dealer(dataclasses.replace(model, modules=[padded, lm]), layout, None)
+    with pytest.raises(InputError, match=r"layer 0 at the end of a chunk gives \[1, 'tokens', 4\], which has no rows"):
+        EncoderDataParallel(dataclasses.replace(model, modules=[padded, lm]), layout, None)
     weight = vision.layers[1].register_parameter("shared", next(lm.layers[1].parameters()))
     assert weight is None
-    with pytest.raises(InputError, match=r"parameter 'vision.1.shared': is one with that of another layer"):
-        Dealer(dataclasses.replace(model, modules=[vision, lm]), layout, None)
+    with pytest.raises(InputError, match=r"parameter 'vision.1.shared': is tied to that of another layer"):
+        EncoderDataParallel(dataclasses.replace(model, modules=[vision, lm]), layout, None)
 
 
 def test_a_share_draws_as_a_part_of_its_own_would() -> None:

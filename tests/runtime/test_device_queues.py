@@ -88,7 +88,7 @@ def test_an_iteration_that_hangs_names_the_action() -> None:
     transport = ThreadHub().transport(0)
     executor = Executor(model, layout, 0, transport, options=ExecutorOptions(timeout_s=0.02))
     executor.queues = StuckQueues(transport, torch.device("cpu"))
-    with pytest.raises(ExecutionError, match=r"rank 0, step 3, 'B lm.0 1.0': the device has been at it for 0.02 s"):
+    with pytest.raises(ExecutionError, match=r"rank 0, step 3, 'B lm.0 1.0': the device has made no progress for 0.02"):
         executor.run(plan, packing, samples)
 
 

@@ -134,10 +134,10 @@ def test_divided_layers_hold_less(trained: list[Tried]) -> None:
 def test_rules_that_cannot_be_followed_are_named(trained: list[Tried]) -> None:
     for _, (uneven, renaming, raising, nothing, missing, size), _ in trained:
         assert "project.weight: has 7 in dimension 0, not a multiple of the 2 tensor-parallel ranks" in uneven
-        assert "layers[1]: has parameters of other names after parallelize" in renaming
+        assert "layers[1]: has renamed parameters after parallelize" in renaming
         assert "layers[0]: parallelize: raised RuntimeError: no idea how" in raising
         assert "parallelize divided no parameter of any layer" in nothing
-        assert "does not say how its layers are divided over 2 tensor-parallel ranks" in missing
+        assert "has no `parallelize` for 2 tensor-parallel ranks" in missing
         assert "layout.num_ranks: 2, but 4 processes run" in size
 
 

@@ -120,7 +120,7 @@ def test_a_message_of_another_shape_than_the_model_states_is_refused() -> None:
         return Action(**(fields | {"shape": (action.shape[0] + 1, *action.shape[1:])}))
 
     changed = tuple(tuple(map(grown, actions)) for actions in plan.ranks)
-    with pytest.raises(ExecutionError, match="the model states"):
+    with pytest.raises(ExecutionError, match="the model declares"):
         Executor(run.model, run.case.layout, 0, ThreadHub().transport(0)).run(
             ExecutionPlan(2, plan.iteration, plan.layout, changed), run.case.packing, run.documents
         )
@@ -139,7 +139,9 @@ def test_an_output_of_another_shape_than_stated_names_the_module_and_the_remedy(
     layers = [*first.layers]
     layers[run.case.layout.chunks[0].layers[1]] = Widen()
     changed = Model((replace(first, layers=layers), *run.model.modules[1:]), run.model.loss, run.model.num_targets)
-    with pytest.raises(ExecutionError, match=rf"module '{first.name}', layers 0..\d+, gave .*, 6\).*stated is .*, 3\)"):
+    with pytest.raises(
+        ExecutionError, match=rf"module '{first.name}', layers 0..\d+, returned .*, 6\).*declared .*, 3\)"
+    ):
         run_threads(replace(run, model=changed))
 
 
@@ -263,7 +265,7 @@ def test_weights_tied_over_ranks_are_refused_where_nobody_sums_them() -> None:
         if tied:
             found += 1
             one, other = map(re.escape, tied[0].names[:2])
-            with pytest.raises(InputError, match=f"parameter '{one}': is one with '{other}' .tied., and they lie on"):
+            with pytest.raises(InputError, match=f"parameter '{one}': is tied to '{other}', and they are on"):
                 Executor(run.model, run.case.layout, 0, ThreadHub().transport(0))
     assert found > 5
 
@@ -309,12 +311,12 @@ def test_tied_weights_that_cannot_be_trained_alike_are_refused() -> None:
     assert model.tied == (("first.0.weight", "last.0.weight"),)
     assert [each.ranks for each in tied_over_ranks(model, layout(model))] == [(0, 1)]
     half = square(first=True)
-    with pytest.raises(InputError, match=r"'first.0.weight': is one with 'last.0.weight', frozen in one module"):
+    with pytest.raises(InputError, match=r"'first.0.weight': is tied to 'last.0.weight', frozen in one module"):
         tied_over_ranks(half, layout(half))
-    with pytest.raises(InputError, match="one module lies on all ranks and the other is pipelined"):
+    with pytest.raises(InputError, match="one module is on all ranks and the other is pipelined"):
         tied_over_ranks(model, layout(model, everywhere=True))
     model.modules[1].layers[0].weight = nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(InputError, match="something has torn them apart"):
+    with pytest.raises(InputError, match="they were separated"):
         tied_over_ranks(model, layout(model))
 
 

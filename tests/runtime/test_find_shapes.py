@@ -118,7 +118,7 @@ def test_dropout_falls_as_if_nothing_had_run() -> None:
 
 
 def test_a_model_without_shapes_says_how_to_find_them() -> None:
-    with pytest.raises(InputError, match=r"module 'lm': states no shape; give `hidden`.*find_shapes"):
+    with pytest.raises(InputError, match=r"module 'lm': has no declared shape; give `hidden`.*find_shapes"):
         run_undivided(merging(), Batch(tuple(SIZES)), SAMPLES)
 
 
@@ -142,12 +142,12 @@ def test_a_stream_that_is_never_emitted_is_named() -> None:
 
     (lm,) = merging().modules
     model = replace(merging(), modules=[replace(lm, layers=[Silent(), Take()])])
-    with pytest.raises(InputError, match=r"module 'lm'.emits\[0\]: states means, the layer emitted none"):
+    with pytest.raises(InputError, match=r"module 'lm'.emits\[0\]: declares means, the layer emitted none"):
         find_shapes(model, SAMPLES, SIZES)
 
 
 def test_a_module_without_work_is_named() -> None:
     model = without_shapes(streaming_model(random.Random(0), frozen=False))
     documents = small_documents(random.Random(0), 3, with_images=False)
-    with pytest.raises(InputError, match="module 'vision': has nothing to do in the 3 samples"):
+    with pytest.raises(InputError, match="module 'vision': has no work in the 3 samples"):
         find_shapes(model, documents, described(documents).samples)

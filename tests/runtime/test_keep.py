@@ -19,7 +19,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint import digests as checkpoint_files
 from pipeloom.runtime.checkpoint.digests import PlainReader, write_digests
-from pipeloom.runtime.checkpoint.replicas import Copies
+from pipeloom.runtime.checkpoint.replicas import FolderReplicas
 from pipeloom.runtime.checkpoint.resume import TrainerState
 
 from .cases import random_run
@@ -41,7 +41,7 @@ def alone() -> Iterator[None]:
 def checkpoints_in(folder: Path, keep: int = 2) -> Checkpoints:
     """Checkpoints of one process; making groups of ranks anew would take most of the time."""
     checkpoints = Checkpoints(folder, keep=keep, asynchronous=False)
-    checkpoints.__dict__["copies"] = Copies((0,), (0,))
+    checkpoints.__dict__["copies"] = FolderReplicas((0,), (0,))
     return checkpoints
 
 
@@ -368,7 +368,7 @@ def test_files_other_than_tensors_are_refused_by_name(tmp_path: Path, saved: Pat
         file.seek(entry.offset)
         file.write(forged.getvalue()[: entry.length].ljust(entry.length, b"\0"))
     write_digests(folder, "0", [entry.relative_path])
-    with pytest.raises(InputError, match=r"step-00000003/__0_0\.distcp: holds more than tensors; remove") as refused:
+    with pytest.raises(InputError, match=r"step-00000003/__0_0\.distcp: contains data other than tensors;") as refused:
         checkpoints_in(tmp_path).load(executor, None)
     assert "weights_only" not in str(refused.value)
 

@@ -95,7 +95,7 @@ def test_saved_bytes_are_those_of_activations_alone() -> None:
 
 def test_a_wrong_shape_is_named() -> None:
     packing, samples = one_sample()
-    with pytest.raises(InputError, match=r"module 'lm'.hidden: states \(5, 8\).*layer 0 gave \(5, 4\)"):
+    with pytest.raises(InputError, match=r"module 'lm'.hidden: declares \(5, 8\).*layer 0 returned \(5, 4\)"):
         measure_layers(small_model(("tokens", 8)), packing, samples)
 
 

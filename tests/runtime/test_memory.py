@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.errors import ExecutionError
 from pipeloom.runtime.execute.blocks import ChunkActivation
-from pipeloom.runtime.execute.memory import Offloaded
+from pipeloom.runtime.execute.memory import OffloadedTensors
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_offloaded_activations_leave_and_return() -> None:
 
 def test_views_of_one_storage_travel_once_and_come_back_as_they_were() -> None:
     base = torch.arange(24.0).view(4, 6)
-    store = Offloaded([])
+    store = OffloadedTensors([])
     saved = [store._pack(view) for view in (base, base.t(), base[1:3, ::2])]
     store.offload()
     assert store.num_bytes == 24 * 4
@@ -122,7 +122,7 @@ def test_views_of_one_storage_travel_once_and_come_back_as_they_were() -> None:
 
 def test_what_stays_anyway_is_not_moved() -> None:
     weight = torch.randn(3)
-    store = Offloaded([weight])
+    store = OffloadedTensors([weight])
     assert store._pack(weight) is weight
     store.offload()
     assert store.num_bytes == 0
@@ -130,7 +130,7 @@ def test_what_stays_anyway_is_not_moved() -> None:
 
 def test_a_change_in_place_is_refused() -> None:
     tensor = torch.randn(3)
-    store = Offloaded([])
+    store = OffloadedTensors([])
     store._pack(tensor)
     tensor.add_(1.0)
     with pytest.raises(ExecutionError, match="in place"):

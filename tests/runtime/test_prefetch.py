@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeloom.errors import InputError
 from pipeloom.runtime import DescribedBatch, Prefetched, Size
 from pipeloom.runtime.data.prefetch import batch_of
-from pipeloom.runtime.data.read_ahead import Ahead
+from pipeloom.runtime.data.read_ahead import ReadAhead
 
 SIZES = {"text_tokens": Size("ids"), "image_tokens": Size("images", (), 1), "image_patches": Size("images", (1, 2), 4)}
 
@@ -119,7 +119,7 @@ def test_no_more_than_the_depth_waits() -> None:
 def test_a_loader_that_gives_none_is_told_and_ends_nothing_early(ahead: bool) -> None:
     given: list[Any] = [["a"], None, ["b"]]
     source: Any = Prefetched(given, sizes={"text_tokens": len}) if ahead else given
-    batches = Ahead(source, 5, None, 0)
+    batches = ReadAhead(source, 5, None, 0)
     first = batches.take()
     assert first is not None
     assert list(first.samples) == ["a"]
@@ -135,7 +135,7 @@ def test_a_wrong_rule_names_the_sample() -> None:
         next(iter(Prefetched(samples, {"text_tokens": Size("ids", (3,))})))
     with pytest.raises(InputError, match=r"samples\[0\].describe: raised ZeroDivisionError"):
         next(iter(Prefetched(samples, {"text_tokens": lambda _: 1 // 0})))
-    with pytest.raises(InputError, match=r"sizes\['tokens'\]: is no field"):
+    with pytest.raises(InputError, match=r"sizes\['tokens'\]: is not a field"):
         Prefetched(samples, {"tokens": Size("ids")})
     with pytest.raises(InputError, match="sizes: or describe is needed"):
         Prefetched(samples)

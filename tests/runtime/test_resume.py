@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.runtime import Checkpoints, Executor, ThreadHub
 from pipeloom.runtime.checkpoint.digests import write_digests
 from pipeloom.runtime.checkpoint.resume import TrainerState
-from pipeloom.runtime.data.contents import batch_digest
+from pipeloom.runtime.data.read_ahead import batch_digest
 from tests.cases import random_batch
 
 from .cases import random_run
@@ -120,7 +120,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(tmp_path: Path, capl
         assert state.iteration == step - 1
         assert all(torch.equal(found, kept) for found, kept in zip(parameters, values[step - 1], strict=True))
         assert f"step-{step:08d}" in caplog.text
-        assert "going on from an older checkpoint" in caplog.text
+        assert "resuming from an older checkpoint" in caplog.text
     flip(tmp_path / "step-00000000", random)
     with pytest.raises(InputError, match=r"step-0000000\d/.*: .*; remove this checkpoint"):
         checkpoints.load(executor, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.resume import Saving
 
 
 @pytest.mark.parametrize("fails", [False, True])

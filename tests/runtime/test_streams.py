@@ -130,9 +130,9 @@ LAYERS = [Layer(["b"]), Layer(takes=["a"]), Layer(takes=["a", "b"])]
 @pytest.mark.parametrize(
     ("layers", "shape", "problem"),
     [
-        ([Silent(["a"]), *LAYERS], ("tokens", WIDTH), "module 'lm', layer 0, emits no stream, stated is 'a'"),
-        ([Layer(["a", "c"]), *LAYERS], ("tokens", WIDTH), "module 'lm', layer 0, emits 'a', 'c', stated is 'a'"),
-        (None, ("tokens", 3), r"layer 0, emits 'a' of \(\d, 4\) torch.float64, stated is \(\d, 3\)"),
+        ([Silent(["a"]), *LAYERS], ("tokens", WIDTH), "module 'lm', layer 0, emits no stream, declared are 'a'"),
+        ([Layer(["a", "c"]), *LAYERS], ("tokens", WIDTH), "module 'lm', layer 0, emits 'a', 'c', declared are 'a'"),
+        (None, ("tokens", 3), r"layer 0, emits 'a' of \(\d, 4\) torch.float64, declared is \(\d, 3\)"),
         ([Vector(["a"]), *LAYERS], ("tokens", WIDTH), r"emits a loss of shape \(\d,\)"),
     ],
 )
@@ -144,7 +144,7 @@ def test_what_a_layer_emits_is_checked(layers: Any, shape: Any, problem: str) ->
 
 def test_measuring_checks_too() -> None:
     run = run_of(skipping(None, ("tokens", 3)), CUTS["one chunk"], "keep", False)
-    with pytest.raises(InputError, match=r"module 'lm'.emits\[0\]: states 'a' as \(\d, 3\).*emitted \(\d, 4\)"):
+    with pytest.raises(InputError, match=r"module 'lm'.emits\[0\]: declares 'a' as \(\d, 3\).*emitted \(\d, 4\)"):
         measure_layers(run.model, run.case.packing, SAMPLES, options=MeasureOptions(repeats=1))
 
 

@@ -16,8 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.launch.addresses import address_towards, interface_towards
-from pipeloom.runtime.launch.failure_detector import Watch, _read, watch
+from pipeloom.runtime.launch.failure_detector import (
+    FailureDetector,
+    _read,
+    address_towards,
+    detect_failures,
+    interface_towards,
+)
 from pipeloom.runtime.launch.processes import _meet
 
 from .test_torchrun import STARTED
@@ -26,7 +31,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 from pipeloom.errors import InputError
-from pipeloom.runtime.launch.failure_detector import watch
+from pipeloom.runtime.launch.failure_detector import detect_failures
 rank, size, how = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
 class Store:
@@ -41,7 +46,7 @@ class Store:
             time.sleep(0.02)
         return Path(sys.argv[1]).read_bytes()
 
-found = watch(Store(), rank, size)
+found = detect_failures(Store(), rank, size)
 print("here", flush=True)
 if how == "fails" and rank == 1:
     time.sleep(0.5)
@@ -75,7 +80,7 @@ def test_a_killed_rank_is_named_once_and_all_end(tmp_path: Path, lost: int) -> N
     ranks[lost].send_signal(signal.SIGKILL)
     said = [each.communicate(timeout=30)[1] for each in ranks]
     assert [each.returncode for rank, each in enumerate(ranks) if rank != lost] == [2, 2]
-    tell = [rank for rank, text in enumerate(said) if f"rank {lost} is gone" in text]
+    tell = [rank for rank, text in enumerate(said) if f"rank {lost} is lost" in text]
     assert tell == ([1, 2] if lost == 0 else [0])
 
 
@@ -109,7 +114,7 @@ def test_a_rank_that_is_lost_while_ranks_join_is_named_too() -> None:
     ]
     said = [each.communicate(timeout=120)[1] for each in started]
     assert [each.returncode for each in started] == [2, 9, 2], said
-    assert [rank for rank, text in enumerate(said) if "rank 1 is gone" in text] == [0]
+    assert [rank for rank, text in enumerate(said) if "rank 1 is lost" in text] == [0]
 
 
 def test_a_host_that_no_longer_answers_is_as_one_that_has_ended() -> None:
@@ -126,7 +131,7 @@ def test_a_rank_that_fails_speaks_for_all(tmp_path: Path) -> None:
     said = [each.communicate(timeout=30)[1] for each in ranks]
     assert [each.returncode for each in ranks] == [2, 2, 2]
     assert "said: batch: is bad" in said[1]
-    assert "gone" not in "".join(said)
+    assert "lost" not in "".join(said)
 
 
 def test_a_rank_that_ends_in_peace_is_not_missed(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_strangers_hold_nobody_up_and_are_none_of_us() -> None:
     store, found = dist.HashStore(), {}
 
     def join(rank: int) -> None:
-        found[rank] = watch(store, rank, 3)
+        found[rank] = detect_failures(store, rank, 3)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1, 2)]
     threads[0].start()
@@ -158,16 +163,16 @@ def test_strangers_hold_nobody_up_and_are_none_of_us() -> None:
     for rank in (1, 2, 0):
         found[rank].end()
     for thread in threading.enumerate():
-        if thread.name == "watch":
+        if thread.name == "failure detector":
             thread.join(60)
     for each in (*strangers, *(connection for one in found.values() for connection in one._connections.values())):
         each.close()
 
 
 def test_an_error_of_waiting_is_told_as_the_loss_behind_it() -> None:
-    alone = Watch(0)
+    alone = FailureDetector(0)
     assert alone.fail(ExecutionError("iteration 3: another rank is gone")) == "iteration 3: another rank is gone"
-    assert watch(dist.HashStore(), 0, 1).fail(InputError("a", "b")) == "a: b"
+    assert detect_failures(dist.HashStore(), 0, 1).fail(InputError("a", "b")) == "a: b"
 
 
 def test_ranks_that_are_started_again_meet_under_a_name_of_their_own() -> None:

@@ -66,7 +66,7 @@ def test_layers_are_measured_under_autocast(device: str, strategies: bool) -> No
     for parameter in made.modules[0].layers[0].parameters():
         assert parameter.device.type == "cpu"
         assert parameter.grad is None
-    with pytest.raises(InputError, match=r"states .*bfloat16, layer 0 gave .*float32"):
+    with pytest.raises(InputError, match=r"declares .*bfloat16, layer 0 returned .*float32"):
         measure_layers(made, packing(), samples, options=MeasureOptions(repeats=1, device=device))
 
 

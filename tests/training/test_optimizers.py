@@ -141,10 +141,11 @@ def test_a_plateau_is_found_by_evaluations_those_before_too() -> None:
     def rates_after(resumed: int) -> float:
         optimizer = torch.optim.SGD([named()[0][1]], 0.8)
         rates = Rates(partial(ReduceLROnPlateau, patience=1, factor=0.5), optimizer)
-        rates.begin(resumed, losses)
+        rates.evaluations = tuple(losses)
+        rates.begin(resumed)
         for after, loss in losses:
             if after > resumed:
-                rates.evaluated(loss)
+                rates.evaluated(after, loss)
         rates.step()
         return float(optimizer.param_groups[0]["lr"])
 

@@ -23,7 +23,7 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     from pipeloom.planner import serve
     from pipeloom.planner.process import STARTER, STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
-    from pipeloom.runtime.launch.processes import end_with_starter
+    from pipeloom.forks import end_with_starter
 
     # The store shows only at its next use, after a search, that the trainer is gone.
     end_with_starter(starter=int(os.environ.get(STARTER, 0)))

@@ -1,6 +1,6 @@
-"""The runtime: plans executed on `torch.distributed`. The only home of torch.
+"""The runtime, which executes plans on `torch.distributed`. Only this package and its users import torch.
 
-The names below are imported when first used: ranks are processes of their own, and each pays for what it imports.
+The names below are imported on first use, because every rank is a process that pays for its imports.
 """
 
 from __future__ import annotations

@@ -313,10 +313,10 @@ def lose_a_key(folder: Path) -> None:
     [
         (lose_a_shard, "is missing, model.safetensors.index.json names it; fetch the folder again"),
         (lose_a_key, "is missing, model.safetensors.index.json names it"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is no index of shards"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is not an index of shards"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
-            "is no index of shards .it names files elsewhere",
+            "is not an index of shards .it names files in other folders",
         ),
     ],
 )
@@ -349,7 +349,7 @@ def test_weights_that_lie_nowhere_are_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     model = pl.from_transformers(tmp_path, device="meta")
     layout = separate(model.spec, 2, {}, lambda module, layer: 1.0)
-    with pytest.raises(InputError, match="is on meta, and nothing says where its weights are; build the model with"):
+    with pytest.raises(InputError, match="is on meta, and the model has no source of weights; build the model with"):
         give_weights(replace(model, pretrained=None), layout, 0)
     shapes = pl.from_transformers(load(tmp_path, lambda *_: None, "meta", None))
     with pytest.raises(InputError, match=r"is on meta, and belongs to no folder; give pl\.from_transformers"):
@@ -476,12 +476,12 @@ def test_export_by_the_command_line(
     other = TensorFiles(tmp_path / "other")
     assert all(torch.equal(again.read(key), other.read(key)) for key in other.tensors)
     assert run(["export", str(folder / "run"), "--to", str(tmp_path / "to")]) == 2
-    assert "to: is there and not empty; name a new folder" in capsys.readouterr().err
+    assert "to: exists and is not empty; name a new folder" in capsys.readouterr().err
     saved("qwen3", tmp_path / "unlike")
     assert (
         run(["export", str(folder / "run"), "--to", str(tmp_path / "third"), "--source", str(tmp_path / "unlike")]) == 2
     )
-    assert "is missing, the model wants" in capsys.readouterr().err
+    assert "is missing, the model needs" in capsys.readouterr().err
     assert run(["export", str(folder / "from"), "--to", str(tmp_path / "third")]) == 2
     assert "is no checkpoint, and has none in it" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()

@@ -1,1 +1,1 @@
-"""Checkpoints: written while training goes on, verified, resumed in any layout; weights for other libraries."""
+"""Checkpoints, written during training, verified, and resumed with any layout; weights for other libraries."""

@@ -1,8 +1,8 @@
-"""Checkpoints that know layers and not ranks: saved from one layout, resumed in any other.
+"""Checkpoints stored by layer, not by rank: saved with one layout, loaded with any other.
 
-Built on `torch.distributed.checkpoint`. Every tensor is filed under the name of its parameter, module and layer
-first, so that a rank finds those of its own chunks whoever wrote them. Tensors in shards (FSDP2, DTensor) are filed
-as wholes: other degrees of data and tensor parallelism cut them anew.
+Built on `torch.distributed.checkpoint`. Every tensor is stored under the name of its parameter, beginning with module
+and layer, so that any rank finds those of its own chunks. Sharded tensors (FSDP2, DTensor) are stored as whole tensors,
+which other degrees of data and tensor parallelism shard anew.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ if TYPE_CHECKING:
 _MODEL, _OPTIMIZER, _OPTIONS, _ITERATION = "model", "optimizer", "optimizer_options", "iteration"
 _EMA = "ema"
 Weights = Literal["trained", "ema"]
-"""Which weights of a checkpoint: as they were trained, or their average."""
+"""Which weights of a checkpoint: the trained ones or their average."""
 
 
 def weight_keys(path: Path | str, names: Iterable[str], weights: Weights = "trained") -> dict[str, str]:
-    """Under which key a checkpoint has each parameter and buffer of a model, whoever reads it.
+    """Return the checkpoint's key of each parameter and buffer of a model.
 
-    Averages are kept of trained parameters alone: all else is the same in both.
+    Only trained parameters have averages. All other tensors are the same in both.
 
     Parameters
     ----------
     path : path
-        A folder that `save_checkpoint` left.
+        A folder written by `save_checkpoint`.
     names : iterable of str
-        ``module.layer.parameter`` each.
-    weights : "trained" or "ema"
+        Names, each ``module.layer.parameter``.
 
     Returns
     -------
     dict
-        From name to key, of ``torch.distributed.checkpoint``.
+        Key of ``torch.distributed.checkpoint`` by name.
 
     Raises
     ------
     InputError
-        When averages are asked for, and there are none.
+        Averages are requested, but the checkpoint has none.
     """
     if weights == "trained":
         return {name: f"{_MODEL}.{name}" for name in names}
     _, stored, _ = _opened(path, {})
     if not any(key.startswith(f"{_EMA}.") for key in stored):
-        raise InputError(f"{path}: {_EMA}", "is missing: no average was kept", "take the trained weights, or add [ema]")
+        raise InputError(
+            f"{path}: {_EMA}", "is missing, because no average was kept", "take the trained weights, or add [ema]"
+        )
     return {name: key if (key := f"{_EMA}.{name}") in stored else f"{_MODEL}.{name}" for name in names}
 
 
@@ -76,26 +77,25 @@ def save_checkpoint(
     averages: Averages | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write parameters, buffers and optimiser state; all processes call it together.
+    """Write parameters, buffers and optimizer state. All processes call it together.
 
     Parameters
     ----------
     path : path
         A folder, made here. It counts as a checkpoint only once everything is written.
-    executor : Executor
     optimizer : torch.optim.Optimizer or None
         None on a rank without trained parameters.
     iteration : int
-        The next one to run.
+        The next iteration to run.
     averages : Averages or None
-        Of the weights, saved with them.
+        Averages of the weights to save with them.
     group : torch.distributed.ProcessGroup or None
-        All processes that train; None: the default group, or a single process.
+        All training processes. None is the default group, or a single process.
 
     Raises
     ------
     InputError
-        When the optimiser has state or options that no checkpoint holds: anything but tensors, numbers and strings.
+        The optimizer has state or options other than tensors, numbers and strings.
     """
     write_state(path, state_tensors(executor, optimizer, iteration, averages=averages), group=group)
 
@@ -103,7 +103,7 @@ def save_checkpoint(
 def state_tensors(
     executor: Executor, optimizer: torch.optim.Optimizer | None, iteration: int, *, averages: Averages | None = None
 ) -> dict[str, Tensor]:
-    """Return all that a checkpoint holds of this rank, by its keys; the tensors are those that training changes."""
+    """Return the tensors of this rank in a checkpoint by key. They are those that training changes, not copies."""
     state = {f"{_MODEL}.{name}": tensor for name, tensor in executor.saved_tensors().items()}
     state |= _optimizer_tensors(executor, optimizer)
     state |= _average_tensors(executor, averages)
@@ -114,12 +114,12 @@ def state_tensors(
 
 
 def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write what `state_tensors` returned, or copies of it; all processes call it together.
+    """Write the result of `state_tensors`, or copies of it. All processes call it together.
 
     Raises
     ------
     ExecutionError
-        On all of them, when one cannot write its part.
+        A process cannot write its part. Raised on all processes.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -129,7 +129,7 @@ def write_state(path: Path | str, state: Mapping[str, Tensor], *, group: dist.Pr
         remedy = REMEDIES.get(getattr(cause, "errno", 0) or 0, "free disk space")
         return ExecutionError(f"checkpoint {path} cannot be written: {reason}; {remedy}, or give another folder")
 
-    with _quiet_alone(), _told(unwritable):
+    with _quiet_alone(), _raising_cause(unwritable):
         dcp.save(dict(state), storage_writer=DigestingWriter(str(path), overwrite=True), process_group=group)  # type: ignore[attr-defined]
 
 
@@ -142,22 +142,21 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
     checked: bool = False,
 ) -> int:
-    """Read what this rank's chunks and optimiser need; all processes call it together.
+    """Load the tensors of this rank's chunks and optimizer. All processes call it together.
 
-    Nothing that a file says is run, and every file is compared with the digest that was written with it, but where
-    ``checked`` says that this was done a moment ago. Averages of the weights that the checkpoint does not have begin
-    with the weights.
+    Loading executes nothing from the files. Every file is compared with the digest written beside it, unless
+    ``checked`` says that this has just been done. Averages missing from the checkpoint start with the weights.
 
     Returns
     -------
     int
-        The iteration to go on with.
+        The iteration to resume at.
 
     Raises
     ------
     InputError
-        When there is no whole checkpoint, a file of it is damaged, or it lacks a tensor or has another shape of it, or
-        the optimiser puts parameters into one group that had different options.
+        There is no complete checkpoint, a file is damaged, a tensor is missing or has another shape, or the
+        optimizer has parameters in one group that had different options.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -169,11 +168,11 @@ def load_checkpoint(
     state |= slots
     texts = _empty_texts(executor, optimizer, stored)
     state |= texts
-    # Stored in the precision of the averages; whoever averages from now on begins with the weights.
+    # Stored in the precision of the averages. Averages that are not stored begin with the weights.
     averaged = {key: tensor for key, tensor in _average_tensors(executor, averages).items() if key in stored}
     state |= averaged
     if _ITERATION not in stored:
-        raise InputError(f"{path}: {_ITERATION}", "is missing", "give a folder that save_checkpoint finished")
+        raise InputError(f"{path}: {_ITERATION}", "is missing", "name a complete checkpoint of save_checkpoint")
     state[_ITERATION] = torch.tensor(0)
     if not checked:
         check_digests(Path(path), {file for name, file in files if name in state})
@@ -185,23 +184,20 @@ def load_checkpoint(
         options = {key.removeprefix(f"{_OPTIONS}."): json.loads(text.numpy().tobytes()) for key, text in texts.items()}
         for name, parameter in executor.named_parameters():
             prefix = f"{_OPTIMIZER}.{name}/"
-            found: dict[str, Any] = {
+            slots_of_parameter: dict[str, Any] = {
                 key.removeprefix(prefix): value for key, value in slots.items() if key.startswith(prefix)
             }
-            found |= options.get(name, {}).get("state", {})
-            if found:
-                optimizer.state[parameter] = found
+            slots_of_parameter |= options.get(name, {}).get("state", {})
+            if slots_of_parameter:
+                optimizer.state[parameter] = slots_of_parameter
         give_options(executor, optimizer, {name: each["group"] for name, each in options.items()})
     return int(state[_ITERATION])
 
 
 def saved_iteration(path: Path | str) -> int:
-    """Return the iteration to go on with that the tensors of a checkpoint have; each process reads it for itself.
+    """Return the iteration to resume at according to the tensors of a checkpoint.
 
-    Raises
-    ------
-    InputError
-        When the checkpoint cannot be read, or does not have it.
+    Each process reads it by itself. Raises `InputError` if it is missing or cannot be read.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -213,21 +209,21 @@ def saved_iteration(path: Path | str) -> int:
 
 
 def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained") -> None:
-    """Read trained weights into a whole model, in one process, e.g. to evaluate it.
+    """Load trained weights into a whole model in one process, e.g. to evaluate it.
 
     Parameters
     ----------
     path : path
-        A folder that `save_checkpoint` or a training run left.
+        A folder written by `save_checkpoint` or a training run.
     model : Model
-        Built as it was for training, perhaps on ``meta``.
+        The model, built as for training. It may be on ``meta``.
     weights : "trained" or "ema"
-        Those of the last iteration, or their average.
+        The weights of the last iteration, or their average.
 
     Raises
     ------
     InputError
-        When there is no whole checkpoint, a file of it is damaged, or it is of another model.
+        There is no complete checkpoint, a file is damaged, or it is of another model.
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
@@ -244,49 +240,43 @@ def load_weights(path: Path | str, model: Model, *, weights: Weights = "trained"
 
 
 class SavedWeights:
-    """The weights of a checkpoint, read a few at a time.
+    """Weights of a checkpoint, read a few at a time.
 
     Parameters
     ----------
     path : path
-        A folder that `save_checkpoint` or a training run left.
+        A folder written by `save_checkpoint` or a training run.
     wanted : mapping
-        What is going to be read by name, as tensors of the right shape; they may be on ``meta``.
+        Tensors of the right shapes by name that will be read. They may be on ``meta``.
     weights : "trained" or "ema"
-        Those of the last iteration, or their average.
+        The weights of the last iteration, or their average.
 
     Raises
     ------
     InputError
-        When there is no whole checkpoint, or it is of another model.
+        There is no complete checkpoint, or it is of another model.
     """
 
     def __init__(self, path: Path | str, wanted: Mapping[str, Tensor], weights: Weights = "trained") -> None:
         self._path = Path(path)
         self._keys = weight_keys(path, wanted, weights)
-        asked = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
-        _, self._stored, self._files = _opened(path, asked)
+        shapes = {key: each for name, each in wanted.items() for key in (f"{_MODEL}.{name}", self._keys[name])}
+        _, self._stored, self._files = _opened(path, shapes)
         self._checked: set[str] = set()
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of one."""
+        """Return the size of a tensor in bytes."""
         entry = self._stored[f"{_MODEL}.{name}"]
         return int(entry.size.numel() * entry.properties.dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read some, in the dtypes that they were trained in.
-
-        Raises
-        ------
-        InputError
-            When a file is damaged.
-        """
+        """Read tensors in the dtypes in which they were trained. Raises `InputError` if a file is damaged."""
         import torch.distributed.checkpoint as dcp  # slow to import, and seldom needed
 
         from pipeloom.runtime.checkpoint.digests import PlainReader, check_digests
 
         keys = {self._keys[name]: name for name in names}
-        # Averages are kept in higher precision.
+        # Averages are stored in higher precision.
         trained = {key: self._stored[f"{_MODEL}.{name}"] for key, name in keys.items()}
         state = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in trained.items()}
         files = {file for name, file in self._files if name in state} - self._checked
@@ -298,20 +288,19 @@ class SavedWeights:
 
 
 def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader, dict[str, Any], set[tuple[str, str]]]:
-    """Look into a checkpoint, and refuse one that lacks a tensor.
+    """Open a checkpoint. Raises `InputError` if it lacks a tensor.
 
     Returns
     -------
-    reader : PlainReader
     stored : dict
-        What there is by name.
+        Metadata of the stored tensors by name.
     files : set of (name, file)
-        In which files parts of it lie.
+        The files that contain parts of each tensor.
     """
     from pipeloom.runtime.checkpoint.digests import METADATA, PlainReader
 
     if not (Path(path) / METADATA).exists():
-        raise InputError(str(path), "is no whole checkpoint", "give a folder that save_checkpoint finished")
+        raise InputError(str(path), "is not a complete checkpoint", "name a complete checkpoint of save_checkpoint")
     reader = PlainReader(str(path))
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
@@ -319,21 +308,21 @@ def _opened(path: Path | str, wanted: Mapping[str, Tensor]) -> tuple[PlainReader
         size = getattr(stored.get(name), "size", None)
         if size != tensor.shape:
             had = "is missing" if size is None else f"has shape {tuple(size)}"
-            raise InputError(f"{path}: {name}", f"{had}, the model wants {tuple(tensor.shape)}")
+            raise InputError(f"{path}: {name}", f"{had}, the model needs {tuple(tensor.shape)}")
     return reader, stored, {(index.fqn, info.relative_path) for index, info in metadata.storage_data.items()}
 
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Torch warns where one process reads or writes for itself; that is meant."""
+    """Suppress torch's warning about a single process that reads or writes by itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 @contextmanager
-def _told(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]:
-    """Turn what torch raises, a BaseException with the tracebacks of all ranks, into the cause in one line."""
+def _raising_cause(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]:
+    """Replace torch's exception, a BaseException with the tracebacks of all ranks, by its cause in one line."""
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import, and seldom needed
 
     try:
@@ -347,8 +336,8 @@ def _told(make: Callable[[str, BaseException], PipeloomError]) -> Iterator[None]
 
 
 def _read_of(path: Path | str) -> AbstractContextManager[None]:
-    remedy = "give a whole checkpoint, or an older one"
-    return _told(lambda reason, _: InputError(str(path), f"cannot be read: {reason}", remedy))
+    remedy = "name a complete checkpoint, or an older one"
+    return _raising_cause(lambda reason, _: InputError(str(path), f"cannot be read: {reason}", remedy))
 
 
 def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -363,17 +352,17 @@ def _optimizer_tensors(executor: Executor, optimizer: torch.optim.Optimizer | No
 
 
 def _average_tensors(executor: Executor, averages: Averages | None) -> dict[str, Tensor]:
-    """Averages of this rank's trained parameters, under all of their names."""
+    """Return averages of this rank's trained parameters under all of their names."""
     if averages is None:
         return {}
-    found = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
-    return {f"{_EMA}.{name}": average for name, average in found if average is not None}
+    pairs = ((name, averages.of(parameter)) for name, parameter in executor.named_parameters())
+    return {f"{_EMA}.{name}": average for name, average in pairs if average is not None}
 
 
 def _empty_texts(
     executor: Executor, optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Room for the options of this rank's parameters; a checkpoint of an older version has none."""
+    """Return empty tensors for the options of this rank's parameters. Checkpoints of older versions have none."""
     if optimizer is None:
         return {}
     keys = [f"{_OPTIONS}.{name}" for name, _ in executor.named_parameters()]
@@ -383,19 +372,19 @@ def _empty_texts(
 def _empty_slots(
     executor: Executor, optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Room for the optimiser state of this rank's parameters, as the checkpoint has it."""
+    """Return empty tensors for the optimizer state of this rank's parameters, shaped as in the checkpoint."""
     if optimizer is None:
         return {}
-    mine = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in executor.named_parameters() if parameter.requires_grad}
     slots = {}
     for key, entry in stored.items():
         name, slash, _ = key.removeprefix(f"{_OPTIMIZER}.").rpartition("/")
-        if key.startswith(f"{_OPTIMIZER}.") and slash and name in mine:
-            parameter, dtype = mine[name], entry.properties.dtype
+        if key.startswith(f"{_OPTIMIZER}.") and slash and name in trained:
+            parameter, dtype = trained[name], entry.properties.dtype
             if is_dtensor(parameter) and entry.size == parameter.shape:
                 slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 continue
-            # A counter of steps lives on the host, whatever holds the parameter.
+            # Step counters are on the host, whatever the device of the parameter.
             device = parameter.device if len(entry.size) else torch.device("cpu")
             slots[key] = torch.empty(entry.size, dtype=dtype, device=device)
     return slots

@@ -1,6 +1,6 @@
-"""Files of a checkpoint: digests beside them, and metadata read without running what a file says.
+"""Checkpoint files: digests stored beside them, and metadata that is read without executing the file.
 
-Imported where a checkpoint is written or read only, for `torch.distributed.checkpoint` is slow to import.
+Imported only where a checkpoint is written or read, because `torch.distributed.checkpoint` is slow to import.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeloom.files import open_regular
 
 METADATA = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-# All that the metadata of tensors are made of. Without BytesStorageMetadata: torch would unpickle what it stands for.
+# Everything that the metadata of tensors consists of. Not BytesStorageMetadata, whose content torch would unpickle.
 _ALLOWED = {
     *(
         (_METADATA_MODULE, name)
@@ -47,15 +47,15 @@ _ALLOWED = {
     ("pathlib._local", "PosixPath"),
 }
 _MAX_DIGESTS_BYTES = 64 << 20
-"""Largest file of digests that is read: an entry takes about 150 bytes."""
-_REMEDY = "remove this checkpoint and go on from an older one, or give another"
+"""Largest digest file that is read. An entry takes about 150 bytes."""
+_REMEDY = "remove this checkpoint to resume from an older one, or name another one"
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes tensors as torch does, and a digest of every file beside them, before the metadata make it whole."""
+    """Writes tensors like torch, with a digest of every file, before the metadata complete the checkpoint."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's tensors, and the digests of its files."""
+        """Write this process's tensors and the digests of its files."""
         written: Future[list[WriteResult]] = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.value()}
         if names:
@@ -63,31 +63,31 @@ class DigestingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what says where every tensor is; one process does."""
+        """Write the metadata, in one process."""
         super().finish(metadata, results)
         write_digests(Path(self.path), "metadata", [METADATA])
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes the classes of metadata and no others, so that reading a file runs nothing of it."""
+    """Unpickles only the classes of metadata, so that reading a file executes nothing from it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or type of numbers."""
+        """Return an allowed class or a dtype."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
 
 
 class PlainReader(FileSystemReader):
-    """Reads tensors as torch does, but metadata without running what the file says."""
+    """Reads tensors like torch, but metadata without executing the file."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read and check what says where every tensor is.
+        """Read and check the metadata.
 
         Raises
         ------
         InputError
-            The file is damaged, or holds what metadata of tensors do not.
+            The file is damaged, or contains anything other than metadata of tensors.
         """
         file = Path(self.path) / METADATA
         check_digests(Path(self.path), [METADATA])
@@ -106,7 +106,7 @@ class PlainReader(FileSystemReader):
         Raises
         ------
         InputError
-            Naming the file that holds anything but tensors.
+            A file contains anything other than tensors. The error names the file.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -120,8 +120,8 @@ class PlainReader(FileSystemReader):
             except PipeloomError:
                 raise
             except pickle.UnpicklingError as error:
-                # Without torch's message, which advises to run what the file says.
-                raise InputError(str(file), "holds more than tensors", _REMEDY) from error
+                # Omit torch's message, which advises to execute the file.
+                raise InputError(str(file), "contains data other than tensors", _REMEDY) from error
             # A damaged file may raise anything.
             except Exception as error:
                 raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
@@ -129,7 +129,7 @@ class PlainReader(FileSystemReader):
 
 
 def _of_tensors(metadata: Any) -> Metadata:
-    """Refuse metadata of anything but tensors, and of files elsewhere than in the checkpoint's folder."""
+    """Raise `ValueError` for metadata of anything other than tensors, or of files outside the checkpoint's folder."""
     if not isinstance(metadata, Metadata):
         raise ValueError(f"it holds a {type(metadata).__name__}")
     for name, entry in metadata.state_dict_metadata.items():
@@ -142,7 +142,7 @@ def _of_tensors(metadata: Any) -> Metadata:
 
 
 def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
-    """Write the digests of some files of a checkpoint as one small file of its own, ``digests-WRITER.json``."""
+    """Write the digests of some files of a checkpoint as one small file, ``digests-WRITER.json``."""
     digests = {name: _digest(folder / name) for name in sorted(names)}
     with (folder / f"digests-{writer}.json").open("wb") as stream:
         stream.write(msgspec.json.format(msgspec.json.encode(digests), indent=1))
@@ -151,39 +151,34 @@ def write_digests(folder: Path, writer: str, names: Iterable[str]) -> None:
 
 
 def known_digests(folder: Path) -> dict[str, str]:
-    """What was written into a checkpoint: names of files, and the digest of each; empty where there are none.
+    """Return the digest of each file of a checkpoint by name. Empty if there are none.
 
     Raises
     ------
     InputError
-        Naming a file of digests that cannot be read, or that names something outside the folder.
+        A digest file cannot be read, or names a file outside the folder. The error names it.
     """
-    known: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for file in sorted(folder.glob("digests-*.json")):
         try:
             with open_regular(file) as stream:
                 content = stream.read(_MAX_DIGESTS_BYTES + 1)
             if len(content) > _MAX_DIGESTS_BYTES:
                 raise ValueError(f"it is larger than {_MAX_DIGESTS_BYTES} bytes")
-            found = msgspec.json.decode(content, type=dict[str, str])
+            entries = msgspec.json.decode(content, type=dict[str, str])
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(str(file), f"cannot be read ({_reason(error)})", _REMEDY) from error
-        outside = next((name for name in found if not _is_inside(name)), None)
+        outside = next((name for name in entries if not _is_inside(name)), None)
         if outside is not None:
-            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is no file of its folder", _REMEDY)
-        known |= found
-    return known
+            raise InputError(str(file), f"names {ascii(outside)[:80]}, which is not a file in its folder", _REMEDY)
+        digests |= entries
+    return digests
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
-    """Refuse files of a checkpoint that are not as they were written, or no regular files.
+    """Raise `InputError` for a file of a checkpoint that differs from its digest or is not a regular file.
 
-    A checkpoint without any digests, of an older version or made by other means, is not compared.
-
-    Raises
-    ------
-    InputError
-        Naming the file.
+    A checkpoint without digests, of an older version or made by other tools, is not compared.
     """
     known = known_digests(folder)
     for name in sorted(names):
@@ -193,19 +188,18 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
 
 
 def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[str]], Sequence[str]]) -> dict[str, str]:
-    """Files of a whole checkpoint that are missing, or not as they were written, and what is wrong with each.
+    """Return the missing or changed files of a complete checkpoint, with a description of the damage.
 
     Parameters
     ----------
-    folder : Path
     needed : iterable of str
-        Files that must be there beside tensors.
+        Files that must exist beside the tensors.
     share : callable
-        Which of the files to look at, where several processes do.
+        Selects the files to check if several processes check a checkpoint.
     """
     try:
         known = known_digests(folder)
-        # What is unlike its digest is found below.
+        # Files that differ from their digests are found below.
         stored = PlainReader(str(folder)).read_metadata().storage_data.values() if METADATA in known else ()
     except InputError as error:
         return {Path(error.entity).name: error.problem}
@@ -214,13 +208,13 @@ def find_damage(folder: Path, needed: Iterable[str], share: Callable[[Sequence[s
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is that of a file in a folder or in a folder below it."""
+    """Return whether a name is that of a file in a folder or its subfolders."""
     path = PurePosixPath(name)
     return name == str(path) and name.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
 def _irregular(file: Path) -> str:
-    """Why a file cannot be read; empty where it can."""
+    """Return why a file cannot be read. Empty if it can."""
     try:
         open_regular(file).close()
     except OSError as error:
@@ -229,14 +223,14 @@ def _irregular(file: Path) -> str:
 
 
 def _problem(file: Path, written: str | None) -> str:
-    """What is wrong with a file that was written with a digest; empty where nothing is."""
+    """Return the damage of a file with a digest. Empty if there is none."""
     try:
-        found = _digest(file)
+        digest = _digest(file)
     except OSError as error:
         return f"cannot be read ({_reason(error)})"
     if written is None:
         return "has no digest beside it"
-    return "" if found == written else "is damaged: it is not what was written"
+    return "" if digest == written else "is damaged: it is not what was written"
 
 
 def _digest(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: every rank keeps that of its own chunks, shards as shards."""
+"""An exponential moving average of the weights. Every rank keeps that of its own chunks, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ from pipeloom.runtime.model.sharding import local_part
 
 
 class Averages:
-    """Averages of a rank's trained parameters, in single precision at least.
+    """Averages of a rank's trained parameters, in single precision or higher.
 
     Parameters
     ----------
     named_parameters : sequence of (str, parameter)
         `Executor.trained_parameters`.
     decay : float
-        Share of the average that an iteration leaves.
+        Weight of the previous average in each update.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay = decay
-        self._pairs = [(parameter, _like(parameter)) for _, parameter in named_parameters]
+        self._pairs = [
+            (p, torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False))
+            for _, p in named_parameters
+        ]
         self._of = {id(parameter): average for parameter, average in self._pairs}
         self.begin()
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Average of a parameter; None where it is not trained."""
+        """Return the average of a parameter, or None if it is not trained."""
         return self._of.get(id(parameter))
 
     @torch.no_grad()
     def begin(self, known: Collection[int] = ()) -> None:
-        """Begin with the weights as they are, but for averages that are known, by their ids."""
+        """Start with the current weights, except for averages whose ids are in ``known``."""
         for parameter, average in self._pairs:
             if id(average) not in known:
                 local_part(average).copy_(local_part(parameter))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimiser."""
+        """Update the averages after a step of the optimizer."""
         for parameter, average in self._pairs:
-            mine = local_part(average)
-            mine.lerp_(local_part(parameter).to(mine.dtype), 1.0 - self.decay)
+            local = local_part(average)
+            local.lerp_(local_part(parameter).to(local.dtype), 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The averages in place of the weights; afterwards these are back. It takes room for the weights once more."""
+        """Replace the weights by the averages within this context. It needs memory for one more copy of the weights."""
         with torch.no_grad():
             before = [local_part(parameter).clone() for parameter, _ in self._pairs]
             for parameter, average in self._pairs:
@@ -59,8 +62,3 @@ class Averages:
             with torch.no_grad():
                 for (parameter, _), weights in zip(self._pairs, before, strict=True):
                     local_part(parameter).copy_(weights)
-
-
-def _like(parameter: nn.Parameter) -> Tensor:
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.empty_like(parameter, dtype=wide, requires_grad=False)

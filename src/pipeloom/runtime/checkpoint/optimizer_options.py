@@ -1,6 +1,6 @@
-"""What an optimiser knows beside tensors: options of its groups (learning rates, ...) and plain numbers in its state.
+"""Optimizer state other than tensors: options of its groups (learning rates, ...) and plain numbers in its state.
 
-Filed by parameter, as tensors are, so that another layout finds them; written as JSON, never pickled.
+Stored by parameter, like tensors, so that another layout finds them. Written as JSON, never pickled.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.execute.executor import Executor
 
 _NO_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed is for the run that goes on to say; all else is what it computes."""
+"""Options that only affect how a step is computed. The resumed run chooses them itself."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Per parameter of this rank that the optimiser trains: ``group``, its group's options; ``state``, plain slots.
+    """Return ``group``, the options of the group, and ``state``, the plain slots, of each trained parameter of this
+    rank.
 
     Raises
     ------
     InputError
-        When an option or a slot is neither a tensor nor plain, or a parameter is of no layer of this rank.
+        An option or a slot is neither a tensor nor plain, or a parameter belongs to no layer of this rank.
     """
     if optimizer is None:
         return {}
     names: dict[int, list[str]] = {}
     for name, parameter in executor.named_parameters():
         names.setdefault(id(parameter), []).append(name)
-    found = {}
+    entries = {}
     for number, group in enumerate(optimizer.param_groups):
         where = f"optimizer.param_groups[{number}]"
         options = {key: _plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _NO_OPTIONS}
@@ -39,8 +40,8 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
             if id(parameter) not in names:
                 raise InputError(
                     where,
-                    f"has a parameter of shape {tuple(parameter.shape)} that is of no layer of this rank",
-                    "give the optimiser the parameters of Executor.parameters alone",
+                    f"has a parameter of shape {tuple(parameter.shape)} that belongs to no layer of this rank",
+                    "pass only the parameters of Executor.parameters to the optimizer",
                 )
             for name in names[id(parameter)]:
                 state = {
@@ -48,30 +49,30 @@ def options_by_name(executor: Executor, optimizer: torch.optim.Optimizer | None)
                     for slot, value in optimizer.state.get(parameter, {}).items()
                     if not isinstance(value, Tensor)
                 }
-                found[name] = {"group": options, "state": state}
-    return found
+                entries[name] = {"group": options, "state": state}
+    return entries
 
 
 def give_options(executor: Executor, optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
-    """Put saved options into the groups of an optimiser, over what it was made with, as torch does when it loads.
+    """Set saved options in the groups of an optimizer over its own, as torch does when it loads.
 
     Raises
     ------
     InputError
-        When one group has parameters that were saved with different options.
+        One group has parameters that were saved with different options.
     """
     names = {id(parameter): name for name, parameter in executor.named_parameters() if name in saved}
     for number, group in enumerate(optimizer.param_groups):
-        mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        for name in mine:
-            if saved[name] != saved[mine[0]]:
-                differ = [key for key in saved[name] if saved[name][key] != saved[mine[0]].get(key)]
+        members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for name in members:
+            if saved[name] != saved[members[0]]:
+                differ = [key for key in saved[name] if saved[name][key] != saved[members[0]].get(key)]
                 raise InputError(
                     f"optimizer.param_groups[{number}]",
-                    f"has {mine[0]!r} and {name!r}, which the checkpoint has with different {', '.join(differ)}",
-                    "make the groups of the run that saved it",
+                    f"has {members[0]!r} and {name!r}, saved with different {', '.join(differ)}",
+                    "use the parameter groups of the run that saved it",
                 )
-        for key, value in (saved[mine[0]] if mine else {}).items():
+        for key, value in (saved[members[0]] if members else {}).items():
             now = group.get(key)
             if isinstance(now, Tensor):
                 now.fill_(value)
@@ -87,7 +88,7 @@ def _plain(value: Any, where: str) -> Any:
     if not isinstance(value, _PLAIN):
         raise InputError(
             where,
-            f"is a {type(value).__name__}, which no checkpoint holds",
-            "use an optimiser whose state is tensors, numbers and strings, or train without checkpoints",
+            f"is a {type(value).__name__}, which checkpoints cannot store",
+            "use an optimizer whose state is tensors, numbers and strings, or train without checkpoints",
         )
     return value

@@ -1,6 +1,6 @@
-"""A folder that all ranks write: one that they share, or a copy on every host, which are then kept alike.
+"""A folder that all ranks write: one shared folder, or one replica of it per host that are kept alike.
 
-Nobody says which it is: each rank leaves a mark in the folder and looks whose marks it sees.
+Which case applies is detected: each rank creates a marker file in the folder and checks which markers it sees.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """Which ranks see which copy of a folder.
+class FolderReplicas:
+    """Which ranks see which replica of a folder.
 
     Attributes
     ----------
     sharers : tuple of int
-        Ranks that see this rank's copy, in order; itself among them.
+        Ranks that see the same replica as this rank, in order, including itself.
     firsts : tuple of int
-        The first rank of each copy.
+        The first rank of each replica.
     everyone : ProcessGroup or None
-        All ranks; they wait for one another for as long as files take. None: the default group.
+        All ranks, with a timeout long enough for file operations. None is the default group.
     between : ProcessGroup or None
-        Of ``firsts``; None where there is one copy, or on ranks that are not the first of theirs.
+        The ranks in ``firsts``. None if there is one replica, and on other ranks.
     """
 
     sharers: tuple[int, ...]
@@ -45,27 +45,27 @@ class Copies:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that acts for its copy."""
+        """Whether this rank acts for its replica."""
         return dist.get_rank() == self.sharers[0]
 
     def share(self, names: Sequence[str]) -> Sequence[str]:
-        """Return this rank's part of what the ranks of a copy divide among them."""
+        """Return this rank's part of work that the ranks of a replica divide."""
         return names[self.sharers.index(dist.get_rank()) :: len(self.sharers)]
 
     def complete(self, source: Path, target: Path, lacking: Collection[str] = ()) -> None:
-        """Bring every file that some copy has into all; all ranks call it together.
+        """Copy every file that some replica has to all replicas. All ranks call it together.
 
-        A file is there whole or not at all. What copies have alike is not sent. What cannot be read or written on one
-        rank is an `OSError` on all of them.
+        Files are copied whole or not at all. Files that all replicas have are not sent. If one rank cannot read or
+        write, all ranks raise `OSError`.
 
         Parameters
         ----------
         source : Path
-            The folder to take files from, where it is there.
+            The folder from which files are taken, if it exists.
         target : Path
-            The folder to write those to that this copy lacks; ``source``, or another that becomes it.
+            The folder to which missing files are written: ``source``, or a folder that will replace it.
         lacking : collection of str
-            Files that this copy has, but that are to be taken from another, since they are damaged here.
+            Damaged files of this replica, to be replaced from another one.
         """
         self.all_do(lambda: self._complete(source, target, lacking))
 
@@ -73,14 +73,14 @@ class Copies:
         if len(self.firsts) == 1 or not self.is_first:
             return
         here, failure = _attempted(lambda: {name for name in _files(source) if name not in lacking})
-        theirs = _agreed(here or set(), failure, self.between)
-        for name in sorted(set().union(*theirs)):
-            has = [name in each for each in theirs]
+        names_by_replica = _agreed(here or set(), failure, self.between)
+        for name in sorted(set().union(*names_by_replica)):
+            has = [name in each for each in names_by_replica]
             if not all(has):
                 self._send(name, source, target, has.index(True), wants=not has[dist.get_rank(self.between)])
 
     def follow(self, files: Sequence[Path]) -> None:
-        """Give the hosts of the other copies some files of rank 0's; all ranks call it together."""
+        """Copy some files of rank 0 to the hosts of the other replicas. All ranks call it together."""
         self.all_do(lambda: self._follow(files))
 
     def _follow(self, files: Sequence[Path]) -> None:
@@ -92,34 +92,34 @@ class Copies:
                 self._send(file.name, file.parent, file.parent, 0, wants=not is_source)
 
     def all_do(self, action: Callable[[], object] | None) -> None:
-        """Do something on this rank, or nothing, and return when all ranks have done theirs; all call it together.
+        """Run an action on this rank, or none, and return when all ranks have finished. All ranks call it together.
 
         Raises
         ------
         OSError
-            On all ranks, where one cannot: nobody waits for a rank that has failed.
+            The action failed on some rank. Raised on all ranks, so that none waits for the failed one.
         """
         _, failure = _attempted(action or (lambda: None))
         _agreed(None, failure, self.everyone)
 
     def wait(self) -> None:
-        """Return when all ranks are here."""
+        """Return when all ranks have arrived."""
         dist.barrier(self.everyone)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank gives, in order, on all of them; it can be pickled."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self.everyone)
-        return found
+    def gather(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks, in order, on all of them."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.everyone)
+        return values
 
     def _send(self, name: str, source: Path, target: Path, holder: int, wants: bool) -> None:
-        """Send a file of one copy to those that lack it, a piece at a time.
+        """Send a file of one replica to those that lack it, one piece at a time.
 
-        Who cannot go on reading or writing stays until the last piece, for the others count on it.
+        A rank that cannot read or write anymore stays until the last piece, because the others wait for it.
         """
         part = target / f"{name}.part"
         failures: list[OSError] = []
-        pieces = self._coming(_pieces(source / name), holder, failures)
+        pieces = self._shared_pieces(_pieces(source / name), holder, failures)
         if wants:
             _, failure = _attempted(lambda: write_pieces(part, pieces))
             failures += [] if failure is None else [failure]
@@ -131,12 +131,12 @@ class Copies:
             if wants:
                 part.unlink(missing_ok=True)
             raise
-        # The other ranks take part in the next file, so they must know of a rank that cannot.
+        # The other ranks would wait in the next file, so they must learn of a rank that failed.
         _, failure = _attempted(lambda: _replace(part, target / name) if wants else None)
         _agreed(None, failure, self.between)
 
-    def _coming(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
-        """Pieces of a file that one rank reads, on all ranks of `between`; what it cannot read ends them."""
+    def _shared_pieces(self, source: Iterator[bytes], holder: int, failures: list[OSError]) -> Iterator[bytes]:
+        """Yield pieces of a file that one rank reads, on all ranks of ``between``. A read error ends them."""
         holds, piece = dist.get_rank(self.between) == holder, b""
         while True:
             if holds:
@@ -152,37 +152,37 @@ class Copies:
 
 
 def _attempted(action: Callable[[], T]) -> tuple[T | None, OSError | None]:
-    """What an action returns, or why it cannot be done."""
+    """Return the result of an action, or its `OSError`."""
     try:
         return action(), None
     except OSError as error:
         return None, error
 
 
-def _agreed(mine: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank of a group gives, in order, on all of them.
+def _agreed(own_value: T, failure: OSError | None, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks of a group, in order, on all of them.
 
     Raises
     ------
     OSError
-        On all, where one has failed: the first's.
+        Some rank failed. All ranks raise the first error.
     """
-    told = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (mine, told), group=group)
-    for _, problem in found:
+    own = None if failure is None else (failure.errno or 0, failure.strerror or str(failure), failure.filename)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, (own_value, own), group=group)
+    for _, problem in values:
         if problem is not None:
             raise OSError(*problem) from failure
-    return [each for each, _ in found]
+    return [value for value, _ in values]
 
 
-def find_copies(folder: Path) -> Copies:
-    """Find which ranks of the default group share a folder, which is made; all call it together.
+def find_replicas(folder: Path) -> FolderReplicas:
+    """Create a folder, and find out which ranks of the default group share it. All ranks call it together.
 
     Raises
     ------
     OSError
-        The folder cannot be written by one of them.
+        A rank cannot write to the folder.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = long_group()
@@ -192,13 +192,13 @@ def find_copies(folder: Path) -> Copies:
     _agreed(None, failure, everyone)
     sharers = tuple(each for each, mark in enumerate(marks) if mark.exists())
     if rank not in sharers:
-        raise ExecutionError(f"{folder}: a file that rank {rank} has made there is not there; give another folder")
+        raise ExecutionError(f"{folder}: a file that rank {rank} created there is missing; use another folder")
     first = [torch.zeros((), dtype=torch.int64) for _ in range(size)]
     dist.all_gather(first, torch.tensor(sharers[0]))
     marks[rank].unlink()
     firsts = tuple(sorted({int(each) for each in first}))
     between = long_group(firsts) if len(firsts) > 1 else None
-    return Copies(sharers, firsts, everyone, between if rank in firsts else None)
+    return FolderReplicas(sharers, firsts, everyone, between if rank in firsts else None)
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written every so often, and the newest whole one found again."""
+"""Checkpoints of a training run: written at intervals, and the newest complete one found again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,64 +25,108 @@ from pipeloom.files import open_regular, remove, sync_folder, write_pieces
 from pipeloom.outputs import writing
 from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, saved_iteration, state_tensors, write_state
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.replicas import Copies, find_copies
-from pipeloom.runtime.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.replicas import FolderReplicas, find_replicas
 from pipeloom.runtime.execute.executor import Executor
+from pipeloom.turns import short_turns
 
 T = TypeVar("T")
 
 STATE = "trainer.json"
 """File of a checkpoint with its `TrainerState`."""
-_REMEDY = "remove this checkpoint, and begin anew or from another"
+_REMEDY = "remove this checkpoint, and restart or resume from another one"
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PARTIAL, _REPLACED = ".partial", ".replaced"
-"""Endings of a checkpoint's name: while it is written or removed, and while a new one of the same iteration takes its
-place."""
+"""Suffixes of a checkpoint's name: while it is written or removed, and while a new one of the same iteration replaces
+it."""
 
 _Signature = tuple[tuple[str, int, int, int], ...]
-"""Of the files of a checkpoint: name, size, time of the last change, number."""
+"""Name, size, modification time and inode number of each file of a checkpoint."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trainer knows beside weights, optimiser state and random numbers."""
+    """State of a trainer apart from weights, optimizer state and random numbers."""
 
     iteration: Number
-    """The next one to run."""
+    """The next iteration to run."""
     batch: str
-    """Fingerprint of the batch before it, to see that the data is the same when training goes on."""
+    """Digest of the previous batch, to check that the data is the same when training resumes."""
     layout: str
     num_measured: Number = 0
-    """Iterations that the calibration has learned from."""
+    """Number of iterations from which the calibration has learned."""
     correction: Correction = Correction()
     evaluations: tuple[tuple[Number, Finite], ...] = ()
-    """Of every evaluation before, after how many iterations it was made, and the loss."""
+    """Iteration and loss of every evaluation so far."""
     origin: str = ""
-    """Where the model came from before it was trained, see `pipeloom.runtime.model.pretrained.Pretrained`."""
+    """Origin of the model before training, see `pipeloom.runtime.model.pretrained.Pretrained`."""
     format: str = "pipeloom.trainer/1"
+
+
+class Saving:
+    """A checkpoint that is written during training. It holds copies of everything that it writes.
+
+    Parameters
+    ----------
+    iteration : int
+        The iteration to resume at.
+    write : callable
+        Writes the checkpoint and returns its folder.
+    asynchronous : bool
+        Write in a thread. False writes at once.
+    """
+
+    def __init__(self, iteration: int, write: Callable[[], Path], *, asynchronous: bool) -> None:
+        self.iteration, self._written = iteration, Future[Path]()
+        if asynchronous:
+            threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+        else:
+            self._written.set_result(write())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the checkpoint is written or has failed."""
+        return self._written.done()
+
+    def wait(self) -> Path:
+        """Return the folder of the checkpoint once it is complete.
+
+        Raises
+        ------
+        PipeloomError
+            It could not be written.
+        """
+        return self._written.result()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            with short_turns():
+                path = write()
+            self._written.set_result(path)
+        except BaseException as error:  # raised where the checkpoint is waited for
+            self._written.set_exception(error)
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """Where and how often training is saved.
 
-    All ranks read and write one folder, or where hosts do not share it, each host a copy that is kept whole: a host
-    that is lost takes none away.
+    All ranks read and write one folder. If hosts do not share it, each host keeps a complete replica, so that losing a
+    host loses no checkpoint.
 
-    A checkpoint is written under another name and gets its own once everything is there. An old one loses its name
-    before it is removed. So whatever happens meanwhile, a folder ``step-N`` is whole, unless it is damaged later.
+    A checkpoint is written under another name and renamed once it is complete. An old one is renamed before it is
+    removed. A folder ``step-N`` is therefore always complete, unless it is damaged later.
 
     Parameters
     ----------
     folder : Path
-        Holds one folder ``step-N`` for each kept checkpoint; N is the iteration to go on with.
+        Contains one folder ``step-N`` for each kept checkpoint, where N is the iteration to resume at.
     every : int
-        Iterations from one to the next; the end of a run is always saved.
+        Number of iterations between checkpoints. The end of a run is always saved.
     keep : int
-        How many of the newest are kept. Only those count that are whole and not damaged, up to the one that was just
-        written; whatever has a higher number stays.
+        Number of checkpoints to keep. Only complete, undamaged ones up to the one just written count. Those with
+        higher numbers stay.
     asynchronous : bool
-        Write while training goes on, from copies in host memory; False: training waits.
+        Write from copies in host memory while training continues. With False, training waits.
     """
 
     folder: Path
@@ -89,33 +135,32 @@ class Checkpoints:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what never saves."""
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise InputError(f"checkpoint.{name}", f"{getattr(self, name)} is below 1")
 
     @cached_property
-    def copies(self) -> Copies:
-        """Which ranks see which copy of the folder; all ranks ask for it together, at first."""
-        return self._attempt(find_copies, self.folder)
+    def copies(self) -> FolderReplicas:
+        """Which ranks see which replica of the folder. All ranks access it together the first time."""
+        return self._attempt(find_replicas, self.folder)
 
     def steps(self) -> list[int]:
-        """Iterations with which the checkpoints of this copy go on, damaged ones included, oldest first."""
+        """Return the iterations of this replica's checkpoints, including damaged ones, oldest first."""
         return self._named("")
 
     def all_steps(self) -> list[int]:
-        """The same of all copies; all ranks call it together."""
-        copies = self.copies
-        self._attempt(copies.all_do, self._restore if copies.is_first else None)
-        return self._steps_of(copies)
+        """Return the iterations of the checkpoints of all replicas. All ranks call it together."""
+        replicas = self.copies
+        self._attempt(replicas.all_do, self._restore if replicas.is_first else None)
+        return self._steps_of(replicas)
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest checkpoint of this copy that is not damaged; None where there is none.
+        """Return the folder of this replica's newest undamaged checkpoint, or None if there are no checkpoints.
 
         Raises
         ------
         InputError
-            When all are damaged: what is wrong with the newest.
+            All checkpoints are damaged. The error describes the newest.
         """
         problems: list[InputError] = []
         for step in reversed(self.steps()):
@@ -129,17 +174,17 @@ class Checkpoints:
         return None
 
     def _named(self, ending: str) -> list[int]:
-        """Iterations of the entries that are called as a checkpoint with an ending, in order."""
+        """Return the iterations of entries named like a checkpoint with a suffix, in order."""
         if not self.folder.is_dir():
             return []
         names = {path.name for path in self._attempt(lambda: list(self.folder.iterdir()))}
         stems = (name.removesuffix(ending) for name in names if name.endswith(ending))
         steps = {int(stem[5:]) for stem in stems if _NAME.fullmatch(stem)}
-        # A name with more zeros is not that of a checkpoint.
+        # A name with more zeros is not a checkpoint's.
         return sorted(step for step in steps if self._path(step, ending).name in names)
 
-    def _steps_of(self, copies: Copies) -> list[int]:
-        return sorted(set().union(*copies.gather(self.steps())))
+    def _steps_of(self, replicas: FolderReplicas) -> list[int]:
+        return sorted(set().union(*replicas.gather(self.steps())))
 
     def save(
         self,
@@ -149,25 +194,25 @@ class Checkpoints:
         averages: Averages | None = None,
         record: Sequence[Path] = (),
     ) -> Saving:
-        """Begin to write a checkpoint, and drop those that are too old when it is there; all ranks call it together.
+        """Begin to write a checkpoint. Old ones are dropped once it is complete. All ranks call it together.
 
-        One is written at a time: wait for one before the next is begun.
+        Only one is written at a time: wait for one before the next call.
 
         Parameters
         ----------
         executor, optimizer, state, averages
-            What is saved.
+            The state to save.
         record : sequence of Path
-            Files in which rank 0 writes what the run tells of itself; hosts that do not share them get them with the
+            Files of the run's history written by rank 0. Hosts that do not share them receive them with the
             checkpoint.
 
         Raises
         ------
         InputError
-            When the folder cannot be written.
+            The folder cannot be written.
         """
-        copies, asynchronous = self.copies, self.asynchronous
-        # Training changes tensors; what is written at once needs no copies.
+        replicas, asynchronous = self.copies, self.asynchronous
+        # Training changes the tensors, so an asynchronous save needs copies.
         tensors = {
             name: tensor.detach().to("cpu", copy=True) if asynchronous else tensor
             for name, tensor in state_tensors(executor, optimizer, state.iteration, averages=averages).items()
@@ -182,31 +227,31 @@ class Checkpoints:
                 contents |= {name: text.encode() for name, text in executor.model.pretrained.kept().items()}
         return Saving(
             state.iteration,
-            lambda: self._save(copies, state.iteration, tensors, contents, record),
+            lambda: self._save(replicas, state.iteration, tensors, contents, record),
             asynchronous=asynchronous,
         )
 
     def _save(
         self,
-        copies: Copies,
+        replicas: FolderReplicas,
         iteration: int,
         tensors: Mapping[str, torch.Tensor],
         contents: dict[str, bytes],
         record: Sequence[Path],
     ) -> Path:
         target, beside = self._path(iteration), self._path(iteration, _PARTIAL)
-        self._attempt(copies.all_do, partial(_make_empty, beside) if copies.is_first else None)
-        write_state(beside, tensors, group=copies.everyone)
-        self._attempt(copies.all_do, partial(_write_files, beside, dist.get_rank(), contents))
-        self._attempt(copies.complete, beside, beside)
-        self._attempt(copies.all_do, partial(self._take_over, iteration) if copies.is_first else None)
+        self._attempt(replicas.all_do, partial(_make_empty, beside) if replicas.is_first else None)
+        write_state(beside, tensors, group=replicas.everyone)
+        self._attempt(replicas.all_do, partial(_write_files, beside, dist.get_rank(), contents))
+        self._attempt(replicas.complete, beside, beside)
+        self._attempt(replicas.all_do, partial(self._take_over, iteration) if replicas.is_first else None)
         self._remember(iteration)
-        self._drop_old(copies, iteration)
-        self._attempt(copies.follow, record)
+        self._drop_old(replicas, iteration)
+        self._attempt(replicas.follow, record)
         return target
 
     def _take_over(self, step: int) -> None:
-        """Give a checkpoint that is whole its name; one of the same iteration goes only when the new one is there."""
+        """Rename a complete checkpoint to its final name. One of the same iteration is removed only afterwards."""
         target, beside, replaced = self._path(step), self._path(step, _PARTIAL), self._path(step, _REPLACED)
         sync_folder(beside)
         if os.path.lexists(target):
@@ -217,7 +262,7 @@ class Checkpoints:
         remove(replaced)
 
     def _restore(self) -> None:
-        """Give a checkpoint its name again that a new one was about to replace when the process died."""
+        """Restore the name of a checkpoint that was being replaced when the process was killed."""
         for step in self._named(_REPLACED):
             target, replaced = self._path(step), self._path(step, _REPLACED)
             if os.path.lexists(target):
@@ -225,17 +270,17 @@ class Checkpoints:
             else:
                 replaced.rename(target)
 
-    def _drop_old(self, copies: Copies, written: int) -> None:
-        """Drop what is older than the `keep` newest checkpoints that are whole; all ranks call it together.
+    def _drop_old(self, replicas: FolderReplicas, written: int) -> None:
+        """Remove checkpoints older than the ``keep`` newest complete ones. All ranks call it together.
 
-        What has a higher number than the one just written does not count and stays: training did not go on from it, so
-        it is damaged or not this run's.
+        Checkpoints with a higher number than the one just written do not count and stay. Training did not resume from
+        them, so they are damaged or from another run.
         """
-        older = [step for step in self._steps_of(copies) if step <= written]
+        older = [step for step in self._steps_of(replicas) if step <= written]
         num_whole = 0
         while older and num_whole < self.keep:
-            num_whole += self._is_whole(copies, older.pop())
-        self._attempt(copies.all_do, (lambda: self._drop(older, written)) if copies.is_first else None)
+            num_whole += self._is_whole(replicas, older.pop())
+        self._attempt(replicas.all_do, (lambda: self._drop(older, written)) if replicas.is_first else None)
 
     def _drop(self, steps: Sequence[int], written: int) -> None:
         for step in steps:
@@ -243,28 +288,28 @@ class Checkpoints:
             if os.path.lexists(path):
                 remove(gone)
                 path.rename(gone)
-        # Those that a process left when it died as well.
+        # Also those that a killed process left.
         for step in self._named(_PARTIAL):
             if step <= written:
                 remove(self._path(step, _PARTIAL))
 
-    def _is_whole(self, copies: Copies, step: int) -> bool:
-        """Whether every copy of a checkpoint is good; all ranks call it together.
+    def _is_whole(self, replicas: FolderReplicas, step: int) -> bool:
+        """Return whether every replica of a checkpoint is good. All ranks call it together.
 
-        A copy that was written or found good before is not read again, unless its files have changed since.
+        A replica that was written or checked before is read again only if its files have changed.
         """
         path = self._path(step)
-        is_known = not copies.is_first or self._good.get(step, ()) == (_signature(path) or None)
-        if all(copies.gather(is_known)):
+        is_known = not replicas.is_first or self._good.get(step, ()) == (_signature(path) or None)
+        if all(replicas.gather(is_known)):
             return True
-        if any(copies.gather(_damage_of(path, copies.share))) or any(copies.gather(_misnumbered(path))):
+        if any(replicas.gather(_damage_of(path, replicas.share))) or any(replicas.gather(_misnumbered(path))):
             return False
         self._remember(step)
         return True
 
     @cached_property
     def _good(self) -> dict[int, _Signature]:
-        """Checkpoints of this copy that this process has written or found good."""
+        """Checkpoints of this replica that this process has written or checked, with their signatures."""
         return {}
 
     def _remember(self, step: int) -> None:
@@ -274,12 +319,12 @@ class Checkpoints:
     def load(
         self, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None = None
     ) -> TrainerState | None:
-        """Read the newest checkpoint that is not damaged, None where there is none; all ranks call it together.
+        """Load the newest undamaged checkpoint. Returns None if there are none. All ranks call it together.
 
         Raises
         ------
         InputError
-            When it is of another model, or all are damaged: what is wrong with the newest.
+            It is of another model, or all are damaged. In that case the error describes the newest.
         """
         steps = self.all_steps()
         damaged: InputError | None = None
@@ -288,32 +333,32 @@ class Checkpoints:
             if problem is None:
                 return self._read(step, executor, optimizer, averages)
             if dist.get_rank() == 0 and step != steps[0]:
-                _LOG.warning("%s: %s; going on from an older checkpoint", problem.entity, problem.problem)
+                _LOG.warning("%s: %s; resuming from an older checkpoint", problem.entity, problem.problem)
             damaged = damaged or problem
         if damaged is not None:
             raise damaged
         return None
 
     def _damage(self, step: int) -> InputError | None:
-        """What is wrong with a checkpoint, where no copy of what is wrong is good; copies are mended from others."""
-        copies, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
-        is_there = copies.gather(path.is_dir())
+        """Return the damage of a checkpoint that no replica can repair. Damaged replicas are repaired from others."""
+        replicas, path, beside = self.copies, self._path(step), self._path(step, _PARTIAL)
+        is_there = replicas.gather(path.is_dir())
         if not any(is_there):
             return InputError(str(path), "is not a folder", _REMEDY)
         if not all(is_there):
-            lacks = copies.is_first and not path.is_dir()
-            self._attempt(copies.all_do, partial(_make_empty, beside) if lacks else None)
-            self._attempt(copies.complete, path, beside)
-            self._attempt(copies.all_do, partial(self._take_over, step) if lacks else None)
-        for is_mended in (len(copies.firsts) == 1, True):
-            damage = copies.gather(_damage_of(path, copies.share))
-            if not any(damage) or is_mended:
+            is_missing = replicas.is_first and not path.is_dir()
+            self._attempt(replicas.all_do, partial(_make_empty, beside) if is_missing else None)
+            self._attempt(replicas.complete, path, beside)
+            self._attempt(replicas.all_do, partial(self._take_over, step) if is_missing else None)
+        for is_repaired in (len(replicas.firsts) == 1, True):
+            damage = replicas.gather(_damage_of(path, replicas.share))
+            if not any(damage) or is_repaired:
                 break
-            lacking = set().union(*(damage[rank] for rank in copies.sharers))
-            self._attempt(copies.complete, path, path, lacking)
+            lacking = set().union(*(damage[rank] for rank in replicas.sharers))
+            self._attempt(replicas.complete, path, path, lacking)
         for name, problem in (pair for each in damage for pair in each.items()):
             return InputError(str(path / name), problem, _REMEDY)
-        misnumbered: list[InputError | None] = copies.gather(_misnumbered(path))
+        misnumbered: list[InputError | None] = replicas.gather(_misnumbered(path))
         wrong = next(filter(None, misnumbered), None)
         if wrong is None:
             self._remember(step)
@@ -323,12 +368,12 @@ class Checkpoints:
         self, step: int, executor: Executor, optimizer: torch.optim.Optimizer | None, averages: Averages | None
     ) -> TrainerState:
         path = self._path(step)
-        # The ranks have divided the digests of all files among them in `_damage`.
+        # `_damage` has compared the digests of all files, divided among the ranks.
         load_checkpoint(path, executor, optimizer, averages=averages, group=self.copies.everyone, checked=True)
         state = read_state(path)
         for name, generator in _generators(executor.device).items():
             saved = path / f"{name}-{dist.get_rank()}"
-            # In another layout other layers draw the numbers; then there is nothing to go on with.
+            # With another layout, other layers draw the numbers, so no state carries over.
             if state.layout == executor.layout.digest and saved.exists():
                 try:
                     generator.set_state(torch.frombuffer(bytearray(saved.read_bytes()), dtype=torch.uint8))
@@ -337,12 +382,12 @@ class Checkpoints:
         return state
 
     def make(self) -> None:
-        """Make the folder, so that one that cannot be written is known before anything is trained."""
+        """Create the folder, so that a folder that cannot be written is reported before training."""
         self._attempt(_make_writable, self.folder)
         self._attempt(self._restore)
 
     def clear(self) -> None:
-        """Remove all checkpoints of this copy, and what is left of those that were being written or removed."""
+        """Remove all checkpoints of this replica, including incomplete ones."""
         for ending in ("", _PARTIAL, _REPLACED):
             for step in self._named(ending):
                 self._attempt(remove, self._path(step, ending))
@@ -356,21 +401,15 @@ class Checkpoints:
 
 
 def _generators(device: torch.device) -> dict[str, torch.Generator]:
-    """Random generators whose states are saved: the processor's, and the GPU's where one computes."""
-    found = {"random": torch.default_generator}
+    """Return the random generators whose states are saved: the CPU's, and the GPU's if it is used."""
+    generators = {"random": torch.default_generator}
     if device.type == "cuda":
-        found["random-cuda"] = torch.cuda.default_generators[device.index or 0]
-    return found
+        generators["random-cuda"] = torch.cuda.default_generators[device.index or 0]
+    return generators
 
 
 def read_state(path: Path) -> TrainerState:
-    """Read what a checkpoint has of its trainer.
-
-    Raises
-    ------
-    InputError
-        When the file is missing or damaged.
-    """
+    """Read the trainer's state from a checkpoint. Raises `InputError` if the file is missing or damaged."""
     try:
         with open_regular(path / STATE) as stream:
             return msgspec.json.decode(stream.read(), type=TrainerState)
@@ -379,7 +418,7 @@ def read_state(path: Path) -> TrainerState:
 
 
 def _problem_of(path: Path) -> InputError | None:
-    """What is wrong with a checkpoint; None where it is good."""
+    """Return the damage of a checkpoint, or None if it is good."""
     for name, problem in _damage_of(path, lambda names: names).items():
         return InputError(str(path / name), problem, _REMEDY)
     return _misnumbered(path)
@@ -392,7 +431,7 @@ def _damage_of(path: Path, share: Callable[[Sequence[str]], Sequence[str]]) -> d
 
 
 def _misnumbered(path: Path) -> InputError | None:
-    """What is wrong with a checkpoint whose files are as they were written: it may be of another iteration."""
+    """Return an error if the files of an undamaged checkpoint are of another iteration than its folder."""
     step = int(path.name.removeprefix("step-"))
     try:
         state, iteration = read_state(path), saved_iteration(path)
@@ -400,21 +439,21 @@ def _misnumbered(path: Path) -> InputError | None:
         return error
     if state.iteration == iteration == step:
         return None
-    told = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
-    return InputError(f"{path / STATE}: iteration", told, _REMEDY)
+    problem = f"says {state.iteration}, its tensors {iteration}, its folder {step}"
+    return InputError(f"{path / STATE}: iteration", problem, _REMEDY)
 
 
 def _signature(path: Path) -> _Signature:
-    """What changes with the files of a checkpoint, without reading them; empty where it cannot be had."""
+    """Return the signature of a checkpoint's files without reading them. Empty if it is unavailable."""
     try:
-        found = [(each, each.stat()) for each in sorted(path.rglob("*"))]
+        files = [(each, each.stat()) for each in sorted(path.rglob("*"))]
     except OSError:
         return ()
-    return tuple((str(each.relative_to(path)), is_.st_size, is_.st_mtime_ns, is_.st_ino) for each, is_ in found)
+    return tuple((str(each.relative_to(path)), is_.st_size, is_.st_mtime_ns, is_.st_ino) for each, is_ in files)
 
 
 def _write_files(folder: Path, rank: int, contents: dict[str, bytes]) -> None:
-    """Write what a rank saves beside tensors, and the digests of it."""
+    """Write a rank's files beside the tensors, and their digests."""
     from pipeloom.runtime.checkpoint.digests import write_digests  # slow to import, and seldom needed
 
     for name, content in contents.items():

@@ -1,4 +1,4 @@
-"""Files of safetensors: one, or shards with an index, as Hugging Face's libraries lay them into a folder."""
+"""Safetensors files: a single file, or shards with an index, as in folders of Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -31,37 +31,32 @@ _DTYPES = {
 }
 _AT_ONCE_BYTES = 32 * 2**20
 SHARD_BYTES = 5 * 10**9
-"""Most bytes of one file that is written."""
+"""Largest size in bytes of one file that is written."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies."""
+    """Location of one tensor."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     begin: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 class TensorFiles:
-    """The tensors of a folder; only heads are read until one is asked for.
+    """The tensors of a folder. Only headers are read until a tensor is requested.
 
     Parameters
     ----------
-    folder : Path
     stem : str
-        How the files are called: ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and what it names.
-
-    Attributes
-    ----------
-    tensors : dict of str to Stored
+        Name of the files: ``STEM.safetensors``, or ``STEM.safetensors.index.json`` and the files that it lists.
 
     Raises
     ------
     InputError
-        When there is none, one that the index names is missing, or one is damaged.
+        There are no files, a listed file is missing, or a file is damaged.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -72,8 +67,8 @@ class TensorFiles:
             self._add(single)
             return
         if not index.is_file():
-            found = next((each.name for each in sorted(folder.glob("*.bin"))), "")
-            problem = f"has no {single.name} and no {index.name}" + (f", but {found}" if found else "")
+            other = next((each.name for each in sorted(folder.glob("*.bin"))), "")
+            problem = f"has no {single.name} and no {index.name}" + (f", but {other}" if other else "")
             raise InputError(str(folder), problem, "save the model there as safetensors")
         named = _names(index)
         for name in sorted(set(named.values())):
@@ -86,7 +81,7 @@ class TensorFiles:
 
     @staticmethod
     def are_in(folder: Path, stem: str = "model") -> bool:
-        """Whether a folder has any."""
+        """Return whether a folder has such files."""
         return any((folder / f"{stem}.safetensors{end}").is_file() for end in ("", ".index.json"))
 
     def _add(self, file: Path) -> None:
@@ -99,14 +94,14 @@ class TensorFiles:
             self.tensors[key] = Stored(file, tuple(entry["shape"]), _DTYPES[kind], begin)
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor in memory of its own, in the file's dtype or another."""
+        """Return a tensor in new memory, in the file's dtype or another one."""
         stored = self.tensors[key]
         tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype)
         self.read_into(key, tensor)
         return tensor
 
     def read_into(self, key: str, target: Tensor) -> None:
-        """Write a tensor into one of the same shape, perhaps of another dtype or elsewhere, a few rows at a time."""
+        """Read a tensor into one of the same shape, a few rows at a time. Dtype and device may differ."""
         try:
             self._read_into(self.tensors[key], target)
         except OSError as error:
@@ -114,7 +109,7 @@ class TensorFiles:
             raise InputError(f"{file}: {key}", f"cannot be read ({error.strerror})", "fetch the file again") from error
 
     def _read_into(self, stored: Stored, target: Tensor) -> None:
-        # Plain reads: pages that are mapped count as this process's memory, and the library's slices read all rows.
+        # Plain reads. Mapped pages count as this process's memory, and the library's slices read all rows.
         with stored.file.open("rb", buffering=0) as file, torch.no_grad():
             file.seek(stored.begin)
             if target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous():
@@ -137,7 +132,7 @@ def _read(file: IO[bytes], target: Tensor, name: Path) -> None:
 
 
 def _runs(stored: Stored) -> Iterable[Any]:
-    """Runs of rows that are read at once."""
+    """Return the runs of rows that are read at once."""
     if not stored.shape:
         return (...,)
     row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
@@ -146,19 +141,19 @@ def _runs(stored: Stored) -> Iterable[Any]:
 
 
 def _head(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """What a file says of its tensors: key, entry, and where in the file it begins."""
+    """Yield key, entry and file offset of each tensor from a file's header."""
     import safetensors  # an extra
 
     try:
-        # It sees that the head is whole, that tensors cover the file, and that none overlaps another.
+        # The library checks that the header is complete and that tensors cover the file without overlap.
         with safetensors.safe_open(str(file), framework="pt"):
             pass
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            head: dict[str, Any] = json.loads(opened.read(size))
+            header: dict[str, Any] = json.loads(opened.read(size))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(str(file), f"is damaged ({error})", "fetch it again") from error
-    for key, entry in head.items():
+    for key, entry in header.items():
         if key != "__metadata__":
             yield key, entry, 8 + size + int(entry["data_offsets"][0])
 
@@ -166,36 +161,35 @@ def _head(file: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 def _names(index: Path) -> dict[str, str]:
     try:
         named: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        # Nothing outside of the folder.
+        # Nothing outside the folder.
         if any(Path(name).name != name or len(name) > 250 for name in named.values()):
-            raise ValueError("it names files elsewhere")
+            raise ValueError("it names files in other folders")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(str(index), f"is no index of shards ({error})", "fetch the folder again") from error
+        raise InputError(str(index), f"is not an index of shards ({error})", "fetch the folder again") from error
     return named
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that was written under a name of its own until it is known how many there are."""
+    """A file written under a temporary name until the number of files is known."""
 
     name: str
     stem: str
     keys: tuple[str, ...]
     num_bytes: dict[str, int]
-    """By dtype."""
+    """Bytes by dtype."""
 
 
 @dataclass
 class ShardWriter:
-    """Writes tensors into files of at most so many bytes; a tensor is let go of once its file is written.
+    """Writes tensors into files of limited size. A tensor is released once its file is written.
 
     Parameters
     ----------
-    folder : Path
     tag : str
-        Unlike that of every other process that writes there.
+        Tag of this process, different from those of other processes that write there.
     most_bytes : int
-        Of one file.
+        Largest size of one file in bytes.
     """
 
     folder: Path
@@ -205,14 +199,14 @@ class ShardWriter:
     _waiting: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def add(self, stem: str, key: str, tensor: Tensor) -> None:
-        """Take a tensor for the files of a stem."""
+        """Add a tensor to the files of a stem."""
         waiting = self._waiting.setdefault(stem, {})
         if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > self.most_bytes:
             self._write(stem)
         self._waiting.setdefault(stem, {})[key] = tensor
 
     def close(self) -> list[Shard]:
-        """Write what is left, and return all files."""
+        """Write the remaining tensors, and return all files."""
         for stem in list(self._waiting):
             self._write(stem)
         return self.shards
@@ -227,7 +221,7 @@ class ShardWriter:
             try:
                 safetensors.torch.save_file(tensors, str(self.folder / name), metadata={"format": "pt"})
             except safetensors.SafetensorError as error:
-                # The library names the number of the system's error in its message alone.
+                # The library reports the number of the system's error only in its message.
                 number = re.search(r"os error (\d+)", str(error))
                 raise OSError(number and int(number[1]), str(error)) from error
         sizes: Counter[str] = Counter()
@@ -237,7 +231,7 @@ class ShardWriter:
 
 
 def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """Give files their names, and write an index where a stem has several."""
+    """Rename files to their final names, and write an index for each stem with several files."""
     by_stem: dict[str, list[Shard]] = {}
     for shard in shards:
         by_stem.setdefault(shard.stem, []).append(shard)
@@ -256,7 +250,7 @@ def finish_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def most_common_dtypes(shards: Sequence[Shard]) -> dict[str, torch.dtype]:
-    """Return the floating dtype of most bytes, by stem."""
+    """Return the floating-point dtype with the most bytes, by stem."""
     sizes: dict[str, Counter[str]] = {}
     for shard in shards:
         sizes.setdefault(shard.stem, Counter()).update(shard.num_bytes)
@@ -267,5 +261,5 @@ def _most_common(sizes: Counter[str]) -> torch.dtype:
     floating = [
         name for name, _ in sizes.most_common() if getattr(torch, name.removeprefix("torch.")).is_floating_point
     ]
-    found: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
-    return found
+    dtype: torch.dtype = getattr(torch, (floating or ["torch.float32"])[0].removeprefix("torch."))
+    return dtype

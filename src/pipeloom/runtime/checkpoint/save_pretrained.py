@@ -1,4 +1,4 @@
-"""Trained weights in the form of another library, written piece by piece: no process holds the whole model."""
+"""Trained weights in the format of another library, written in pieces so that no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -27,46 +27,35 @@ from pipeloom.runtime.model.sharding import is_dtensor
 
 
 def pretrained_of(model: Model) -> Pretrained:
-    """Return what says how another library has the model.
+    """Return the model's `Pretrained`, which describes its format in another library.
 
-    Raises
-    ------
-    InputError
-        Nothing does.
+    Raises `InputError` without one.
     """
     if model.pretrained is None:
         raise InputError(
             f"model {model.name!r}",
-            "is of no library that could read it",
-            "pl.from_transformers and pl.from_diffusers make models that are; others are read by load_weights",
+            "is of no supported library",
+            "make it by pl.from_transformers or pl.from_diffusers, or load its checkpoints by load_weights",
         )
     return model.pretrained
 
 
 def check_target(folder: Path) -> None:
-    """Refuse to write among other files.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError` if the target folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(str(folder), "is there and not empty", "name a new folder, or remove what is in it")
+        raise InputError(str(folder), "exists and is not empty", "name a new folder, or empty this one")
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a folder is written until it is whole."""
+    """Return the temporary folder that is written until the target is complete."""
     whole = Path(os.path.realpath(folder))
     return whole.with_name(f"{whole.name}.partial")
 
 
 def begin(folder: Path) -> None:
-    """Make the folder that is written; one process does.
+    """Create the temporary folder in one process.
 
-    Raises
-    ------
-    InputError
-        When the target is not empty, or cannot be made.
+    Raises `InputError` if the target is not empty or cannot be created.
     """
     check_target(folder)
     with writing(folder):
@@ -75,12 +64,12 @@ def begin(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove what was written of a folder that will not be whole."""
+    """Remove the temporary folder of an incomplete target."""
     shutil.rmtree(partial_of(folder), ignore_errors=True)
 
 
 def add(writer: ShardWriter, saved: Iterable[Saved]) -> None:
-    """Write tensors as the library has them."""
+    """Write tensors in the library's format."""
     for each in saved:
         for stem, tensors in each.items():
             for key, tensor in tensors.items():
@@ -88,7 +77,7 @@ def add(writer: ShardWriter, saved: Iterable[Saved]) -> None:
 
 
 def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> None:
-    """Name the files, write what belongs beside them, and give the folder its name; one process does."""
+    """Rename the files, write the files beside them, and rename the folder. Called in one process."""
     partial = partial_of(folder)
     with writing(folder):
         pretrained.write_beside(partial, most_common_dtypes(shards))
@@ -101,43 +90,32 @@ def finish(folder: Path, pretrained: Pretrained, shards: Sequence[Shard]) -> Non
 def save_pretrained(
     model: Model, executor: Executor, writes: bool, folder: Path, most_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the weights of all ranks; all processes of the default group call it together.
+    """Write the weights of all ranks, see `Trainer.save_pretrained`. All processes of the default group call it
+    together.
 
     Parameters
     ----------
-    model : Model
-    executor : Executor
-        This process's.
     writes : bool
-        Whether it is this process, of those that hold the same layers, that writes them.
-    folder : Path
-        New or empty; all processes share it.
-    most_bytes : int
-        Of one file.
-
-    Raises
-    ------
-    InputError
-        On all processes alike, when the folder is not empty or the model is of no library.
+        Whether this process writes, among those that hold the same layers.
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
     _begin_together(folder)
-    patience = Patience()
+    barrier = Patience()
     writer = ShardWriter(partial_of(folder), str(rank), most_bytes)
-    mine = _own(executor)
+    own = _own(executor)
     for piece in pretrained.pieces():
-        if piece[0] not in mine:
+        if piece[0] not in own:
             continue
-        # What lies in shards is gathered by all processes that have one.
-        whole = {name: _whole(mine[name]) for name in piece}
+        # All processes with a shard take part in gathering a tensor.
+        whole = {name: _whole(own[name]) for name in piece}
         if writes:
             add(writer, [pretrained.saved(whole)])
     if rank == 0:
         add(writer, pretrained.others())
     shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size())]
-    # Before the wait, which is a long one: the last file may be as large as any.
+    # Before the barrier with its long timeout, because the last file may be large.
     written = writer.close()
-    patience.wait("writing the trained weights")
+    barrier.wait("writing the trained weights")
     with together("writing the trained weights"):
         dist.all_gather_object(shards, written)
     if rank == 0:
@@ -147,7 +125,7 @@ def save_pretrained(
 
 
 def _begin_together(folder: Path) -> None:
-    """Let one process make the folder, and all of them know what came of it."""
+    """Create the folder in one process, and raise its error on all of them."""
     problem: list[tuple[str, str, str] | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -161,7 +139,7 @@ def _begin_together(folder: Path) -> None:
 
 
 def _own(executor: Executor) -> Mapping[str, Tensor]:
-    """What this rank is to write: a layer that several ranks have is the first one's."""
+    """Return the tensors that this rank writes. The first of several ranks writes a shared layer."""
     layout = executor.layout
     first: dict[tuple[str, int], int] = {}
     for chunk in layout.chunks:
@@ -177,5 +155,5 @@ def _own(executor: Executor) -> Mapping[str, Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """On the host: joint tensors are taken apart there, and wait there for their file."""
+    """Return the whole tensor on the host, where joint tensors are split and wait for their file."""
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).cpu()

@@ -1,4 +1,4 @@
-"""Saver: when training is saved, how a save ends, and where training goes on."""
+"""Saver: decides when training is saved, completes saves, and finds where training resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
-from pipeloom.runtime.checkpoint.saving import Saving
+from pipeloom.runtime.checkpoint.resume import Checkpoints, Saving, TrainerState
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together
@@ -20,18 +19,14 @@ from pipeloom.runtime.launch.coordination import together
 
 @dataclass
 class Saver:
-    """The checkpoints of one training; all ranks use it alike.
+    """Checkpoints of one training run. All ranks use it alike.
 
     Parameters
     ----------
     checkpoints : Checkpoints or None
-        None: nothing is saved.
-    executor, optimizer, averages
-        What is saved.
-    record : sequence of Path
-        Files that follow every checkpoint, see `Checkpoints.save`.
-    on_checkpoint : callable or None
-        Called with the iteration to go on with and the folder, once a checkpoint is whole.
+        None saves nothing.
+    record, on_checkpoint
+        See `TrainerOptions`.
     """
 
     checkpoints: Checkpoints | None
@@ -44,40 +39,22 @@ class Saver:
     _resumed: TrainerState | None = field(init=False, default=None)
 
     def load(self, *, must: bool) -> TrainerState | None:
-        """Read the newest checkpoint; None where there is none.
+        """Load the newest checkpoint, see `Checkpoints.load`.
 
-        Parameters
-        ----------
-        must : bool
-            Whether there has to be one.
-
-        Raises
-        ------
-        InputError
-            When it is of another model, or there is none and there has to be one.
+        Raises `InputError` if there is none and ``must`` is set.
         """
         if self.checkpoints is not None:
             self._resumed = self.checkpoints.load(self.executor, self.optimizer, self.averages)
         if self._resumed is None and must:
-            raise InputError("options.resumes", "is set, and there is no checkpoint", "leave it out")
+            raise InputError("options.resumes", "is set, but there is no checkpoint", "leave it out")
         return self._resumed
 
     def skip_trained(
         self, source: Iterator[Sequence[Any]], count: int, digest: Callable[[Sequence[Any], int], str]
     ) -> Iterator[Sequence[Any]]:
-        """Leave out so many batches, and compare the last of them with the one that was trained before the checkpoint.
+        """Skip ``count`` batches, see `Trainer.skip_trained`.
 
-        Parameters
-        ----------
-        source : iterator of sequence of samples
-        count : int
-        digest : callable
-            From a batch and its iteration, see `batch_digest`.
-
-        Raises
-        ------
-        InputError
-            When it is another: going on would train some samples twice and others never.
+        ``digest`` returns the digest of a batch and its iteration.
         """
         last: Sequence[Any] | None = None
         for iteration in range(count):
@@ -89,27 +66,25 @@ class Saver:
             if self._resumed.batch != ("" if last is None else digest(last, iteration)):
                 raise InputError(
                     f"iteration {iteration}",
-                    "has other samples than when it was trained, before the checkpoint",
-                    "give the data of the run that wrote it, or begin anew",
+                    "has other samples than when it was trained before the checkpoint",
+                    "use the data of the run that wrote it, or restart",
                 )
         return source
 
     def after(self, iteration: int, state: Callable[[], TrainerState], *, is_last: bool) -> bool:
-        """After an iteration: begin a checkpoint where one is due, and end one that is written.
+        """Begin a checkpoint after an iteration if one is due, and complete a written one.
 
         Parameters
         ----------
-        iteration : int
-            How many have been trained.
         state : callable
-            Says what is saved beside tensors.
+            Returns the state to save beside tensors.
         is_last : bool
-            The last one is always saved, and waited for.
+            Whether this is the last iteration, which is always saved and waited for.
 
         Returns
         -------
         bool
-            Whether one was due.
+            Whether a checkpoint was due.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
@@ -126,7 +101,7 @@ class Saver:
         return True
 
     def end(self) -> None:
-        """Wait until the checkpoint that is being written is whole, and tell of it."""
+        """Wait until the current checkpoint is complete, and call ``on_checkpoint``."""
         saving, self._saving = self._saving, None
         if saving is None:
             return

@@ -1,1 +1,1 @@
-"""Batches and samples: data sets, reading ahead, digests of contents."""
+"""Batches and samples: datasets, reading ahead, digests of batches."""

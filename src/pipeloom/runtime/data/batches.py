@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,32 +23,31 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a dataset, for `fit` and `Trainer`; every rank iterates them, and loads what its layers need.
+    """Batches of a dataset for `fit` and `Trainer`. Every rank iterates them and loads what its layers need.
 
-    Which samples are in a batch follows from its number, the seed and the number of samples alone: not from the number
-    of ranks, and not from what was read before. So a resumed run begins with any batch at once, and its checkpoint need
-    hold no more than the iteration.
+    The samples of a batch depend only on the batch number, the seed and the number of samples, not on the number of
+    ranks or on earlier reads. A resumed run therefore starts at any batch at once, and its checkpoint stores only the
+    iteration.
 
     Parameters
     ----------
-    dataset : Dataset
     batch : int
-        Samples of a batch. The last of all may have fewer.
+        Number of samples of a batch. The last batch may have fewer.
     shuffle : bool
-        Every pass over the data in an order of its own.
+        Shuffle every pass over the data differently.
     seed : int
-        From which the orders are drawn.
+        Seed of the orders.
     epochs : int
-        Passes over the data. A batch goes over the end of one into the next.
+        Number of passes over the data. A batch may contain the end of one pass and the beginning of the next.
     limit : int or None
-        So many batches at most.
+        Largest number of batches. None is no limit.
     skip_corrupt : bool
-        Leave samples out whose sizes cannot be read, on all ranks alike; the batch then has fewer. Else they end
-        training.
+        Skip samples whose sizes cannot be read, on all ranks alike. The batch then has fewer samples. False ends
+        training at such a sample.
     depth : int
-        Batches that wait at most, described.
+        Largest number of described batches that wait.
     first : int
-        Number of the batch to begin with.
+        Number of the batch to start with.
     """
 
     dataset: Dataset
@@ -63,7 +62,6 @@ class Batches:
     first: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what gives no batch."""
         for name in ("batch", "epochs", "depth"):
             check_count(name, getattr(self, name))
         if self.limit is not None:
@@ -72,25 +70,21 @@ class Batches:
             raise InputError("dataset", "has no samples", "give at least one")
 
     def __len__(self) -> int:
-        """How many batches there are, beginning with the first of all."""
+        """Return the total number of batches, counted from batch 0."""
         every = -(-self.epochs * len(self.dataset) // self.batch)
         return every if self.limit is None else min(every, self.limit)
 
     def __iter__(self) -> Reading:
-        """Begin to describe batches ahead, in a thread."""
-        return Reading(self._described(), None, self.depth)
+        """Start to describe batches ahead in a thread."""
+        return Reading(map(self._describe, range(self.first, len(self))), None, self.depth)
 
     def members(self, number: int) -> list[tuple[int, int]]:
-        """The pass and the sample of every place in a batch."""
+        """Return the pass and the sample number of every place in a batch."""
         size, end = len(self.dataset), self.epochs * len(self.dataset)
         places = range(number * self.batch, min((number + 1) * self.batch, end))
         return [
             (p // size, int(_order(size, p // size, self.seed)[p % size]) if self.shuffle else p % size) for p in places
         ]
-
-    def _described(self) -> Iterator[DescribedBatch]:
-        for number in range(self.first, len(self)):
-            yield self._describe(number)
 
     def _describe(self, number: int) -> DescribedBatch:
         samples: list[LazySample] = []
@@ -110,7 +104,8 @@ class Batches:
                     _LOG.warning("batch %d: skipped %s: %s", number, error.entity, error.problem)
                 continue
             name = str(row.get("id", index))
-            # The end of a pass and the beginning of the next may have the same sample, and two samples one name.
+            # The end of one pass and the beginning of the next may contain the same sample, and two samples may share
+            # an id.
             names = (name, f"{name}#{epoch}")
             row["id"] = next((each for each in names if each not in seen), f"{name}#{epoch}.{index}")
             seen.add(row["id"])
@@ -118,15 +113,15 @@ class Batches:
                 targets = float(row.pop("targets"))
             except KeyError as error:
                 raise InputError(
-                    f"dataset.sizes({index})", "says no targets", "return how many it counts in the loss"
+                    f"dataset.sizes({index})", "has no `targets`", "return the number of targets in the loss"
                 ) from error
             samples.append(LazySample(self.dataset, index, targets))
             rows.append(row)
         if not samples:
-            raise InputError(f"batch {number}", f"has no sample that is whole: {skipped[0]}", "mend the data")
-        found = DescribedBatch(samples)
-        found.metadata, found.num_skipped = batch_from_dicts(rows).samples, len(skipped)
-        return found
+            raise InputError(f"batch {number}", f"has no undamaged sample: {skipped[0]}", "repair the data")
+        batch = DescribedBatch(samples)
+        batch.metadata, batch.num_skipped = batch_from_dicts(rows).samples, len(skipped)
+        return batch
 
 
 @lru_cache(maxsize=4)
@@ -135,7 +130,7 @@ def _order(size: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int6
 
 
 def bound(batches: Iterable[Sequence[Any]], model: Model) -> Iterable[Sequence[Any]]:
-    """Batches of a `Dataset` told the model; others as they are."""
+    """Bind batches of a `Dataset` to the model. Return other batches unchanged."""
     if isinstance(batches, Batches):
         return dataclasses.replace(batches, dataset=batches.dataset.bind(model))
     return batches

@@ -1,7 +1,7 @@
-"""Prefetched: reads batches ahead of training in a thread, and counts what the planner must know of them.
+"""Prefetched: reads batches ahead of training in a thread, and computes the metadata that the planner needs.
 
-What the planner is told are shapes. They are read from the tensors of the user's loader, beside training: when a batch
-is wanted, it and its metadata are there.
+The planner needs only sizes. They are read from the tensors of the user's loader during training, so that a batch and
+its metadata are ready when needed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,27 +22,27 @@ from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.spec import Batch, Sample, batch_from_dicts
 
 _POLL_S = 0.05
-# A loader that hangs is left behind.
+# A loader that hangs is abandoned after this time.
 _CLOSE_S = 10.0
 _LISTS = frozenset(name for name in Sample.__struct_fields__ if name not in ("id", "text_tokens"))
-"""Fields of the metadata that have one entry for each image, video or sound."""
+"""Fields of the metadata with one entry per image, video or recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How long a part of a sample is: what some dimensions of a tensor come to.
+    """Size of a part of a sample, computed from dimensions of a tensor.
 
-    Of a field with one number per sample (``text_tokens``) it is the size of one tensor. Of a field with one number
-    per image or video, the sizes of all tensors in a list, or along dimension 0 of one tensor.
+    For a field with one number per sample (``text_tokens``), it is the size of one tensor. For a field with one number
+    per image or video, it is the sizes of all tensors in a list, or of the slices along dimension 0 of one tensor.
 
     Attributes
     ----------
     key : str or int
-        Where in the sample: ``sample[key]``.
+        Key of the tensor in the sample: ``sample[key]``.
     dims : tuple of int
-        Dimensions of the tensor (of each, where there are several) whose sizes are multiplied; none: 1.
+        Dimensions of the tensor, or of each tensor, whose sizes are multiplied. Empty gives 1.
     unit : int
-        Elements that make one token, as the 14 x 14 pixels of a patch; parts of a token count as one.
+        Number of elements per token, such as the 14 x 14 pixels of a patch. The result is rounded up.
     """
 
     key: str | int
@@ -49,16 +50,15 @@ class Size:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse tokens of no size."""
         check_count("unit", self.unit)
 
     def of(self, sample: Any, each: bool) -> int | tuple[int, ...]:
-        """The size, or the sizes of all parts.
+        """Return the size, or the sizes of all parts.
 
         Raises
         ------
         InputError
-            When the sample has no such tensor, or the tensor no such dimension.
+            The sample has no such tensor, or the tensor has no such dimension.
         """
         try:
             value = sample[self.key]
@@ -67,7 +67,7 @@ class Size:
         if not each:
             return self._tokens(value)
         if isinstance(value, Tensor):
-            # Equal parts along dimension 0.
+            # Equal slices along dimension 0.
             return (self._tokens(value[0]),) * len(value) if len(value) else ()
         return tuple(self._tokens(part) for part in value)
 
@@ -81,43 +81,43 @@ class Size:
 
 
 Rule = Size | Callable[[Any], Any]
-"""How a field of the metadata follows from a sample."""
+"""Computes a field of the metadata from a sample."""
 
 
 Describe = Callable[[Any], dict[str, Any]]
-"""From a sample to its metadata, as a dictionary with the fields of the sample-metadata format."""
+"""Returns the metadata of a sample as a dictionary with the fields of the sample-metadata format."""
 
 
 class DescribedBatch(list[Any]):
-    """The samples of a batch, with their metadata."""
+    """The samples of a batch with their metadata."""
 
     metadata: tuple[Sample, ...] = ()
     num_skipped: int = 0
-    """Damaged samples that were left out of it."""
+    """Number of damaged samples that were skipped."""
 
 
 def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int = 0) -> Batch:
-    """The metadata of a batch: what was counted ahead, or what ``describe`` says.
+    """Return the metadata of a batch, computed ahead or by ``describe``.
 
     Parameters
     ----------
     samples : sequence
-        One batch, as the loader gives it.
+        One batch of the loader.
     describe : callable or None
-        From a sample to its metadata; None: the batch is one of `Prefetched`.
+        Returns the metadata of a sample. None if the batch comes from `Prefetched`.
     iteration : int
-        Its number, from 0.
+        Number of the batch, from 0.
 
     Raises
     ------
     InputError
-        When there is neither, or the sizes are impossible.
+        The batch has no metadata and ``describe`` is None, or the sizes are invalid.
     """
     if isinstance(samples, DescribedBatch):
         return Batch(samples.metadata, iteration)
     if describe is None:
         raise InputError(
-            "describe", "is missing, and the batches were not described ahead", "give it, or batches from Prefetched"
+            "describe", "is missing, and the batches have no metadata", "pass it, or use batches of Prefetched"
         )
     with user_code("describe"):
         rows = [describe(sample) for sample in samples]
@@ -125,64 +125,56 @@ def batch_of(samples: Sequence[Any], describe: Describe | None, iteration: int =
 
 
 def next_samples(source: Iterator[Sequence[Any]], named: str) -> Sequence[Any] | None:
-    """The next batch of a loader; None after its last.
+    """Return the next batch of a loader, or None after the last.
 
-    Raises
-    ------
-    InputError
-        When it gives None: that is no end, and training would end early without a word.
+    Raises `InputError` if the loader yields None, because training would otherwise end early without a message.
     """
     try:
-        given = next(source)
+        samples: Sequence[Any] | None = next(source)
     except StopIteration:
         return None
-    found: Sequence[Any] = _given(given, named)
-    return found
-
-
-def _given(batch: Any, named: str) -> Any:
-    if batch is None:
-        raise InputError(named, "is None, not a batch", "give samples, or end the loop where there are no more")
-    return batch
+    if samples is None:
+        raise InputError(named, "is None, not a batch", "yield samples, or end the loop after the last batch")
+    return samples
 
 
 def idle_modules(model: Model, metadata: Iterable[Batch]) -> list[str]:
-    """Modules that have nothing to do in some batches."""
+    """Return names of modules that have nothing to do in some batches."""
     samples = [sample for batch in metadata for sample in batch.samples]
     return [m.name for m in model.spec.modules if not any(any(m.instance_lengths(sample)) for sample in samples)]
 
 
 def made_up(model: Model, name: str) -> tuple[list[Any], Batch] | None:
-    """Samples that the model makes up for a module, with their sizes; None where it makes up none."""
+    """Return example samples of the model for a module with their sizes, or None if it has none."""
     with user_code("model.examples"):
         samples = [] if model.examples is None else list(model.examples(name))
     return (samples, batch_of(samples, model.describe)) if samples else None
 
 
 def close_reading(source: object) -> None:
-    """End a pass of `Prefetched`; whatever else gives batches is left as it is."""
+    """End a pass over `Prefetched` or `Batches`. Other iterators stay unchanged."""
     if isinstance(source, Reading):
         source.close()
 
 
 class Prefetched:
-    """The batches of a loader, read ahead in a thread, their metadata counted.
+    """Batches of a loader, read ahead in a thread, with computed metadata.
 
-    A `Trainer` that is given these needs no ``describe``. Every iteration over it begins anew, as over the loader.
+    A `Trainer` needs no ``describe`` for these. Every iteration restarts the loader.
 
     Parameters
     ----------
     loader : iterable
-        Gives batches, each an iterable of samples: a ``torch.utils.data.DataLoader`` whose ``collate_fn`` is ``list``,
-        or any other. What it draws at random, it must draw from a generator of its own: the thread runs beside
-        training.
+        Yields batches, each an iterable of samples, for example a ``torch.utils.data.DataLoader`` whose
+        ``collate_fn`` is ``list``. It must draw random numbers from its own generator, because its thread runs
+        during training.
     sizes : mapping
-        From a field of the sample metadata (``text_tokens``, ``image_tokens``, ...) to a `Size`, or a function of the
-        sample. ``id`` is the place in the batch where it is not given.
+        From a field of the sample metadata (``text_tokens``, ``image_tokens``, ...) to a `Size` or a function of
+        the sample. ``id`` defaults to the place in the batch.
     describe : callable or None
-        Instead of ``sizes``: from a sample to all of its metadata, as a dictionary.
+        Alternative to ``sizes``: returns all metadata of a sample as a dictionary.
     depth : int
-        Batches that wait at most, beside the one that is being read.
+        Largest number of batches that wait, beside the one that is being read.
     """
 
     def __init__(
@@ -199,73 +191,60 @@ class Prefetched:
         for name in sizes or ():
             if name not in Sample.__struct_fields__:
                 known = ", ".join(Sample.__struct_fields__)
-                raise InputError(f"sizes[{name!r}]", "is no field of the metadata", f"there are {known}")
+                raise InputError(f"sizes[{name!r}]", "is not a field of the metadata", f"there are {known}")
         self._loader, self._depth = loader, depth
-        self._describe = describe if describe is not None else _Rules(dict(sizes or {}))
+        self._describe = describe if describe is not None else partial(_apply_rules, dict(sizes or {}))
 
     def __iter__(self) -> Reading:
-        """Begin to read."""
-        # Made here, where the loader may start workers and install handlers; only its `next` is called in the thread.
+        """Start reading."""
+        # The iterator is made here, where the loader may start workers and install handlers. The thread only calls its
+        # `next`.
         return Reading(iter(self._loader), self._describe, self._depth)
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """The ``describe`` that sizes make."""
-
-    sizes: Mapping[str, Rule]
-
-    def __call__(self, sample: Any) -> dict[str, Any]:
-        return {
-            name: rule.of(sample, name in _LISTS) if isinstance(rule, Size) else rule(sample)
-            for name, rule in self.sizes.items()
-        }
-
-
-@dataclass(slots=True)
-class _Failure:
-    error: BaseException
-
-
-_END = object()
+def _apply_rules(sizes: Mapping[str, Rule], sample: Any) -> dict[str, Any]:
+    """Return the metadata of a sample by the rules of `Prefetched`."""
+    return {
+        name: rule.of(sample, name in _LISTS) if isinstance(rule, Size) else rule(sample)
+        for name, rule in sizes.items()
+    }
 
 
 @dataclass
 class _Shared:
-    """What the thread and its reader have in common; the thread must not hold the reader itself."""
+    """State of a reading that its thread uses. The thread must not reference the `Reading` itself."""
 
-    source: Iterator[Iterable[Any]] | None
+    source: Iterator[Any] | None
     describe: Describe | None
-    """None: the source gives described batches."""
-    batches: queue.Queue[Any]
+    """None if the source yields described batches."""
+    batches: queue.Queue[DescribedBatch | BaseException]
+    """Batches, then the exception that ended reading: `StopIteration` after the last batch."""
     stopped: threading.Event = field(default_factory=threading.Event)
 
 
 class Reading(Iterator[DescribedBatch]):
-    """One pass over a loader; `close` it where it is left before its end."""
+    """One pass over a loader. Call `close` to leave it before its end."""
 
     def __init__(self, source: Iterator[Iterable[Any]], describe: Describe | None, depth: int) -> None:
         self._shared = _Shared(source, describe, queue.Queue(depth))
         self._thread = threading.Thread(target=_read, args=(self._shared,), name="pipeloom-prefetch", daemon=True)
         self._ended = False
-        # Dropped without being closed, it ends its thread as well.
+        # Its thread also ends if it is dropped without being closed.
         weakref.finalize(self, self._shared.stopped.set)
         self._thread.start()
 
     def __next__(self) -> DescribedBatch:
-        """The next batch; what the loader raised is raised here, with its traceback."""
+        """Return the next batch. Raises the loader's exceptions with their tracebacks."""
         if self._ended:
             raise StopIteration
-        found = self._shared.batches.get()
-        if isinstance(found, DescribedBatch):
-            return found
+        batch = self._shared.batches.get()
+        if isinstance(batch, DescribedBatch):
+            return batch
         self.close()
-        if isinstance(found, _Failure):
-            raise found.error
-        raise StopIteration
+        raise batch
 
     def close(self) -> None:
-        """End the thread, and let go of the loader and of what was read."""
+        """End the thread, and release the loader and the batches."""
         self._ended = True
         self._shared.stopped.set()
         self._thread.join(_CLOSE_S)
@@ -277,7 +256,7 @@ class Reading(Iterator[DescribedBatch]):
 
 
 def _close_source(source: object) -> None:
-    """End a generator, and a loader's workers: left to the garbage collector, these may be waited for in vain."""
+    """Close a generator or a loader's workers. Waiting for the garbage collector to end workers may never end."""
     if not getattr(source, "_persistent_workers", False):
         close = getattr(source, "close", None) or getattr(source, "_shutdown_workers", None)
         if close is not None:
@@ -285,30 +264,36 @@ def _close_source(source: object) -> None:
 
 
 def _read(shared: _Shared) -> None:
-    found: Any = None
-    while not shared.stopped.is_set() and isinstance(found, DescribedBatch | None):
+    batch: DescribedBatch | BaseException | None = None
+    while not shared.stopped.is_set() and not isinstance(batch, BaseException):
         try:
-            found = _next_batch(shared)
+            batch = _next_batch(shared)
         except BaseException as error:
-            found = _Failure(error)
+            batch = error
         while not shared.stopped.is_set():
             try:
-                shared.batches.put(found, timeout=_POLL_S)
+                shared.batches.put(batch, timeout=_POLL_S)
                 break
             except queue.Full:
                 continue
 
 
-def _next_batch(shared: _Shared) -> Any:
-    """The next batch with its metadata, or the end."""
+def _next_batch(shared: _Shared) -> DescribedBatch:
+    """Return the next batch with its metadata.
+
+    Raises
+    ------
+    StopIteration
+        There are no more batches.
+    """
     assert shared.source is not None
-    try:
-        given = next(shared.source)
-    except StopIteration:
-        return _END
     if shared.describe is None:
-        return given
-    batch = DescribedBatch(_given(given, "what the loader gives"))
+        described: DescribedBatch = next(shared.source)
+        return described
+    samples = next_samples(shared.source, "what the loader gives")
+    if samples is None:
+        raise StopIteration
+    batch = DescribedBatch(samples)
     rows = []
     for place, sample in enumerate(batch):
         try:

@@ -1,27 +1,30 @@
-"""Batches that were read and are not trained on yet, and how the replicas learn who trains on what."""
+"""Batches that are read ahead, their digests, and the assignment of samples to replicas."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery
-from pipeloom.runtime.data.contents import batch_digest, contents_digest
 from pipeloom.runtime.data.prefetch import Describe, batch_of, next_samples
 from pipeloom.runtime.launch.coordination import broadcast_bytes, together
 from pipeloom.spec import Batch
 
 
 @dataclass(frozen=True)
-class Coming:
-    """A global batch, as a rank's loader gave it. Its metadata is counted when it is first asked for."""
+class UpcomingBatch:
+    """A global batch of this rank's loader. Its metadata is computed on first use."""
 
     samples: Sequence[Any]
     iteration: int
@@ -29,12 +32,12 @@ class Coming:
 
     @cached_property
     def batch(self) -> Batch:
-        """Its metadata.
+        """Metadata of the batch.
 
         Raises
         ------
         InputError
-            When it is impossible; the iteration is named.
+            The metadata is invalid. The error names the iteration.
         """
         try:
             return batch_of(self.samples, self.describe, self.iteration)
@@ -43,27 +46,26 @@ class Coming:
 
     @cached_property
     def digest(self) -> str:
-        """By which ranks compare what they have read."""
+        """Digest by which ranks compare the ids and sizes that they have read."""
         return batch_digest(self.batch)
 
     def compared(self, contents: bool) -> str:
-        """By which ranks compare it, with what is in its samples where that is asked for."""
+        """Return the digest by which ranks compare the batch, with the contents of its samples if
+        ``contents`` is set.
+        """
         if not contents:
             return self.digest
         whole = f"{self.digest} {contents_digest(self.samples)}"
         return hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
 
 
-class Ahead:
-    """Reads batches one after the other, and some of them before they are taken.
+class ReadAhead:
+    """Reads batches in order, some of them before they are taken.
 
     Parameters
     ----------
-    batches : iterable of sequence of samples
-    first_iteration : int
-    describe : callable or None
     more : int
-        How many are read beyond the one that is taken.
+        Number of batches to read beyond the one that is taken.
     """
 
     def __init__(
@@ -71,45 +73,91 @@ class Ahead:
     ) -> None:
         self.source = iter(batches)
         self._next, self._describe, self._more = first_iteration, describe, more
-        self._read: deque[Coming] = deque()
+        self._read: deque[UpcomingBatch] = deque()
         self._ended = False
 
     @property
-    def following(self) -> Coming | None:
-        """The batch after the one that was taken last, where it was read already."""
+    def following(self) -> UpcomingBatch | None:
+        """The batch after the last taken one, if it has been read already."""
         return self._read[0] if self._read else None
 
-    def take(self) -> Coming | None:
-        """The next batch; None after the last."""
+    def take(self) -> UpcomingBatch | None:
+        """Return the next batch, or None after the last."""
         while not self._ended and len(self._read) <= self._more:
             samples = next_samples(self.source, f"iteration {self._next}")
             if samples is None:
                 self._ended = True
             else:
-                self._read.append(Coming(samples, self._next, self._describe))
+                self._read.append(UpcomingBatch(samples, self._next, self._describe))
                 self._next += 1
         return self._read.popleft() if self._read else None
 
 
-# A replica's number for each of some thousands of samples.
+# A replica number for each of some thousands of samples.
 _AT_ONCE = 8 * 1024
 
 
-def tell_dealing(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
-    """Send how the next batch is dealt from rank 0, whose planner was asked, to all ranks of all replicas.
+def broadcast_assignment(delivery: Delivery | None, iteration: int) -> tuple[int, ...]:
+    """Broadcast the planner's assignment of the next batch's samples to replicas from rank 0 to all ranks.
 
     Parameters
     ----------
     delivery : Delivery or None
-        On rank 0: what was delivered for this iteration.
-    iteration : int
+        On rank 0, the planner's delivery for this iteration.
 
     Returns
     -------
     tuple of int
-        The replica of every sample, on all ranks the same; empty where the planner has not said.
+        The replica of every sample, the same on all ranks. Empty if the planner did not assign them.
     """
-    dealt = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
-    with together(f"iteration {iteration}: how the next batch is dealt"):
-        data = broadcast_bytes(dealt, at_once=_AT_ONCE)
+    assignment = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
+    with together(f"iteration {iteration}: assigning the next batch to replicas"):
+        data = broadcast_bytes(assignment, at_once=_AT_ONCE)
     return msgspec.msgpack.decode(data, type=tuple[int, ...])
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def batch_digest(batch: Batch) -> str:
+    """Return the digest of a batch's ids and sizes. It does not depend on the iteration number."""
+    content = msgspec.json.encode(msgspec.structs.replace(batch, iteration=0))
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def contents_digest(samples: Sequence[Any]) -> str:
+    """Return the digest of all tensors, arrays, texts and numbers in samples, nested in lists, mappings and objects.
+
+    Other values count by their type only. Samples of a `Dataset` are not loaded.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    _add(digest, list(samples), set())
+    return digest.hexdigest()
+
+
+def _add(digest: _Hash, value: Any, within: set[int]) -> None:
+    digest.update(f"{type(value).__name__}\0".encode())
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous()
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, bytes | bytearray):
+        digest.update(f"{len(value)}\0".encode() + bytes(value))
+    elif value is None or isinstance(value, str | int | float | complex | np.generic):
+        digest.update(f"{value!r}\0".encode())
+    elif id(value) not in within:
+        inner: list[Any]
+        if isinstance(value, Mapping):
+            inner = [each for pair in value.items() for each in pair]
+        elif isinstance(value, list | tuple):
+            inner = list(value)
+        elif dataclasses.is_dataclass(value):
+            inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        else:
+            inner = [each for pair in getattr(value, "__dict__", {}).items() for each in pair]
+        digest.update(f"{len(inner)}\0".encode())
+        for each in inner:
+            _add(digest, each, within | {id(value)})

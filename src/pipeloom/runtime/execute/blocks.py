@@ -1,4 +1,4 @@
-"""A chunk's layers at work on one (sub-)microbatch, in blocks that keep their activations or recompute them."""
+"""Execution of a chunk's layers on one (sub-)microbatch, in blocks that keep or recompute their activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ExecutionError, InputError
-from pipeloom.runtime.execute.memory import Offloaded, SelectiveRecompute
+from pipeloom.runtime.execute.memory import OffloadedTensors, SelectiveRecompute
 from pipeloom.runtime.execute.split import DeferredWeights, backward_inputs, run_backward
 from pipeloom.runtime.model.model import Emit
 from pipeloom.runtime.model.random_state import RandomState
@@ -27,24 +27,19 @@ Bounds = tuple[tuple[int, int, Strategy], ...]
 
 @functools.cache
 def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bounds:
-    """Cut layers into blocks: maximal runs of one strategy.
+    """Split layers into blocks: maximal runs of one strategy.
 
     Parameters
     ----------
     strategy : str
         One word for all layers, or one per layer separated by commas.
-    num_layers : int
     with_loss : bool
-        One more layer, the loss, goes with the last.
-
-    Returns
-    -------
-    tuple of (begin, end, strategy)
+        Whether the loss is appended as one more layer with the last strategy.
 
     Raises
     ------
     ExecutionError
-        For a strategy that this runtime does not have, or a wrong number of them.
+        The strategy is unknown, or the number of strategies is wrong.
     """
     try:
         chosen = word_strategies(strategy)
@@ -55,9 +50,9 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
     if len(chosen) != num_layers:
         raise ExecutionError(f"memory strategy {strategy!r} is for {len(chosen)} layers, there are {num_layers}")
     bounds, begin = [], 0
-    for one, run in itertools.groupby(chosen):
+    for word, run in itertools.groupby(chosen):
         end = begin + len(list(run))
-        bounds.append((begin, end, one))
+        bounds.append((begin, end, word))
         begin = end
     if with_loss:
         last = bounds[-1]
@@ -66,15 +61,15 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
 
 
 def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
-    """Around an iteration under autocast: weights are cast once for all its passes, not once for each.
+    """Return a context for an iteration under autocast in which weights are cast once for all passes.
 
-    Torch drops the casts of weights where the outermost autocast region ends; without this one that is the end of every
-    pass, and each microbatch in flight would hold a copy of the weights for its backward.
+    Torch drops the casts of weights at the end of the outermost autocast region. Without this one, each pass would cast
+    them again, and each microbatch in flight would hold a copy of the weights for its backward.
     """
     if autocast is None:
         return nullcontext()
     kind = device.type
-    # It changes nothing else for what runs inside.
+    # It changes nothing else for code inside.
     return torch.autocast(
         kind,
         torch.get_autocast_dtype(kind),
@@ -85,16 +80,16 @@ def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractCo
 
 @dataclass(frozen=True, slots=True)
 class ChunkStreams:
-    """Streams of a chunk, by its layers, counted within it.
+    """Streams of a chunk by layer, counted within the chunk.
 
     Attributes
     ----------
     takes, emits : mapping of int to tuple of str
-        Layers without are absent.
+        Streams by layer. Layers without streams are absent.
     gives : frozenset of str
-        Emitted by its layers and taken by other chunks.
+        Streams emitted by its layers and taken by other chunks.
     first : int
-        Number of its first layer within the module, and ``module`` its name: for messages.
+        Number of its first layer within the module ``module``, for messages.
     """
 
     takes: Mapping[int, tuple[str, ...]]
@@ -104,13 +99,13 @@ class ChunkStreams:
     module: str = ""
 
     def check(self, layer: int, result: object) -> None:
-        """Refuse what a layer returns where it is not what the module states that it emits."""
+        """Raise `ExecutionError` if a layer's result does not have the streams that the module declares."""
         wanted = self.emits.get(layer, ())
-        found = tuple(result.streams) if isinstance(result, Emit) else ()
-        if set(found) != set(wanted):
+        emitted = tuple(result.streams) if isinstance(result, Emit) else ()
+        if set(emitted) != set(wanted):
             where = f"module {self.module!r}, layer {self.first + layer}," if self.module else "a layer"
             raise ExecutionError(
-                f"{where} emits {_listed(found)}, stated is {_listed(wanted)}; correct `emits` of the module, or "
+                f"{where} emits {_listed(emitted)}, declared are {_listed(wanted)}; correct `emits` of the module, or "
                 "return Emit(output, streams)"
             )
 
@@ -126,51 +121,51 @@ NO_STREAMS = ChunkStreams({}, {})
 class _Block:
     layers: Sequence[Layer]
     inputs: tuple[Any, ...]
-    """Arguments of its first layer; the tensors that need a gradient are leaves."""
+    """Arguments of its first layer. Tensors that need a gradient are leaves."""
     strategy: Strategy
     first: int = 0
     """Number of its first layer within the chunk."""
     edge: GradientEdge | Tensor | None = None
-    """End of its graph. The output itself is not held, but for a loss: the graph has what it needs of it."""
+    """End of its graph. Except for a loss, the output itself is not held, because the graph holds what it needs."""
     emitted: dict[str, Tensor] | None = None
-    """Streams of its layers, while it runs."""
+    """Streams of its layers while it runs."""
     loss: Tensor | None = None
-    """Sum of the losses that its layers emit; with its graph."""
+    """Sum of the losses that its layers emit, with its graph."""
     edges: dict[str, GradientEdge] | None = None
     """Ends of its graph where streams leave it."""
     missing: bool = False
-    """Whether it has to be recomputed before its backward."""
+    """Whether it must be recomputed before its backward."""
     random_state: RandomState | None = None
     selective: SelectiveRecompute | None = None
-    offloaded: Offloaded | None = None
+    offloaded: OffloadedTensors | None = None
     deferred: DeferredWeights | None = None
 
 
 @dataclass(slots=True)
 class ChunkActivation:
-    """One (sub-)microbatch on its way through a chunk, from F to the end of its backward.
+    """Activation of one (sub-)microbatch in a chunk, from F to the end of its backward.
 
     Attributes
     ----------
     num_recomputed : int
-        Layers run a second time so far.
+        Number of layers that have run a second time.
     offloaded_bytes : int
-        Moved to the host so far.
+        Bytes moved to the host.
     """
 
     device: torch.device
     context: dict[str, Any]
     autocast: torch.dtype | None = None
-    """Precision of autocast regions, forward and recomputed alike; None: none."""
+    """Precision of autocast regions, in forward and recomputation. None uses no autocast."""
     ports: ChunkStreams = NO_STREAMS
     streams: dict[str, Tensor] | None = None
-    """What its layers take from other chunks, and from blocks before their own: leaves."""
+    """Streams that its layers take from other chunks and earlier blocks, as leaves."""
     loss_scale: float = 1.0
     """Gradient of the losses that layers emit."""
     losses: tuple[Tensor, ...] = ()
-    """Those of the forward, one a block."""
+    """Emitted losses of the forward, one per block."""
     given: dict[str, Tensor] | None = None
-    """Streams for other chunks, without their graphs, to be taken after the forward."""
+    """Streams for other chunks without their graphs, to be taken after the forward."""
     blocks: list[_Block] = field(default_factory=list)
     num_recomputed: int = 0
     offloaded_bytes: int = 0
@@ -180,13 +175,12 @@ class ChunkActivation:
 
         Parameters
         ----------
-        layers : sequence of callables
         bounds : sequence of (begin, end, strategy)
             See `block_bounds`.
         inputs : tuple
             Arguments of the first layer.
         trained : bool
-            False: nothing is saved, and there will be no backward.
+            False saves nothing, because there will be no backward.
         """
         if not trained:
             whole = _Block(layers, inputs, "keep")
@@ -204,7 +198,7 @@ class ChunkActivation:
             output = self._forward(block)
             if block.emitted is not None or block.loss is not None:
                 self._leave(block)
-            # Whether a gradient would flow is not known without a graph; asking for one costs nothing.
+            # Without a graph it is unknown whether a gradient flows. Requiring one costs nothing.
             flows = output.is_floating_point() if block.missing else block.edge is not None
             self.blocks.append(block)
         if output is None:
@@ -226,7 +220,7 @@ class ChunkActivation:
         if traits.offloads:
             weights = [p for m in block.layers if isinstance(m, nn.Module) for p in m.parameters()]
             held = [*weights, *block.inputs, *self.context.values(), *(self.streams or {}).values()]
-            block.offloaded = Offloaded(held, self.autocast is not None)
+            block.offloaded = OffloadedTensors(held, self.autocast is not None)
             with torch.enable_grad(), block.offloaded.saving():
                 output = self._run(block)
         elif torch.is_grad_enabled():
@@ -238,40 +232,45 @@ class ChunkActivation:
         return output
 
     def _forward_to_repeat(self, block: _Block, region: AbstractContextManager[Any]) -> Tensor:
-        """Run a forward that the backward repeats, with the same random numbers."""
+        """Run a forward that the backward repeats with the same random numbers."""
         block.missing = True
         block.random_state = RandomState.now(self.device)
         with region:
             return self._run(block, keeps_casts=False)
 
     def _leave(self, block: _Block) -> None:
-        """Take the streams and losses that a block's forward emitted, and hold no graph but by its edges."""
+        """Take the streams and losses that a block's forward emitted. Graphs are held only by their edges."""
         if block.emitted is not None:
             end = block.first + len(block.layers)
             later = {name for number, names in self.ports.takes.items() if number >= end for name in names}
-            streams, given = dict(self.streams or {}), dict(self.given or {})
+            streams, outputs = dict(self.streams or {}), dict(self.given or {})
             for name, tensor in block.emitted.items():
                 if name in self.ports.gives:
-                    given[name] = tensor.detach()
+                    outputs[name] = tensor.detach()
                 if name in later:
-                    # As with outputs between blocks.
+                    # As for outputs between blocks.
                     flows = tensor.is_floating_point() if block.missing else name in (block.edges or ())
                     streams[name] = tensor.detach().requires_grad_(flows)
-            self.streams, self.given, block.emitted = streams, given, None
+            self.streams, self.given, block.emitted = streams, outputs, None
         if block.loss is not None:
             self.losses += (block.loss.detach(),)
             if block.missing or not block.loss.requires_grad:
                 block.loss = None
 
     def _run(self, block: _Block, keeps_casts: bool = True) -> Tensor:
-        """Run a block's layers; ``keeps_casts``: casts of weights may be kept for later passes.
+        """Run a block's layers.
 
-        Not where they are made without a graph, in which a later pass would lose its gradient; nor where every
-        operation is counted, of which the recomputation must not have more.
+        Parameters
+        ----------
+        keeps_casts : bool
+            Whether casts of weights may be kept for later passes. Not if they are made without a graph, because a
+            later pass would lose its gradient, nor under selective recomputation, which must not run more
+            operations than the forward.
         """
         if self.autocast is None:
             return self._call(block, block.inputs)
-        # Torch keeps casts of leaves, weights or not; those of inputs are to go when their microbatch does.
+        # Torch keeps casts of all leaves. Views prevent this for inputs, whose casts must be freed with their
+        # microbatch.
         inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in block.inputs)
         with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
             return self._call(block, inputs)
@@ -284,7 +283,7 @@ class ChunkActivation:
                 output = layer(*inputs, **context)
                 if isinstance(output, Emit):
                     ports.check(0, output)
-                    output = _apart(block, output)
+                    output = _take_emitted(block, output)
                 inputs = (output,)
             return output  # type: ignore[no-any-return]
         for number, layer in enumerate(block.layers, block.first):
@@ -294,7 +293,7 @@ class ChunkActivation:
                 output = layer(*inputs, **context)
             if isinstance(output, Emit):
                 ports.check(number, output)
-                output = _apart(block, output)
+                output = _take_emitted(block, output)
             elif number in ports.emits:
                 ports.check(number, output)
             inputs = (output,)
@@ -302,20 +301,20 @@ class ChunkActivation:
         return found
 
     def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
-        """Streams that a layer is called with: as emitted within the block, else leaves."""
-        found = {}
+        """Return the streams for a layer: as emitted within the block, else leaves."""
+        streams_of_layer = {}
         streams = self.streams or {}
         for name in self.ports.takes[number]:
             if block.emitted is not None and name in block.emitted:
-                found[name] = block.emitted[name]
+                streams_of_layer[name] = block.emitted[name]
                 continue
             leaf = streams[name]
-            # Under autocast as the inputs.
-            found[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
-        return found
+            # As for inputs under autocast.
+            streams_of_layer[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
+        return streams_of_layer
 
     def recompute(self) -> None:
-        """Run the blocks that saved nothing once more, now with their graphs."""
+        """Run the blocks that saved nothing again, now with their graphs."""
         for block in self.blocks:
             if block.missing:
                 self._recompute(block)
@@ -334,14 +333,14 @@ class ChunkActivation:
         self.num_recomputed += len(block.layers)
 
     def offload(self) -> None:
-        """Move what offloading blocks saved to the host."""
+        """Move the saved tensors of offloading blocks to the host."""
         for block in self.blocks:
             if block.offloaded is not None:
                 block.offloaded.offload()
                 self.offloaded_bytes += block.offloaded.num_bytes
 
     def load(self) -> None:
-        """Begin to bring back what was offloaded."""
+        """Begin to bring offloaded tensors back."""
         for block in self.blocks:
             if block.offloaded is not None:
                 block.offloaded.load()
@@ -349,9 +348,9 @@ class ChunkActivation:
     def _roots(
         self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
     ) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
-        """Ends of a block's graph that have a gradient, and these: of its output, its streams and its losses.
+        """Return the ends of a block's graph that have a gradient, and the gradients: output, streams, losses.
 
-        A loss is its own end: autograd asks much more of an edge than of a scalar.
+        A loss is its own end, because autograd checks an edge more expensively than a scalar.
         """
         ends: list[GradientEdge | Tensor] = []
         gradients: list[Tensor] = []
@@ -374,14 +373,14 @@ class ChunkActivation:
         return ends, gradients
 
     def backward(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
-        """Whole backward: gradients of the weights are accumulated, those of the inputs lie in their ``.grad``.
+        """Run the whole backward. Accumulates gradients of weights, and leaves those of inputs in their ``.grad``.
 
         Parameters
         ----------
         gradient : torch.Tensor
-            Of the output.
+            Gradient of the output.
         arrived : dict or None
-            Of the streams that other chunks took.
+            Gradients of the streams that other chunks took.
         """
         flowing: Tensor | None = gradient
         while self.blocks:
@@ -394,7 +393,7 @@ class ChunkActivation:
             flowing = block.inputs[0].grad if self.blocks else None
 
     def backward_input(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
-        """First half of a split backward: gradients of the inputs only, each layer recomputed once."""
+        """Run the first half of a split backward: gradients of the inputs only. Each layer is recomputed once."""
         flowing: Tensor | None = gradient
         for number in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[number]
@@ -407,7 +406,7 @@ class ChunkActivation:
             flowing = block.inputs[0].grad if number else None
 
     def _leaves(self, block: _Block) -> list[Tensor]:
-        """What a block takes that needs a gradient."""
+        """Return the inputs of a block that need a gradient."""
         leaves = [x for x in block.inputs if isinstance(x, Tensor) and x.requires_grad]
         if self.ports is not NO_STREAMS:
             streams = self.streams or {}
@@ -418,7 +417,7 @@ class ChunkActivation:
         return leaves
 
     def backward_weight(self) -> None:
-        """Second half: gradients of the weights, from what the first half left."""
+        """Run the second half of a split backward: gradients of the weights."""
         while self.blocks:
             deferred = self.blocks.pop().deferred
             if deferred is not None:
@@ -426,15 +425,15 @@ class ChunkActivation:
 
 
 def _end(block: _Block, output: Tensor) -> None:
-    """Note where the graph of a block ends."""
+    """Store the ends of a block's graph."""
     if output.requires_grad:
         block.edge = output if output.dim() == 0 else get_gradient_edge(output)
     if block.emitted is not None:
         block.edges = {name: get_gradient_edge(x) for name, x in block.emitted.items() if x.requires_grad}
 
 
-def _apart(block: _Block, result: Emit) -> Tensor:
-    """Note what a layer emits, and return its output."""
+def _take_emitted(block: _Block, result: Emit) -> Tensor:
+    """Store what a layer emits, and return its output."""
     if result.streams:
         block.emitted = {**(block.emitted or {}), **result.streams}
     if result.loss is not None:

@@ -1,8 +1,10 @@
-"""The executor: one rank's actions of any plan, one after the other, over any transport."""
+"""The executor runs one rank's actions of any plan in order, over any transport."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from pipeloom.runtime.execute.loads import Loader
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import Transport, joins
-from pipeloom.runtime.model.encoder_dp import Dealer
+from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
@@ -35,26 +37,21 @@ class Executor:
     Parameters
     ----------
     model : Model
-        Only the layers of this rank's chunks are used, and moved to ``device``; on ``meta``, they are given weights.
-    layout : Layout
-    rank : int
-    transport : Transport
-    device : torch.device or str
+        The model. Only the layers of this rank's chunks are used. They are moved to ``device``, and get weights if
+        they are on ``meta``.
     options : ExecutorOptions
-        Sums over ranks, precision, timeout, random numbers.
+        Gradient sums over ranks, precision, timeout, random numbers.
 
     Attributes
     ----------
-    tied : tuple of Tied
+    tied : tuple of TiedParameter
         Parameters of this rank that other ranks hold too.
-    held_before : frozenset of str
-        Their names where a rank before this one holds them: what counts once counts there.
     flops : FlopCounts or None
-        Given, it counts the operations of forwards.
+        If set, counts the operations of forwards.
     """
 
     iteration_type: type[Iteration] = Iteration
-    """What the verbs of its plans do."""
+    """Class that implements the verbs of plans."""
 
     def __init__(
         self,
@@ -70,36 +67,31 @@ class Executor:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         model.check_stated()
         _check_layout(model, layout)
-        dealer = Dealer(model, layout, options.tensor_group)
-        if dealer.names and options.random_seed is None:
+        encoder_dp = EncoderDataParallel(model, layout, options.tensor_group)
+        if encoder_dp.names and options.random_seed is None:
             raise InputError(
                 "random_seed",
-                f"is None, and instances of {min(dealer.names)!r} are dealt: ranks would draw unlike numbers after",
-                "give a seed",
+                f"is None, but {min(encoder_dp.names)!r} uses encoder data parallelism, which needs one",
+                "set a seed",
             )
         give_weights(model, layout, rank, device)
         tied = tied_over_ranks(model, layout)
         if tied and options.sum_tied is None:
             raise InputError(
                 f"parameter {tied[0].names[0]!r}",
-                f"is one with {tied[0].names[1]!r} (tied), and they lie on ranks {', '.join(map(str, tied[0].ranks))}",
-                "give ExecutorOptions a sum_tied=sums_over_ranks(model, layout), lay both layers on one rank, or share "
-                "nothing",
+                f"is tied to {tied[0].names[1]!r}, and they are on ranks {', '.join(map(str, tied[0].ranks))}",
+                "set ExecutorOptions(sum_tied=sums_over_ranks(model, layout)), place both on one rank, or untie them",
             )
-        self.tied = tuple(each for each in tied if rank in each.ranks)
-        self.held_before = frozenset(name for each in self.tied if rank > each.ranks[0] for name in each.names)
-        self.model, self.layout, self.rank, self.transport, self.options = model, layout, rank, transport, options
-        self.device = _with_index(torch.device(device))
-        self.queues = queues_of(transport, self.device)
+        self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
+        self.model, self.layout, self.rank, self.options = model, layout, rank, options
+        self.queues = queues_of(transport, _with_index(torch.device(device)))
         self.flops: FlopCounts | None = None
         self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
-        self._linker = Linker(layout, model, rank, dealer)
-        self.reduced_chunks = collective_order(layout, rank).reduce
-        """Chunks of this rank whose gradients are summed over others that hold them."""
+        self._linker = Linker(layout, model, rank, encoder_dp)
         self.layers: dict[int, list[nn.Module]] = {}
-        """Per chunk of this rank, its layers."""
+        """Layers of each chunk of this rank."""
         for number, chunk in enumerate(layout.chunks):
             if chunk.rank == rank:
                 module = model.module(chunk.module)
@@ -108,8 +100,8 @@ class Executor:
                     if any(parameter.is_meta for parameter in layer.parameters()):
                         raise InputError(
                             f"module {chunk.module!r}.layers[{place}]",
-                            f"is shapes alone (on meta), and rank {rank} is to run it",
-                            "give the layers of a rank's own chunks their weights before training",
+                            f"has no weights (on meta), but rank {rank} runs it",
+                            "load the weights of each rank's own layers before training",
                         )
                     layer.to(self.device)
                     if module.frozen:
@@ -117,33 +109,52 @@ class Executor:
                 self.layers[number] = layers
         every = [layer for layers in self.layers.values() for layer in layers]
         self.has_shards = any(is_dtensor(p) for layer in every for p in layer.parameters())
-        """Whether any parameter of this rank is divided over other processes."""
+        """Whether any parameter of this rank is sharded over other processes."""
         if layout.parallelism.data == 1 and any(True for _ in sharded_modules(every)):
             raise InputError(
                 "layout.parallelism.data",
                 "is 1, but layers are under fully_shard",
-                "state the number of replicas, so that plans gather parameters and reduce gradients",
+                "set the number of replicas, so that plans gather parameters and reduce gradients",
             )
 
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return self.queues.device
+
+    @property
+    def transport(self) -> Transport:
+        """Transport of this rank's messages."""
+        return self.queues.transport
+
+    @property
+    def held_before(self) -> frozenset[str]:
+        """Names of tied parameters that an earlier rank holds too, where they count."""
+        return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
+
+    @cached_property
+    def reduced_chunks(self) -> tuple[int, ...]:
+        """Chunks of this rank whose gradients are summed with other processes that hold them."""
+        return collective_order(self.layout, self.rank).reduce
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
-        for number, layers in self.layers.items():
-            chunk = self.layout.chunks[number]
-            for i, layer in enumerate(layers, start=chunk.layers[0]):
-                for name, parameter in layer.named_parameters():
-                    yield f"{chunk.module}.{i}.{name}", parameter
+        """Yield the parameters of this rank's chunks, named ``module.layer.parameter`` independently of the layout."""
+        for prefix, layer in self._named_layers():
+            for name, parameter in layer.named_parameters():
+                yield f"{prefix}.{name}", parameter
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's chunks that are saved, named like `named_parameters`."""
-        found: dict[str, Tensor] = {}
+        """Return parameters and persistent buffers of this rank's chunks, named as by `named_parameters`."""
+        return {name: x for prefix, layer in self._named_layers() for name, x in saved_tensors(layer, prefix).items()}
+
+    def _named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         for number, layers in self.layers.items():
             chunk = self.layout.chunks[number]
             for i, layer in enumerate(layers, start=chunk.layers[0]):
-                found |= saved_tensors(layer, f"{chunk.module}.{i}")
-        return found
+                yield f"{chunk.module}.{i}", layer
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters of this rank's chunks, each once, by the first of its names."""
+        """Return the trained parameters of this rank's chunks, each once with the first of its names."""
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -151,16 +162,16 @@ class Executor:
         return list(unique.values())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Trained parameters of this rank's chunks, each once."""
+        """Return the trained parameters of this rank's chunks, each once."""
         return [parameter for _, parameter in self.trained_parameters()]
 
     def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
-        """Link a plan's actions of this rank to what they work on; may be done ahead of `run_linked`.
+        """Link the plan's actions of this rank to their units and messages. May be done ahead of `run_linked`.
 
         Raises
         ------
         ExecutionError
-            When the plan is for another layout, or its shapes are not those that the model states.
+            The plan is for another layout, or its shapes differ from the model's.
         """
         return self._linker.link(plan, packing, joins=joins(self.transport))
 
@@ -174,27 +185,28 @@ class Executor:
         normaliser: float | None = None,
         counts: bool = True,
     ) -> StepResult:
-        """Run one iteration; gradients are added to ``.grad`` of the parameters.
+        """Run one iteration. Gradients are added to ``.grad`` of the parameters.
 
         Parameters
         ----------
         plan : ExecutionPlan or RankPlan
-            Of all ranks, or this one's.
+            The plan of all ranks, or of this one.
         packing : Packing
-            The one that the plan was lowered with.
+            The packing with which the plan was lowered.
         samples : sequence
-            The user's samples, as ordered in ``packing.batch``.
+            The user's samples in the order of ``packing.batch``.
         optimizer_step : callable or None
-            What OPTIMIZER_STEP does; None: nothing.
+            Called by OPTIMIZER_STEP. None does nothing.
         normaliser : float or None
-            Targets of the global batch; None: the sum over ``samples``. Give it where there are replicas.
+            Number of targets of the global batch. None is the sum over ``samples``. Required with replicas.
         counts : bool
-            False: another replica runs these samples too, and theirs are the gradients; here they are zero.
+            False if another replica runs these samples too and contributes their gradients. Here they are zero
+            then.
 
         Raises
         ------
         ExecutionError
-            Naming rank, step and action.
+            The iteration failed. The error names rank, step and action.
         """
         return self.run_linked(
             self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
@@ -209,7 +221,7 @@ class Executor:
         normaliser: float | None = None,
         counts: bool = True,
     ) -> StepResult:
-        """Run what `prepare` made; as `run`."""
+        """Run a plan linked by `prepare`, as `run` does."""
         if len(samples) != len(linked.packing.batch.samples):
             raise ExecutionError(
                 f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
@@ -235,7 +247,7 @@ class Executor:
                 for action, argument in zip(linked.actions, linked.arguments, strict=True):
                     verbs[action.verb](argument)
                     stamps.append(clock())
-                # A plan need not have an optimiser step.
+                # A plan need not have an optimizer step.
                 iteration.finish()
             if self.forward_seeds is not None:
                 self.forward_seeds.end()
@@ -250,14 +262,7 @@ class Executor:
             linked.unlink()
             iteration.close()
         return StepResult(
-            iteration.loss_sum,
-            normaliser,
-            linked.actions,
-            moments,
-            iteration.num_recomputed,
-            iteration.offloaded_bytes,
-            iteration.sent_bytes,
-            iteration.received_bytes,
+            iteration.loss_sum, normaliser, linked.actions, moments, *dataclasses.astuple(iteration.counts)
         )
 
     def _where(self, linked: LinkedPlan, step: int) -> str:
@@ -266,12 +271,12 @@ class Executor:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors on it name it."""
+    """Return the device with the index that its tensors have."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _check_layout(model: Model, layout: Layout) -> None:
-    """Refuse a layout that is not of this model."""
+    """Raise `InputError` for a layout of another model."""
     names = [module.name for module in model.modules]
     if [module.name for module in layout.modules] != names:
         raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")
@@ -280,7 +285,9 @@ def _check_layout(model: Model, layout: Layout) -> None:
         if (here.after, here.frozen) != (module.after, module.frozen):
             raise InputError(f"layout.module {module.name!r}", "has another `after` or `frozen` than the model")
         if (set(here.emits), set(here.takes)) != (set(ModuleLayout.of(module.spec).emits), set(module.spec.takes)):
-            raise InputError(f"layout.module {module.name!r}", "has other streams than the model", "lay out this model")
+            raise InputError(
+                f"layout.module {module.name!r}", "has other streams than the model", "make a layout of this model"
+            )
         num_layers = layout.chunks[layout.chunks_of(module.name)[-1]].layers[1] + 1
         if num_layers != len(module.layers):
             raise InputError(

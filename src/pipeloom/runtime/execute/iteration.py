@@ -1,9 +1,9 @@
-"""One iteration on one rank: what every verb of a plan does."""
+"""One iteration on one rank: the implementation of every verb of a plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,60 +25,178 @@ from pipeloom.runtime.model.model import Model, Part
 from pipeloom.runtime.model.random_state import ForwardSeeds
 from pipeloom.runtime.model.reduce import Finish, ReduceGradients, zero_missing
 from pipeloom.runtime.model.sharding import complete_gradients, reshard, unshard
-from pipeloom.runtime.model.tied import SumOver, Tied, sum_tied
+from pipeloom.runtime.model.tied import SumOver, TiedParameter, sum_tied
 from pipeloom.spec import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """How an `Executor` runs plans, where the defaults do not fit."""
+    """Options of an `Executor`."""
 
     reduce_gradients: ReduceGradients | None = None
-    """Called by REDUCE_GRAD with a chunk's number and its layers: begins to sum their gradients over all that hold the
-    chunk, see `all_reduce_gradients`. What it returns is waited for before OPTIMIZER_STEP."""
+    """Called by REDUCE_GRAD with a chunk's number and layers. Begins to sum their gradients over all processes that
+    hold the chunk, see `all_reduce_gradients`. Its result is waited for before OPTIMIZER_STEP."""
     autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype. The shapes that modules state must then have the
-    dtypes that come out of it. Weights are cast once an iteration for all forwards that save them."""
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
+    resulting dtypes. Weights are cast once per iteration for all forwards that save them."""
     timeout_s: float | None = None
-    """On a GPU: an iteration that comes to no further action for so long has failed; None: wait on. On the CPU the
-    waits of the transport are bounded by its own timeout."""
+    """On a GPU, an iteration fails if it reaches no further action within this many seconds. None waits forever. On the
+    CPU the transport's own timeout bounds its waits."""
     sum_tied: SumOver | None = None
-    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Without it a model that
-    has such parameters is refused."""
+    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Required for models with
+    such parameters."""
     random_seed: int | None = 0
-    """What layers draw at random depends on this, the iteration, the samples and the layers, and not on the plan; the
-    same on all ranks. None: they draw from the process's generator in the order of the plan."""
+    """Seed of random numbers in layers. They depend on it, the iteration, the samples and the layers, but not on the
+    plan. The same on all ranks. None draws from the process's generator in the order of the plan."""
     workers: int = 2
-    """Threads that load samples of a `Dataset` ahead; 0: none."""
+    """Number of threads that load samples of a `Dataset` ahead. 0 loads without threads."""
     tensor_group: dist.ProcessGroup | None = None
-    """The tensor-parallel ranks of this pipeline rank, where the layout deals instances of modules to them."""
+    """The tensor-parallel ranks of this pipeline rank, if the layout uses encoder data parallelism over them."""
 
 
 class RankParts(Protocol):
-    """What an iteration needs of the rank that it runs on; an `Executor` has it."""
+    """Everything that an iteration uses of its rank. `Executor` implements it."""
 
     model: Model
     layout: Layout
-    device: torch.device
-    transport: Transport
     loader: Loader
     queues: DeviceQueues
     options: ExecutorOptions
     forward_seeds: ForwardSeeds | None
     layers: dict[int, list[nn.Module]]
-    """Per chunk of this rank, its layers."""
-    reduced_chunks: tuple[int, ...]
-    """Chunks whose gradients are summed over others that hold them."""
-    tied: tuple[Tied, ...]
+    """Layers of each chunk of this rank."""
+    tied: tuple[TiedParameter, ...]
     """Parameters that other ranks hold too."""
     has_shards: bool
-    """Whether any parameter is divided over other processes."""
+    """Whether any parameter is sharded over other processes."""
     flops: FlopCounts | None
-    """Counts operations of forwards; None: nobody asks."""
+    """Counts the operations of forwards. None does not count."""
+
+    @property
+    def transport(self) -> Transport:
+        """Carries the messages of this rank."""
+        ...
+
+    @property
+    def reduced_chunks(self) -> tuple[int, ...]:
+        """Chunks whose gradients are summed with other processes that hold them."""
+        ...
+
+
+class GradientSync:
+    """Sums the gradients of one iteration over ranks and releases gathered parameters."""
+
+    def __init__(self, here: RankParts) -> None:
+        self.here = here
+        self.reductions: list[Finish] = []
+        self.gathered: set[int] = set()
+        """Chunks whose parameters are gathered."""
+        self.earlier = self._take_earlier()
+        """Gradients from before the iteration, with their parameters. They are not summed over ranks again."""
+        self.finished = False
+
+    def _take_earlier(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take existing gradients out of ``.grad`` of parameters whose gradients will be summed over ranks."""
+        here = self.here
+        layers = [layer for chunk in here.reduced_chunks for layer in here.layers[chunk]]
+        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in here.tied)]
+        earlier = []
+        for parameter in summed:
+            if parameter.grad is not None:
+                earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+        return earlier
+
+    def reduce(self, chunk: int) -> None:
+        """Begin to sum the gradients of a chunk over all processes that hold it."""
+        reduce = self.here.options.reduce_gradients
+        if reduce is None:
+            raise ExecutionError(
+                "the plan reduces gradients over replicas, but the executor has no ExecutorOptions.reduce_gradients"
+            )
+        finish = reduce(chunk, self.here.layers[chunk])
+        self.gathered.discard(chunk)
+        if finish is not None:
+            self.reductions.append(finish)
+
+    def unshard(self, chunk: int) -> None:
+        """Begin to gather the parameters of a chunk."""
+        unshard(self.here.layers[chunk])
+        self.gathered.add(chunk)
+
+    def finish(self, busy: Collection[int]) -> None:
+        """Wait for reductions and release gathered parameters. Afterwards the optimizer may step.
+
+        Parameters
+        ----------
+        busy : collection of int
+            Chunks that had work in this iteration. Trained parameters of the others get zero gradients.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        for finish in self.reductions:
+            finish()
+        self.reductions = []
+        # Chunks that are not trained are never reduced.
+        for chunk in self.gathered:
+            reshard(self.here.layers[chunk])
+        self.gathered = set()
+        if self.here.has_shards:
+            for layers in self.here.layers.values():
+                complete_gradients(layers)
+        if self.here.tied and self.here.options.sum_tied is not None:
+            sum_tied(self.here.tied, self.here.options.sum_tied)
+        for parameter, gradient in self.earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self.earlier = []
+        layout = self.here.layout
+        for chunk, layers in self.here.layers.items():
+            if chunk not in busy and layout.has_backward(layout.chunks[chunk].module):
+                zero_missing(layers)
+
+
+class LossSum:
+    """Losses of one iteration.
+
+    Parameters
+    ----------
+    weight : float
+        Weight of each loss: one over the normalizer, or 0 if another replica runs the same samples.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.losses: list[Tensor] = []
+        self.seed: Tensor | None = None
+        """Gradient of each loss: the weight as a tensor."""
+
+    def add(self, loss: Tensor) -> Tensor:
+        """Add the loss of a microbatch, and return its gradient."""
+        if loss.dim() != 0:
+            raise ExecutionError(f"the loss has shape {tuple(loss.shape)}; return the sum, a scalar")
+        self.losses.append(loss)
+        if self.seed is None or self.seed.dtype != loss.dtype:
+            self.seed = torch.full_like(loss, self.weight)
+        return self.seed
+
+    def total(self) -> float:
+        """Return the sum of the losses. It does not depend on the order of microbatches in the plan."""
+        return math.fsum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+
+
+@dataclass
+class IterationCounts:
+    """Counters of one iteration on one rank; see `StepResult`."""
+
+    num_recomputed: int = 0
+    offloaded_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Iteration:
-    """The state of one iteration on one rank: one method per verb."""
+    """State of one iteration on one rank, with one method per verb."""
 
     def __init__(
         self,
@@ -90,22 +208,11 @@ class Iteration:
     ) -> None:
         self.linked, self.samples = linked, samples
         self.loads = here.loader.begin(linked, samples)
-        self.here, self.queues, self.device, self.options = here, here.queues, here.device, here.options
+        self.here, self.queues = here, here.queues
         self.optimizer_step = optimizer_step
-        self.weight = weight
-        """Of each loss: one over the normaliser, or nothing."""
-        self.losses: list[Tensor] = []
-        self.seed: Tensor | None = None
-        """Gradient of each loss: the weight, as a tensor."""
-        self.reductions: list[Finish] = []
+        self.losses, self.gradients, self.counts = LossSum(weight), GradientSync(here), IterationCounts()
         self.pending: list[tuple[MessageState, Post]] = []
-        """Sends and receives to be posted together."""
-        self.whole: set[int] = set()
-        """Chunks whose parameters are gathered."""
-        self.earlier = self._set_aside()
-        """Gradients from before that are not to be summed over ranks once more, with their parameters."""
-        self.finished = False
-        self.num_recomputed = self.offloaded_bytes = self.sent_bytes = self.received_bytes = 0
+        """Sends and receives that are posted together."""
         self.verbs: dict[Verb, Callable[[Any], None]] = {
             Verb.F: self.forward if here.flops is None else self.counted_forward,
             Verb.B: self.backward,
@@ -122,13 +229,18 @@ class Iteration:
             Verb.WAIT_B: self.arrive,
             Verb.WAIT_SEND_F: self.sent,
             Verb.WAIT_SEND_B: self.sent,
-            Verb.UNSHARD: self.unshard,
-            Verb.REDUCE_GRAD: self.reduce,
+            Verb.UNSHARD: self.gradients.unshard,
+            Verb.REDUCE_GRAD: self.gradients.reduce,
             Verb.OPTIMIZER_STEP: self.step,
         }
-        """What each verb calls, with what the linked plan has for the action."""
+        """Method of each verb. Its argument is the linked plan's argument of the action."""
         if joins(here.transport):
             self.verbs |= {verb: partial(self.postpone, sends=verb.is_send) for verb in Verb if verb.is_post}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.queues.device
 
     # ---------------------------------------------------------------- computation
 
@@ -161,25 +273,28 @@ class Iteration:
             at = len(inputs) - len(role.takes)
             streams = {name: leaf for (name, _, _), leaf in zip(role.takes, inputs[at:], strict=True)}
             inputs = inputs[:at]
-        activation = ChunkActivation(self.device, context, self.options.autocast, role.ports, streams, self.weight)
+        autocast, weight = self.here.options.autocast, self.losses.weight
+        activation = ChunkActivation(self.device, context, autocast, role.ports, streams, weight)
         if unit.share is not None:
             output = self._own_output(unit, activation, inputs)
         else:
             output = activation.forward(layers, unit.bounds, inputs, role.trained)
-        if activation.losses:
-            self.losses += activation.losses
+        self.losses.losses += activation.losses
         if role.trained:
             unit.activation = activation
         if unit.outlets is not None:
-            unit.hand_streams(activation.given or {})
+            unit.pass_streams(activation.given or {})
         if role.is_last:
-            self._take_loss(unit, output)
+            unit.gradients = [self.losses.add(output)]
             return
         unit.check_output(output)
-        unit.hand_on(output if unit.share is None else unit.share.whole_output(output))
+        unit.pass_output(output if unit.share is None else unit.share.whole_output(output))
 
     def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
-        """The rows of a dealt chunk's output that are this rank's; where it has no instance, nothing is run."""
+        """Return this rank's rows of the output of a chunk with encoder data parallelism.
+
+        Without instances, nothing runs.
+        """
         assert unit.share is not None
         assert unit.stated is not None
         if not unit.share.instances[1]:
@@ -188,24 +303,15 @@ class Iteration:
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:
             raise ExecutionError(
-                f"a layer of module {unit.role.module.name!r}, which is dealt, emits a loss, of its rank's instances "
+                f"a layer of module {unit.role.module.name!r} emits a loss of its rank's instances "
                 f"alone; give [layout.modules.{unit.role.module.name}] on_tensor_ranks = 'divided'"
             )
         return output
 
-    def _take_loss(self, unit: UnitState, loss: Tensor) -> None:
-        if loss.dim() != 0:
-            raise ExecutionError(f"the loss has shape {tuple(loss.shape)}; return the sum, a scalar")
-        self.losses.append(loss)
-        if self.seed is None or self.seed.dtype != loss.dtype:
-            self.seed = torch.full_like(loss, self.weight)
-        unit.gradients = [self.seed]
-
     @property
     def loss_sum(self) -> float:
         """Sum of the losses so far."""
-        # The same in whatever order the plan has the microbatches.
-        return math.fsum(torch.stack(self.losses).tolist()) if self.losses else 0.0
+        return self.losses.total()
 
     def recompute(self, unit: UnitState) -> None:
         unit.activation_now.recompute()
@@ -221,13 +327,13 @@ class Iteration:
     def backward(self, unit: UnitState) -> None:
         activation = unit.activation_now
         activation.backward(unit.take_own_gradient(self.device), unit.take_stream_gradients(self.device))
-        unit.hand_back()
+        unit.pass_gradients()
         self._finish(unit, activation)
 
     def backward_input(self, unit: UnitState) -> None:
         arrived = unit.take_stream_gradients(self.device)
         unit.activation_now.backward_input(unit.take_own_gradient(self.device), arrived)
-        unit.hand_back()
+        unit.pass_gradients()
 
     def backward_weight(self, unit: UnitState) -> None:
         activation = unit.activation_now
@@ -235,8 +341,8 @@ class Iteration:
         self._finish(unit, activation)
 
     def _finish(self, unit: UnitState, activation: ChunkActivation) -> None:
-        self.num_recomputed += activation.num_recomputed
-        self.offloaded_bytes += activation.offloaded_bytes
+        self.counts.num_recomputed += activation.num_recomputed
+        self.counts.offloaded_bytes += activation.offloaded_bytes
         unit.activation = None
 
     def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
@@ -256,35 +362,37 @@ class Iteration:
         return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
-        """Arguments of the first layer, the user's own on a module's first chunk and what was transferred; streams."""
+        """Return the arguments of the first layer: the user's inputs on a module's first chunk,
+        transferred tensors, streams.
+        """
         role = unit.role
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
         if role.before >= 0 or role.module.inputs is None or part is None:
             return upstream
-        given = role.module.inputs(part)
-        if not isinstance(given, tuple):
-            given = (given,)
-        return (*self.queues.take_in(given), *upstream)
+        inputs = role.module.inputs(part)
+        if not isinstance(inputs, tuple):
+            inputs = (inputs,)
+        return (*self.queues.take_in(inputs), *upstream)
 
     # ---------------------------------------------------------------- communication
 
     def send(self, message: MessageState) -> None:
         tensor = message.take()
-        # Both ends know the shape, so that nothing need travel where there are no rows.
+        # Both ends know the shape, so a message without rows need not be sent.
         if tensor.numel():
             message.tensor = tensor
             message.handle = self.queues.send(tensor, message.peer, message.tag)
-            self.sent_bytes += tensor.nbytes
+            self.counts.sent_bytes += tensor.nbytes
 
     def receive(self, message: MessageState) -> None:
         if 0 in message.shape:
             message.tensor = self.queues.empty(message.shape, message.dtype, message.peer)
             return
         message.tensor, message.handle = self.queues.receive(message.shape, message.dtype, message.peer, message.tag)
-        self.received_bytes += message.tensor.nbytes
+        self.counts.received_bytes += message.tensor.nbytes
 
     def postpone(self, message: MessageState, sends: bool) -> None:
-        """Keep a send or receive, and post it with those that belong to it once the last of them is here."""
+        """Hold a send or receive, and post it together with the following ones of its batched operation."""
         message.tensor = message.take() if sends else self.queues.empty(message.shape, message.dtype, message.peer)
         if message.tensor.numel():
             self.pending.append((message, Post(sends, message.tensor, message.peer, message.tag)))
@@ -292,14 +400,14 @@ class Iteration:
             self.post()
 
     def post(self) -> None:
-        """Post what is pending as one operation."""
+        """Post the pending messages as one operation."""
         handles = self.queues.post([post for _, post in self.pending])
         for (message, post), handle in zip(self.pending, handles, strict=True):
             message.handle = handle
             if post.sends:
-                self.sent_bytes += post.tensor.nbytes
+                self.counts.sent_bytes += post.tensor.nbytes
             else:
-                self.received_bytes += post.tensor.nbytes
+                self.counts.received_bytes += post.tensor.nbytes
         self.pending = []
 
     def arrive(self, message: MessageState) -> None:
@@ -316,66 +424,19 @@ class Iteration:
 
     # ---------------------------------------------------------------- after the microbatches
 
-    def reduce(self, chunk: int) -> None:
-        reduce = self.options.reduce_gradients
-        if reduce is None:
-            raise ExecutionError("the plan reduces gradients over replicas, but the executor was given no way to")
-        finish = reduce(chunk, self.here.layers[chunk])
-        self.whole.discard(chunk)
-        if finish is not None:
-            self.reductions.append(finish)
-
-    def unshard(self, chunk: int) -> None:
-        unshard(self.here.layers[chunk])
-        self.whole.add(chunk)
-
-    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take away what is in ``.grad`` of parameters whose gradients will be summed over ranks."""
-        here = self.here
-        layers = [layer for chunk in here.reduced_chunks for layer in here.layers[chunk]]
-        summed = [*(p for layer in layers for p in layer.parameters()), *(t.parameter for t in here.tied)]
-        earlier = []
-        for parameter in summed:
-            if parameter.grad is not None:
-                earlier.append((parameter, parameter.grad))
-                parameter.grad = None
-        return earlier
-
     def close(self) -> None:
-        """Give up what is being loaded."""
+        """Cancel loads that are not needed anymore."""
         if self.loads is not None:
             self.loads.close()
 
     def finish(self) -> None:
-        """Wait for reductions, and let go of whole parameters: afterwards an optimiser may step."""
-        if self.finished:
-            return
-        self.finished = True
-        for finish in self.reductions:
-            finish()
-        self.reductions = []
-        # What is not trained was never reduced.
-        for chunk in self.whole:
-            reshard(self.here.layers[chunk])
-        self.whole = set()
-        if self.here.has_shards:
-            for layers in self.here.layers.values():
-                complete_gradients(layers)
-        if self.here.tied and self.options.sum_tied is not None:
-            sum_tied(self.here.tied, self.options.sum_tied)
-        for parameter, gradient in self.earlier:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-        self.earlier = []
-        busy = {unit.key[0] for unit in self.linked.units}
-        layout = self.here.layout
-        for chunk, layers in self.here.layers.items():
-            if chunk not in busy and layout.has_backward(layout.chunks[chunk].module):
-                zero_missing(layers)
+        """Finish the gradients, so that the optimizer may step."""
+        self.gradients.finish({unit.key[0] for unit in self.linked.units})
 
     def step(self, _: None) -> None:
         self.finish()
-        if self.options.autocast is not None:
-            # Casts of weights that are about to change.
+        if self.here.options.autocast is not None:
+            # The weights are about to change, so drop their casts.
             torch.clear_autocast_cache()
         if self.optimizer_step is not None:
             self.optimizer_step()
@@ -383,7 +444,7 @@ class Iteration:
 
 _NO_CONTEXT: dict[str, Any] = {}
 _NOTHING = (None, _NO_CONTEXT)
-"""Part and context of a unit that asks no user function."""
+"""Part and context of a unit that calls no user function."""
 
 
 def _loss_layer(loss: Callable[[Tensor, Part], Tensor], part: Part) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they work on."""
+"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they use."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from pipeloom.runtime.execute.unit import (
     MessageState,
     Outlet,
     PartState,
-    Stated,
+    ShapeDtype,
     StreamOutlet,
     UnitState,
 )
-from pipeloom.runtime.model.encoder_dp import Dealer, Share, Taken
+from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, InstanceShare
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
-from pipeloom.spec import Layout, TensorShape
+from pipeloom.spec import Layout, TensorShape, Workload
 
-# Shapes depend on few numbers and recur; a run over ever new lengths must not gather them for ever.
+# Shapes depend on few numbers and recur. The limit bounds the cache in a run with ever new lengths.
 _MAX_KNOWN_SHAPES = 50_000
 
 
 @dataclass(slots=True, eq=False)
 class LinkedPlan:
-    """Actions and what each works on: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
+    """Actions and the argument of each: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
 
     plan: RankPlan
     packing: Packing
@@ -56,48 +56,71 @@ class LinkedPlan:
     was_run: bool = False
 
     def unlink(self) -> None:
-        """Take the units apart: they refer to one another, and what they hold is to be freed at once."""
+        """Clear references between units, so that their memory is freed at once."""
         for unit in self.units:
             unit.unlink()
 
 
+class ChunkShapes:
+    """Output shapes and dtypes of chunks, cached over iterations."""
+
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self._shapes = boundary_shapes(model.spec, layout)
+        self._known: list[dict[tuple[int, ...], ShapeDtype]] = [{} for _ in layout.chunks]
+        """By chunk, then by numbers of instances and tokens, or by lengths for shapes that depend on them."""
+        self._by_lengths = [
+            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
+        ]
+
+    def limit(self) -> None:
+        """Clear the cache if it has grown large."""
+        if sum(map(len, self._known)) > _MAX_KNOWN_SHAPES:
+            for known in self._known:
+                known.clear()
+
+    def output(self, chunk: int, workload: Workload, size: tuple[int, int]) -> ShapeDtype:
+        """Return shape and dtype of a chunk's whole output.
+
+        Parameters
+        ----------
+        size : tuple of int
+            Numbers of instances and tokens of the workload.
+        """
+        key = workload.lengths if self._by_lengths[chunk] else size
+        known = self._known[chunk].get(key)
+        if known is None:
+            known = self._known[chunk][key] = self.of(chunk, workload, "")
+        return known
+
+    def of(self, chunk: int, workload: Workload, stream: str) -> ShapeDtype:
+        """Return shape and dtype of a chunk's output, or of a stream that it emits."""
+        shape, dtype = self._shapes(chunk, workload, stream)
+        return shape, torch_dtype(dtype)
+
+
 class Linker:
-    """Links plans of one layout for one rank; what does not change between iterations is worked out here.
+    """Links plans of one layout for one rank. Holds everything that does not change between iterations."""
 
-    Parameters
-    ----------
-    layout : Layout
-    model : Model
-    rank : int
-    dealer : Dealer
-    """
-
-    def __init__(self, layout: Layout, model: Model, rank: int, dealer: Dealer) -> None:
-        self.layout, self.rank, self.dealer = layout, rank, dealer
+    def __init__(self, layout: Layout, model: Model, rank: int, encoder_dp: EncoderDataParallel) -> None:
+        self.layout, self.rank, self.encoder_dp = layout, rank, encoder_dp
         self.digest = layout.digest
         self.names = layout.chunk_names
         self.number_of = {name: i for i, name in enumerate(self.names)}
-        self.rank_of = [chunk.rank for chunk in layout.chunks]
         self.router = Router(layout)
-        self.shapes = boundary_shapes(model.spec, layout)
-        self.streams = {end.stream: end for module in model.spec.modules for end in module.emits}
+        self.shapes = ChunkShapes(model, layout)
         self.roles = [self._role(model, number) for number in range(len(layout.chunks))]
         self.fan_out = max(
             1, *(len(place.consumers) + (place.after >= 0) + len(place.gives) for place in self.router.places)
         )
-        self.known_shapes: list[dict[tuple[int, ...], Stated]] = [{} for _ in layout.chunks]
-        """By chunk, then by instances and tokens: all that shapes depend on; by lengths where they depend on these."""
-        self.by_lengths = [
-            not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
-        ]
         self.known_bounds: list[dict[str, Bounds]] = [{} for _ in layout.chunks]
-        """By chunk, then by strategy."""
+        """Blocks of each chunk by memory strategy."""
 
     def _role(self, model: Model, number: int) -> ChunkRole:
         chunk, place = self.layout.chunks[number], self.router.places[number]
         module = model.module(chunk.module)
         is_last = module is model.modules[-1] and chunk.layers[1] == len(module.layers) - 1
         first_chunks = self.router.chunks_of
+        streams = {end.stream: end for each in model.spec.modules for end in each.emits}
         return ChunkRole(
             module=module,
             column=place.module,
@@ -118,74 +141,80 @@ class Linker:
             layer_numbers=chunk.layers,
             ports=self._ports(module, chunk.layers, place.gives),
             takes=tuple(
-                (stream, self.streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
+                (stream, streams[stream].output, self.router.places[first_chunks[source][0]].gradient)
                 for stream, source, _ in place.takes
             ),
         )
 
     def _ports(self, module: Module, layers: tuple[int, int], gives: tuple[StreamPlace, ...]) -> ChunkStreams:
-        """Streams of a chunk's layers."""
+        """Return the streams of a chunk's layers."""
         begin, end = layers
         takes: dict[int, tuple[str, ...]] = {}
         emits: dict[int, tuple[str, ...]] = {}
-        for ends, found in ((module.spec.takes, takes), (module.spec.emits, emits)):
+        for ends, by_layer in ((module.spec.takes, takes), (module.spec.emits, emits)):
             for each in ends:
                 if begin <= each.layer <= end:
-                    found[each.layer - begin] = (*found.get(each.layer - begin, ()), each.stream)
+                    by_layer[each.layer - begin] = (*by_layer.get(each.layer - begin, ()), each.stream)
         if not takes and not emits:
             return NO_STREAMS
         return ChunkStreams(takes, emits, frozenset(place.stream for place in gives), begin, module.name)
 
     def link(self, plan: ExecutionPlan | RankPlan, packing: Packing, *, joins: bool = False) -> LinkedPlan:
-        """Link one rank's actions; where ``joins``, with those messages together that are posted as one operation.
+        """Link one rank's actions.
+
+        Parameters
+        ----------
+        joins : bool
+            Whether messages of one batched operation are posted together.
 
         Raises
         ------
         ExecutionError
-            When plan, packing, layout and model do not belong together.
+            Plan, packing, layout and model do not belong together.
         """
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(
                 f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
-                f"{self.layout.num_ranks}; plan for the layout that is run"
+                f"{self.layout.num_ranks}; make a plan for this layout"
             )
-        if sum(map(len, self.known_shapes)) > _MAX_KNOWN_SHAPES:
-            for known in self.known_shapes:
-                known.clear()
-        mine = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
-        if mine.rank != self.rank or (joins and mine.joined is None):
+        self.shapes.limit()
+        own_plan = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
+        if own_plan.rank != self.rank or (joins and own_plan.joined is None):
             raise ExecutionError(
-                f"the plan is rank {mine.rank}'s, "
-                + ("made for messages that are posted one by one" if mine.rank == self.rank else f"not {self.rank}'s")
+                f"the plan is rank {own_plan.rank}'s, "
+                + ("made for messages that are not batched" if own_plan.rank == self.rank else f"not {self.rank}'s")
                 + "; deliver it with delivery_of for the backend that runs"
             )
         try:
-            linked = _Link(self, mine, packing).linked()
+            linked = _Link(self, own_plan, packing).linked()
         except InputError as error:
             raise ExecutionError(f"the plan does not fit the packing: {error}") from error
-        for step in (mine.joined or ()) if joins else ():
+        for step in (own_plan.joined or ()) if joins else ():
             linked.arguments[step].joins_next = True
         return linked
 
 
 class _Crossing(NamedTuple):
-    """A boundary transfer between modules as its producer knows it."""
+    """A boundary transfer between modules, as seen by its producer."""
 
     producer: Key
     gradient: bool
     place_out: int = 0
-    """Among those that take the same of the producer."""
+    """Index among the consumers of the same output or stream."""
     target: str = ""
-    """How messages name the consumer."""
-    cut: Stated | None = None
-    """Shape and dtype where it is not the whole output."""
+    """Name of the consumer in messages."""
+    cut: ShapeDtype | None = None
+    """Shape and dtype if it is not the whole output."""
     stream: str = ""
     number: int = 0
-    """Among all that the producer gives."""
+    """Index among all transfers of the producer."""
 
 
 class _Link:
-    """One plan being linked. Inside modules, where most units are, without going through `BoundaryTransfer`."""
+    """A plan that is being linked.
+
+    Transfers inside modules, the most frequent ones, bypass `BoundaryTransfer` for speed.
+    """
 
     def __init__(self, linker: Linker, plan: RankPlan, packing: Packing) -> None:
         self.linker, self.plan, self.packing = linker, plan, packing
@@ -193,15 +222,15 @@ class _Link:
         self.num_microbatches = len(packing.microbatches)
         self.max_parts = max(map(max, self.routes.counts), default=1)
         self.fan_out = linker.fan_out * self.max_parts
-        self.sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        """By module, microbatch and part: instances and tokens."""
+        self.sizes: dict[tuple[int, int, int], tuple[Workload, tuple[int, int]]] = {}
+        """Workload, number of instances and number of tokens, by module, microbatch and sub-microbatch."""
         self.parts: dict[tuple[int, int, int], PartState] = {}
         self.states: dict[Key, UnitState] = {}
         self.messages: dict[tuple[Verb, Key, str, str], MessageState] = {}
-        """By verb of its post, producer, consumer where named, and stream."""
+        """Messages by verb of the post, producer, consumer if it is named, and stream."""
 
     def linked(self) -> LinkedPlan:
-        # Most of what linking costs is here, once for every action: hence the names bound outside of the loop.
+        # This loop over all actions dominates the cost of linking, so names are bound outside of it.
         linker, states, number_of = self.linker, self.states, self.linker.number_of
         actions = self.plan.actions
         arguments: list[Any] = []
@@ -240,9 +269,9 @@ class _Link:
         if microbatch >= self.num_microbatches:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
-        # Asked for the last one too, where it is not used: a part that does not exist is found here.
-        stated: Stated | None = self._stated(key)
-        part, share = None, self._share(key) if role.module.name in self.linker.dealer.names else None
+        # Also computed for the last chunk, where it is not used, to detect a part that does not exist.
+        stated: ShapeDtype | None = self._stated(key)
+        part, share = None, self._share(key) if role.module.name in self.linker.encoder_dp.names else None
         if role.needs_part and (share is None or share.instances[1]):
             part_key = (role.column, microbatch, sub)
             part = self.parts.get(part_key)
@@ -273,22 +302,23 @@ class _Link:
             self._outlets(key, state)
         return state
 
-    def _share(self, key: Key) -> Share:
-        """What this tensor-parallel rank has of a unit of a dealt module."""
+    def _share(self, key: Key) -> InstanceShare:
+        """Return this tensor-parallel rank's share of a unit under encoder data parallelism."""
         linker, (chunk, microbatch, sub) = self.linker, key
         role, members = linker.roles[chunk], self.packing.microbatches[microbatch]
         layers = role.module.spec.flat_layers
+        encoder_dp = linker.encoder_dp
         if role.before >= 0:
-            taken = [Taken(layers[role.layer_numbers[0] - 1].output)]
+            inputs = [ChunkInput(layers[role.layer_numbers[0] - 1].output)]
         else:
             samples = [self.packing.batch.samples[i] for i in members.samples]
             sources = ((linker.layout.modules[source].name, shape) for source, shape, _ in role.sources)
-            taken = [Taken(shape, linker.dealer.model.module(name), samples) for name, shape in sources]
+            inputs = [ChunkInput(shape, encoder_dp.model.module(name), samples) for name, shape in sources]
         part = members.parts[role.column][sub]
-        return linker.dealer.share(role.module.spec, part, layers[role.layer_numbers[1]].output, taken)
+        return encoder_dp.share(role.module.spec, part, layers[role.layer_numbers[1]].output, inputs)
 
     def _groups(self, role: ChunkRole, into: Sequence[BoundaryTransfer]) -> list[tuple[list[int], TensorShape, bool]]:
-        """What a unit takes, by argument and stream."""
+        """Return the transfers that a unit takes, grouped by argument and stream."""
         places = self.linker.router.places
         groups: list[tuple[list[int], TensorShape, bool]] = []
         if role.before >= 0:
@@ -301,51 +331,43 @@ class _Link:
         return groups
 
     def _outlets(self, key: Key, state: UnitState) -> None:
-        """Make a unit's outlets for streams, before anything is connected to them."""
+        """Make a unit's outlets for streams before anything is connected to them."""
         chunk, microbatch, sub = key
         workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
-        given = self.routes.out_of(Unit(*key))
+        transfers = self.routes.out_of(Unit(*key))
         state.outlets = {}
         for stream in dict.fromkeys(place.stream for place in self.linker.router.places[chunk].gives):
-            shape, dtype = self.linker.shapes(chunk, workload, stream)
-            takers = [transfer for transfer in given if transfer.stream == stream]
-            outlet = StreamOutlet((shape, torch_dtype(dtype)), [None] * len(takers), self._cuts(takers))
-            state.outlets[stream] = outlet
+            takers = [transfer for transfer in transfers if transfer.stream == stream]
+            shape = self.linker.shapes.of(chunk, workload, stream)
+            state.outlets[stream] = StreamOutlet(shape, [None] * len(takers), self._cuts(takers))
 
-    def _stated(self, key: Key) -> Stated:
-        """Shape and dtype of a unit's whole output."""
+    def _stated(self, key: Key) -> ShapeDtype:
+        """Return shape and dtype of a unit's whole output."""
         chunk, microbatch, sub = key
         column = self.linker.roles[chunk].column
-        size = self.sizes.get((column, microbatch, sub))
-        if size is None:
+        known = self.sizes.get((column, microbatch, sub))
+        if known is None:
             parts = self.packing.microbatches[microbatch].parts[column]
             if sub >= len(parts):
                 raise ExecutionError(f"microbatch {microbatch} has no part {sub} for its chunk")
-            lengths = parts[sub].workload.lengths
-            size = self.sizes[column, microbatch, sub] = (len(lengths), sum(lengths))
-        if self.linker.by_lengths[chunk]:
-            size = self.packing.microbatches[microbatch].parts[column][sub].workload.lengths
-        stated = self.linker.known_shapes[chunk].get(size)
-        if stated is None:
-            workload = self.packing.microbatches[microbatch].parts[column][sub].workload
-            shape, dtype = self.linker.shapes(chunk, workload, "")
-            stated = self.linker.known_shapes[chunk][size] = (shape, torch_dtype(dtype))
-        return stated
+            workload = parts[sub].workload
+            known = workload, (len(workload.lengths), sum(workload.lengths))
+            self.sizes[column, microbatch, sub] = known
+        return self.linker.shapes.output(chunk, *known)
 
-    def _transferred(self, transfer: BoundaryTransfer) -> Stated:
-        """Shape and dtype of what is transferred."""
+    def _transferred(self, transfer: BoundaryTransfer) -> ShapeDtype:
+        """Return shape and dtype of a transferred tensor."""
         if transfer.piece is None and not transfer.stream:
             return self._stated(transfer.producer)
         workload = transferred_workload(transfer, self.linker.layout, self.packing)
-        shape, dtype = self.linker.shapes(transfer.producer.chunk, workload, transfer.stream)
-        return shape, torch_dtype(dtype)
+        return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
-    def _cuts(self, given: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
-        """Rows of a producer's output that each consumer takes; None where all take all."""
-        if all(transfer.piece is None for transfer in given):
+    def _cuts(self, transfers: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
+        """Return the rows of a producer's output that each consumer takes. None if all take all."""
+        if all(transfer.piece is None for transfer in transfers):
             return None
         cuts: list[tuple[int, int] | None] = []
-        for transfer in given:
+        for transfer in transfers:
             if transfer.piece is None:
                 cuts.append(None)
                 continue
@@ -354,14 +376,13 @@ class _Link:
         return cuts
 
     def _connect(self, key: Key, state: UnitState) -> None:
-        """Connect a unit to what it takes from and gives to: directly on this rank, else by messages."""
+        """Connect a unit to its producers and consumers, directly on this rank and by messages to others."""
         role, (_, microbatch, sub) = state.role, key
         if role.before >= 0:
             source = (role.before, microbatch, sub)
             above = self.states.get(source)
             if above is None:
-                peer = self.linker.rank_of[role.before]
-                self._message(state, 0, _Crossing(source, role.trained), peer, True)
+                self._message(state, 0, _Crossing(source, role.trained), role.before, True)
             else:
                 above.below = state
                 if role.trained:
@@ -373,26 +394,25 @@ class _Link:
                     self._take(state, place, self._crossing(transfer, siblings))
         if role.after >= 0:
             if (role.after, microbatch, sub) not in self.states:
-                self._message(state, 0, _Crossing(key, role.trained), self.linker.rank_of[role.after], False)
+                self._message(state, 0, _Crossing(key, role.trained), role.after, False)
                 state.num_sends = 1
             if state.outlets is None:
                 return
         elif not role.feeds and state.outlets is None:
             return
-        given = self.routes.out_of(Unit(*key))
+        transfers = self.routes.out_of(Unit(*key))
         if role.after < 0:
-            mine = [transfer for transfer in given if not transfer.stream]
-            state.gradients = [None] * len(mine)
-            state.cuts = self._cuts(mine)
-        for transfer in given:
+            outputs = [transfer for transfer in transfers if not transfer.stream]
+            state.gradients = [None] * len(outputs)
+            state.cuts = self._cuts(outputs)
+        for transfer in transfers:
             if (role.after < 0 or transfer.stream) and transfer.consumer not in self.states:
-                crossing = self._crossing(transfer, given)
-                peer = self.linker.rank_of[transfer.consumer.chunk]
-                self._message(state, crossing.place_out, crossing, peer, False)
+                crossing = self._crossing(transfer, transfers)
+                self._message(state, crossing.place_out, crossing, transfer.consumer.chunk, False)
                 self._outlet(state, crossing).num_sends += 1
 
     def _crossing(self, transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer]) -> _Crossing:
-        """A transfer, given all of its producer."""
+        """Return a transfer as its producer sees it, among all transfers of the producer."""
         number = siblings.index(transfer) if len(siblings) > 1 else 0
         place_out = number
         if transfer.stream:
@@ -403,14 +423,14 @@ class _Link:
 
     @staticmethod
     def _outlet(state: UnitState, crossing: _Crossing) -> Outlet:
-        """What of a producer crosses."""
+        """Return the outlet of a unit that crosses the boundary."""
         return state.outlets[crossing.stream] if crossing.stream and state.outlets else state
 
     def _take(self, state: UnitState, place: int, crossing: _Crossing) -> None:
         """Connect a unit to one outlet of another chunk."""
         producer = self.states.get(crossing.producer)
         if producer is None:
-            self._message(state, place, crossing, self.linker.rank_of[crossing.producer[0]], True)
+            self._message(state, place, crossing, crossing.producer[0], True)
             return
         outlet = self._outlet(producer, crossing)
         if outlet.local_consumers is None:
@@ -421,9 +441,10 @@ class _Link:
                 state.local_producers = []
             state.local_producers.append((place, outlet, crossing.place_out))
 
-    def _message(self, state: UnitState, place: int, crossing: _Crossing, peer: int, receives: bool) -> None:
-        """Make this rank's end of a message of an activation or stream, and of its gradient's."""
+    def _message(self, state: UnitState, place: int, crossing: _Crossing, other: int, receives: bool) -> None:
+        """Make this rank's end of a message with the rank of another chunk, and of its gradient's message."""
         producer, gradient, _, target, cut, stream, sibling = crossing
+        peer = self.linker.layout.chunks[other].rank
         shape, dtype = self._stated(producer) if cut is None else cut
         chunk, microbatch, sub = producer
         number = chunk * self.num_microbatches + microbatch
@@ -436,19 +457,19 @@ class _Link:
             self.messages[backward, *name] = MessageState(state, outlet, place, True, peer, tag + 1, shape, dtype)
 
     def _message_of(self, action: Action, key: Key) -> MessageState:
-        """What an action about a message works on."""
+        """Return the message of an action."""
         message = self.messages.get((action.verb.post, key, action.target, action.stream))
         if message is None:
-            raise ExecutionError(f"'{action_text(action)}' is no message that rank {self.linker.rank} has to do with")
+            raise ExecutionError(f"'{action_text(action)}' is no message of rank {self.linker.rank}")
         if action.shape is not None and (
             action.shape != message.shape or torch_dtype(action.dtype) != message.dtype or action.peer != message.peer
         ):
             raise ExecutionError(
-                f"'{action_text(action)}': the model states {message.shape} {message.dtype} with rank "
-                f"{message.peer}; plan with the model and the batch that are run"
+                f"'{action_text(action)}': the model declares {message.shape} {message.dtype} with rank "
+                f"{message.peer}; make a plan for this model and batch"
             )
         return message
 
 
 _ANY_SHAPE = TensorShape(())
-"""Of what is never empty."""
+"""Placeholder shape of tensors that are never empty."""

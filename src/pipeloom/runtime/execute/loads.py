@@ -1,4 +1,4 @@
-"""Loads samples of a `Dataset` ahead of the layers that take them, in the order in which a plan does."""
+"""Loads samples of a `Dataset` ahead of the layers that take them, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pipeloom.runtime.data.dataset import LazySample, load_one, load_part, wanted_of, with_loaded
+from pipeloom.runtime.data.dataset import LazySample, instances_to_load, load_part, with_loaded
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.unit import PartState, part_of
 from pipeloom.runtime.model.model import Part
 
 
 class Loader:
-    """The threads in which a rank loads.
+    """The loading threads of a rank.
 
-    Threads, not processes: decoding and resizing let go of the interpreter, what is loaded need not be copied, and the
-    sizes that were counted in this process are at hand.
+    It uses threads rather than processes. Decoding and resizing release the interpreter's lock, loaded data need not be
+    copied, and this process has the sizes already.
 
     Parameters
     ----------
     workers : int
-        How many; 0: whoever takes a part loads it.
+        Number of threads. With 0, a part is loaded when it is taken.
     """
 
     def __init__(self, workers: int) -> None:
@@ -29,13 +29,13 @@ class Loader:
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """End the threads; `begin` starts others."""
+        """End the threads. `begin` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def begin(self, linked: LinkedPlan, samples: Sequence[Any]) -> Loads | None:
-        """Begin with what a plan takes first; None where there is nothing to load."""
+        """Start loading for a plan. Returns None if there is nothing to load."""
         if not any(isinstance(sample, LazySample) for sample in samples):
             return None
         if self.workers and self._pool is None:
@@ -44,48 +44,46 @@ class Loader:
 
 
 class Loads:
-    """Parts of one iteration that are being loaded; a few wait at most.
+    """Parts of one iteration that are being loaded. Only a few are loaded ahead.
 
     Parameters
     ----------
-    pool : ThreadPoolExecutor or None
-    linked : LinkedPlan
     samples : sequence
-        As ordered in the plan's batch.
+        The samples in the order of the plan's batch.
     ahead : int
-        Parts that are loaded, or being loaded, before they are taken.
+        Number of parts that are loaded before they are taken.
     """
 
     def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:
         self._pool, self._packing, self._samples, self._ahead = pool, linked.packing, samples, ahead
-        # In the order of their forwards; of several that take one part, the first asks for it.
-        self._coming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
-        self._begun: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
-        self._fill()
+        # In the order of their forwards. If several units take one part, the first one loads it.
+        self._upcoming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
+        self._loading: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
+        self._load_ahead()
 
     def take(self, state: PartState) -> Part:
-        """Return a part, loaded; waits where it is not there yet."""
+        """Return a loaded part. Waits for it if necessary."""
         if self._pool is None:
             return load_part(self._make(state), state.module.name, state.contents, state.loss)
-        while state not in self._begun:
-            self._begin(next(self._coming))
-        part, futures = self._begun.pop(state)
-        self._fill()
+        while state not in self._loading:
+            self._begin(next(self._upcoming))
+        part, futures = self._loading.pop(state)
+        self._load_ahead()
         return with_loaded(part, {place: future.result() for place, future in futures.items()})
 
     def close(self) -> None:
-        """Give up what nobody will take any more."""
-        for _, futures in self._begun.values():
+        """Cancel loads that are not needed anymore."""
+        for _, futures in self._loading.values():
             for future in futures.values():
                 future.cancel()
-        self._begun = {}
+        self._loading = {}
 
     def _make(self, state: PartState) -> Part:
         return part_of(state, self._packing, self._samples)
 
-    def _fill(self) -> None:
-        while self._pool is not None and len(self._begun) < self._ahead:
-            state = next(self._coming, None)
+    def _load_ahead(self) -> None:
+        while self._pool is not None and len(self._loading) < self._ahead:
+            state = next(self._upcoming, None)
             if state is None:
                 return
             self._begin(state)
@@ -93,8 +91,8 @@ class Loads:
     def _begin(self, state: PartState) -> None:
         assert self._pool is not None
         part, name = self._make(state), state.module.name
-        wanted = wanted_of(part, state.contents)
-        self._begun[state] = (
+        wanted = instances_to_load(part, state.contents)
+        self._loading[state] = (
             part,
-            {i: self._pool.submit(load_one, part.samples[i], name, each, state.loss) for i, each in wanted.items()},
+            {i: self._pool.submit(part.samples[i].load, name, each, state.loss) for i, each in wanted.items()},
         )

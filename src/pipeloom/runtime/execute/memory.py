@@ -1,4 +1,4 @@
-"""How a block of layers holds what its backward needs: kept, offloaded to the host, or recomputed in part."""
+"""Ways in which a block of layers holds what its backward needs: kept, offloaded to the host, or partly recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, sto
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-# Dear to compute and small to keep; norms, activations and the like are recomputed.
+# Expensive to compute and small to keep. Everything else, such as norms and activations, is recomputed.
 _KEPT_OPERATIONS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -49,7 +49,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 class SelectiveRecompute:
-    """Keeps the results of matrix products, convolutions and attention; everything else is computed again."""
+    """Keeps the results of matrix products, convolutions and attention. Everything else is recomputed."""
 
     def __init__(self) -> None:
         contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
@@ -57,9 +57,9 @@ class SelectiveRecompute:
         self._again: AbstractContextManager[Any] = contexts[1]
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the forward: what is dear is kept, and autograd saves nothing."""
+        """Return a context for the forward. Expensive results are kept, and autograd saves nothing."""
         stack = ExitStack()
-        # With gradients on, so that the same operations run as later on.
+        # With gradients enabled, so that the recomputation runs the same operations.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(lambda _: None, _never))
         stack.enter_context(self._forward)
@@ -67,12 +67,12 @@ class SelectiveRecompute:
         return stack
 
     def again(self) -> AbstractContextManager[Any]:
-        """Around the recomputation."""
+        """Return a context for the recomputation."""
         return self._again
 
 
 class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies a kept result before an operation changes it in place: the recomputation makes the change again.
+    """Copies a kept result before an operation changes it in place, because the recomputation repeats the change.
 
     Parameters
     ----------
@@ -87,12 +87,12 @@ class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        # Operations of higher order have no schema.
+        # Higher-order operations have no schema.
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+            arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
             written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
-            leaves = tree_leaves([value for name, value in given.items() if name in written])
+            leaves = tree_leaves([value for name, value in arguments.items() if name in written])
             changed = {storage_address(value) for value in leaves if isinstance(value, Tensor)}
             for entry in tree_leaves(self._kept):
                 result = getattr(entry, "val", None)
@@ -117,7 +117,7 @@ class _Saved(NamedTuple):
 
 
 class _SavedShard(NamedTuple):
-    """A DTensor that autograd saved, its local part apart."""
+    """A DTensor that autograd saved, with its local part stored separately."""
 
     local: Any
     mesh: DeviceMesh
@@ -127,7 +127,7 @@ class _SavedShard(NamedTuple):
 
 
 class _Storage:
-    """One storage, on the device, on the host, or back again."""
+    """A storage on the device, on the host, or back again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: Tensor | None = tensor.detach()
@@ -139,7 +139,7 @@ class _Storage:
         self.loaded: torch.cuda.Event | None = None
 
     def offload(self) -> None:
-        """Copy to the host and let go of the device's memory."""
+        """Copy to the host and release the device's memory."""
         if self.here is None:
             return
         if self.here._version != self.version:
@@ -148,12 +148,12 @@ class _Storage:
         self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.host.copy_(raw, non_blocking=True)
         if self.device.type == "cuda":
-            # Copied in another stream than the one that owns the memory.
+            # The copy runs in another stream than the one that owns the memory.
             raw.record_stream(torch.cuda.current_stream(self.device))
         self.here = None
 
     def load(self) -> None:
-        """Begin to bring it back to the device; again and again is allowed."""
+        """Begin to copy it back to the device. May be called repeatedly."""
         if self.here is not None or self.back is not None:
             return
         assert self.host is not None
@@ -164,7 +164,7 @@ class _Storage:
             self.loaded.record(torch.cuda.current_stream(self.device))
 
     def take(self) -> torch.UntypedStorage:
-        """It, on the device: whatever is computed from now on in this stream finds it there."""
+        """Return the storage on the device, ready for later computation in this stream."""
         if self.here is not None:
             return self.here.untyped_storage()
         self.load()
@@ -179,7 +179,7 @@ class _Storage:
 
 
 def cast_leaf(tensor: Tensor) -> int:
-    """Id of the leaf that a tensor is a cast of, itself or as a view of one; 0: of none."""
+    """Return the id of the leaf that a tensor, or its base, is a cast of. 0 if there is none."""
     source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
     node = source.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -188,17 +188,17 @@ def cast_leaf(tensor: Tensor) -> int:
     return 0 if leaf is None else id(leaf)
 
 
-class Offloaded:
-    """What autograd saves inside a block, movable to the host and back.
+class OffloadedTensors:
+    """Tensors that autograd saves inside a block, which can move to the host and back.
 
     Parameters
     ----------
     held_anyway : iterable
-        Tensors that stay on the device whatever happens, so that moving them would free nothing: weights, the
-        block's inputs, the module's context.
+        Tensors that stay on the device in any case, so that moving them frees nothing: weights, the block's inputs,
+        the module's context.
     under_autocast : bool
-        Casts of them stay as well: autocast keeps them for the iteration. Without it a cast is a layer's own, and one
-        more for every microbatch.
+        Whether casts of these tensors stay as well, because autocast keeps them for the iteration. Without
+        autocast, a cast is a layer's own and made for every microbatch.
     """
 
     def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
@@ -210,22 +210,22 @@ class Offloaded:
         self.num_bytes = 0
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Around the forward."""
+        """Return a context for the forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def offload(self) -> None:
-        """Move everything saved to the host."""
+        """Move all saved tensors to the host."""
         for storage in self._storages.values():
             storage.offload()
             self.num_bytes += storage.num_bytes
-        # The addresses are free for others now.
+        # The addresses may now be reused.
         self._away, self._storages = list(self._storages.values()), {}
 
     def load(self) -> None:
-        """Begin to bring everything back."""
+        """Begin to bring all saved tensors back."""
         for storage in self._away:
             storage.load()
-        # The graph holds what it needs of it, and this, for as long as it needs anything.
+        # The graph holds the storages for as long as it needs them.
         self._away = []
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:

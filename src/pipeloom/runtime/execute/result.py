@@ -1,4 +1,4 @@
-"""What one iteration gave: on one rank, over all ranks, and as a correction of planned times."""
+"""Results of one iteration: on one rank, over all ranks, and as a correction of planned times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.cost.fits import FloatArray
 from pipeloom.plan import Action, Answer, ExecutionPlan, Measured, RankPlan, Verb, fit_links
+from pipeloom.runtime.launch.coordination import SharedClock
+from pipeloom.runtime.launch.host_links import find_hosts
 from pipeloom.runtime.model.membership import Membership
 from pipeloom.spec import Batch, Layout
 
 
 class ActionTime(NamedTuple):
-    """When one action ran, on the host's monotonic clock."""
+    """When one action ran, on the host's monotonic clock in nanoseconds."""
 
     verb: Verb
     chunk: str
@@ -32,24 +34,24 @@ class ActionTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one iteration gave on one rank.
+    """Result of one iteration on one rank.
 
     Attributes
     ----------
     loss_sum : float
-        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``;
-        0.0 on ranks without the last chunk.
+        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``. 0.0 on
+        ranks without the last chunk.
     normaliser : float
-        Targets of the global batch: what the gradients are divided by.
+        Number of targets of the global batch, by which the gradients are divided.
     actions : tuple of Action
-        Those that were run, in order.
+        The actions in the order in which they ran.
     moments_ns : sequence of int
-        On the host's monotonic clock: when the first action began, and when each was done and the next one began.
+        Start of the first action, then the end of each action, which is the start of the next. Nanoseconds on the
+        host's monotonic clock.
     num_recomputed : int
-        Layers run a second time.
+        Number of layers that ran a second time.
     offloaded_bytes : int
-        Moved to the host.
-    sent_bytes, received_bytes : int
+        Bytes moved to the host.
     """
 
     loss_sum: float
@@ -63,7 +65,7 @@ class StepResult:
 
     @property
     def times(self) -> tuple[ActionTime, ...]:
-        """When every action ran, in order; waits too. Put together when it is asked for."""
+        """When every action ran, in order, including waits. Computed on access."""
         return tuple(
             ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, begin, end)
             for a, begin, end in zip(self.actions, self.moments_ns, self.moments_ns[1:], strict=False)
@@ -71,42 +73,42 @@ class StepResult:
 
     @property
     def compute_times(self) -> tuple[ActionTime, ...]:
-        """The F, B, I and W alone, in the rank's order: what a schedule has tasks for."""
+        """Times of F, B, I and W in the rank's order. These correspond to the tasks of a schedule."""
         return tuple(t for t in self.times if t.verb.is_compute)
 
     @property
     def waiting_ns(self) -> int:
-        """Time spent in waits for messages."""
+        """Nanoseconds spent in waits for messages."""
         return sum(t.end_ns - t.start_ns for t in self.times if t.verb.is_wait)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one iteration did; loss and norm over all replicas, everything else of this one.
+    """Report of one iteration. Loss and norm are of all replicas, everything else is of this one.
 
     Attributes
     ----------
     answer, batch, measured
-        Only on the first rank of a pipeline.
+        Set only on the first rank of a pipeline.
     measured : Measured or None
         When every action of every rank ran.
     correction : Correction
-        With which the plan was made.
+        The correction with which the plan was made.
     replicas : tuple of Correction
-        Of every replica, on all ranks: what was known when the iteration ended, without what that has taught; links are
-        left out.
+        Corrections of all replicas, on all ranks, as known when the iteration ended and before it was learned from.
+        Without links.
     learning_rate : float or None
-        Of this rank's first group of parameters; None where it trains none.
+        Learning rate of this rank's first parameter group. None if it trains no parameters.
     num_tokens : int
-        In the sequences of the batch of all replicas.
+        Number of tokens in the sequences of the batch of all replicas.
     step_s : float
-        Wall time of the iteration, all that belongs to it included: reading ahead, the plan, the optimiser.
+        Wall time of the iteration in seconds, including reading ahead, the plan and the optimizer.
     flops : float
-        Operations of the model's own forward and backward over all replicas; 0 where they are not counted.
+        Operations of the model's forward and backward over all replicas. 0 if they are not counted.
     mfu : float or None
-        These over what all devices could do in the wall time; None where that is not known.
+        Model FLOPs utilization: ``flops`` over what all devices could compute in the wall time. None if unknown.
     num_skipped : int
-        Damaged samples that were left out of the batch.
+        Number of damaged samples that were skipped.
     """
 
     iteration: int
@@ -140,9 +142,9 @@ class StepReport:
 
 # Weight of the newest iteration in the moving average of measured over planned time.
 _RATE = 0.1
-# A rank's speed is the median of so many iterations, so that one alone says nothing, and that of most ranks where it
-# is as near to it. So two iterations teach it, and as the next plan is on its way by then, the fourth is the first to
-# know.
+# A rank's speed is the median of this many iterations, so that a single one has no effect, and 1 if it is this close to
+# the speed of most ranks. Two slow iterations therefore change it. The next plan is already on its way by then, so the
+# fourth iteration is the first one to be planned with it.
 _SPEEDS = 3
 _ALIKE = 0.1
 
@@ -154,21 +156,21 @@ def gather_times(
     group: dist.ProcessGroup | None = None,
     ahead_ns: int = 0,
 ) -> Measured | None:
-    """Bring the measured times of a pipeline's ranks to its first; None elsewhere. All ranks call it together.
+    """Gather the measured times of a pipeline on its first rank. Returns None on others. All ranks call it together.
 
     Parameters
     ----------
     plan : ExecutionPlan or RankPlan
-        Of all ranks where times are wanted; this rank's is enough elsewhere.
+        Plan of all ranks where times are needed. Elsewhere this rank's plan is enough.
     own_ns : sequence of int
-        Of this rank: when its first action began, and when each was done, see `StepResult`.
+        Moments of this rank, see `StepResult`.
     cpu_ns : int
-        Processor time of the thread that ran the actions; -1 where another device computed.
+        Processor time of the thread that ran the actions in nanoseconds. -1 if another device computed.
     group : ProcessGroup or None
-        The pipeline; None: the default group.
+        The pipeline. None is the default group.
     ahead_ns : int
-        By how much this rank's clock is ahead of the first one's: on one host, where all share the monotonic clock, not
-        at all; else see `SharedClock`.
+        Nanoseconds by which this rank's clock is ahead of the first rank's. 0 on one host, where all ranks share
+        the monotonic clock. See `SharedClock`.
     """
     longest = plan.longest if isinstance(plan, RankPlan) else max(map(len, plan.ranks))
     block = torch.zeros((longest + 1, 2), dtype=torch.int64)
@@ -178,7 +180,7 @@ def gather_times(
     on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in range(plan.num_ranks)] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)
-    # Of tensor-parallel ranks, which do all things alike, one has the whole plan.
+    # Tensor-parallel ranks do the same things, and only one of them has the whole plan.
     if blocks is None or isinstance(plan, RankPlan):
         return None
     counts = [len(actions) for actions in plan.ranks]
@@ -189,7 +191,7 @@ def gather_times(
 
 
 class _Times(NamedTuple):
-    """What computation took and would take without corrections: by module, half (F, backward) and rank."""
+    """Computation time, measured and predicted without corrections, by module, direction (F, backward) and rank."""
 
     names: tuple[str, ...]
     measured_ns: FloatArray
@@ -198,7 +200,7 @@ class _Times(NamedTuple):
     @staticmethod
     def of(answer: Answer, used: Correction, measured: Measured) -> _Times:
         names, plan = tuple(answer.planned_module_ns), answer.plan
-        found, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
+        measured_ns, planned = (np.zeros((len(names), 2, len(plan.ranks))) for _ in range(2))
         spent = iter(zip(measured.compute_ns(plan), answer.planned_start_ns, strict=True))
         number = {name: m for m, name in enumerate(names)}
         for rank, actions in enumerate(plan.ranks):
@@ -206,33 +208,33 @@ class _Times(NamedTuple):
                 if action.verb.is_compute:
                     place = number[action.chunk.rpartition(".")[0]], int(action.verb != "F"), rank
                     (start, end), (begin, finish) = next(spent)
-                    found[place] += end - start
+                    measured_ns[place] += end - start
                     planned[place] += finish - begin
         factors = np.array([used.modules.get(name, (1.0, 1.0)) for name in names])
-        return _Times(names, found, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
+        return _Times(names, measured_ns, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
 
     def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
-        """Per rank, how many times longer it computed than most, given the modules' factors; None: not known yet."""
+        """Return the slowdown of each rank relative to most ranks, using the modules' factors. None: not known yet."""
         ones = np.ones(self.measured_ns.shape[-1])
         if factors is None:
-            # What one module takes on one rank may be either's; it is the module's first.
+            # The time of a module on a rank may be due to either. It is attributed to the module first.
             return ones
         known = np.array([factors.get(name, (1.0, 1.0)) for name in self.names])
-        expected, found = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
-        ran = (expected > 0) & (found > 0)
-        ratio = np.divide(found, expected, out=ones, where=ran)
-        # The lower of two in the middle, so that of two ranks the quicker one is as most are.
+        expected, measured = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
+        ran = (expected > 0) & (measured > 0)
+        ratio = np.divide(measured, expected, out=ones, where=ran)
+        # The lower median, so that of two ranks the faster one counts as normal.
         most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
         return np.where(ran, ratio / most, 1.0)
 
 
-class Replicas:
-    """What all ranks know of the corrections of all replicas: sums over all ranks, in which each first rank has a row.
+class ReplicaCorrections:
+    """Corrections of all replicas, known to all ranks through sums over all ranks. Each first rank fills one row.
 
     Attributes
     ----------
     corrections : tuple of Correction
-        Empty until they were told for the first time.
+        Empty until the first sum.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -241,7 +243,7 @@ class Replicas:
         self._shape = layout.parallelism.data, 2 * len(self._names) + layout.num_ranks
 
     def row(self, here: Membership, correction: Correction) -> torch.Tensor:
-        """What this rank adds to the sums, one-dimensional."""
+        """Return this rank's summand, one-dimensional."""
         rows = torch.zeros(self._shape, dtype=torch.float64)
         if here.is_planner_rank:
             factors = [factor for name in self._names for factor in correction.modules.get(name, (1.0, 1.0))]
@@ -250,7 +252,7 @@ class Replicas:
         return rows.flatten()
 
     def take(self, sums: torch.Tensor) -> None:
-        """Note what all ranks have added up."""
+        """Set the corrections from the sum over all ranks."""
         count = 2 * len(self._names)
         self.corrections = tuple(
             Correction(
@@ -261,17 +263,54 @@ class Replicas:
         )
 
 
+class Calibration:
+    """What a rank learns of costs in training: its own replica's corrections, and those of all replicas.
+
+    All ranks of the default group make one together.
+
+    Attributes
+    ----------
+    calibrator : Calibrator
+        Learns on the first rank of each replica.
+    replicas : ReplicaCorrections
+        Corrections of all replicas, on all ranks.
+    """
+
+    def __init__(self, layout: Layout, membership: Membership) -> None:
+        hosts, self._pipeline = find_hosts(), membership.collectives
+        members = range(len(hosts)) if self._pipeline is None else dist.get_process_group_ranks(self._pipeline)
+        self._hosts = tuple(hosts[rank] for rank in members) if max(hosts) else ()
+        """Host of each rank of this replica's pipeline. Empty on a single host."""
+        self.calibrator = Calibrator(Correction(hosts=self._hosts))
+        self.replicas = ReplicaCorrections(layout)
+        self._clock = SharedClock(self._pipeline)
+
+    def resume(
+        self, known: Correction, num_measured: int, learned: Calibrator | None = None, *, same_layout: bool
+    ) -> None:
+        """Continue from the corrections of a checkpoint, or from ``learned`` if it is given."""
+        # Speeds of ranks do not carry over to another layout, nor links to other hosts.
+        slowness = known.slowness if same_layout else ()
+        links = known.links if known.hosts == self._hosts else ()
+        correction = Correction(known.modules, known.link, slowness, self._hosts, links)
+        self.calibrator = learned or Calibrator(correction, num_measured)
+
+    def gather(self, plan: ExecutionPlan | RankPlan, moments_ns: Sequence[int], cpu_ns: int) -> Measured | None:
+        """Call `gather_times` over this replica's pipeline, with the clocks of its hosts aligned."""
+        return gather_times(plan, moments_ns, cpu_ns, self._pipeline, self._clock.offset_ns())
+
+
 class Calibrator:
     """Learns how measured times compare with predicted ones.
 
-    Modules and messages are moving averages over iterations, ranks' speeds medians of the last few.
+    Factors of modules and messages are moving averages over iterations, speeds of ranks are medians of the last few.
 
     Attributes
     ----------
     correction : Correction
-        What is known so far; its ``hosts`` are those of the pipeline.
+        The current correction. Its ``hosts`` are those of the pipeline.
     num_measured : int
-        Iterations that it has seen.
+        Number of iterations learned from.
     """
 
     def __init__(self, correction: Correction | None = None, num_measured: int = 0) -> None:
@@ -280,21 +319,20 @@ class Calibrator:
         self._speeds: deque[FloatArray] = deque(maxlen=_SPEEDS)
 
     def learn(self, answer: Answer, used: Correction, measured: Measured) -> None:
-        """Move every module's factors, and the links, towards what an iteration measured, and take ranks' speeds anew.
+        """Update the factors of modules and links, and the speeds of ranks, with the times of an iteration.
 
         Parameters
         ----------
         answer : Answer
-            The plan that was run.
+            The plan that ran.
         used : Correction
-            With which it was made.
-        measured : Measured
+            The correction with which the plan was made.
         """
         self.num_measured += 1
-        # The first iteration runs cold and says nothing about the others.
+        # The first iteration is a warm-up and not representative.
         if self.num_measured == 1:
             return
-        # The next ones weigh more, so that a wrong start is left quickly.
+        # The next iterations have more weight, so that a wrong start is corrected quickly.
         rate = max(_RATE, 1 / (self.num_measured - 1))
         times = _Times.of(answer, used, measured)
         slowness = self._slowness(times.slowness(self.correction.modules or None))
@@ -304,14 +342,14 @@ class Calibrator:
         self.correction = learned.towards(lines, rate)
 
     def _slowness(self, now: FloatArray) -> tuple[float, ...]:
-        """Per rank, how many times longer it computes than most; empty where all are alike."""
+        """Return the slowdown of each rank relative to most ranks. Empty if all are alike."""
         if not self._speeds:
             before = np.array(self.correction.of_ranks(len(now)))
             self._speeds.extend([before] * (_SPEEDS - 1))
         self._speeds.append(now)
-        found = np.median(self._speeds, axis=0)
-        alike = np.abs(found - 1) <= _ALIKE
-        return () if alike.all() else tuple(np.where(alike, 1.0, found).tolist())
+        medians = np.median(self._speeds, axis=0)
+        alike = np.abs(medians - 1) <= _ALIKE
+        return () if alike.all() else tuple(np.where(alike, 1.0, medians).tolist())
 
     def _modules(
         self, answer: Answer, used: Correction, times: _Times, slowness: Sequence[float], rate: float

@@ -1,8 +1,8 @@
-"""Split backward: gradients of a graph's inputs now, those of its weights later, nothing computed twice.
+"""Split backward: gradients of a graph's inputs first, those of its weights later, without repeated computation.
 
-Only nodes on a path from the output to an input run in the first half. Where such a node also leads to
-weights, the gradient that arrives there is caught; in the second half the node runs again with that gradient,
-asked for its weights alone, so that the matrix products of the first half are not repeated.
+The first half runs only nodes on a path from the output to an input. If such a node also leads to weights, its incoming
+gradient is stored. In the second half the node runs again with that gradient for its weights alone, so that the matrix
+products of the first half are not repeated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipeloom.runtime.model.sharding import storage_address
 
 
 def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
-    """Whole backward from the ends of a graph, each with a gradient of its shape, into ``.grad`` of all leaves.
+    """Run the whole backward from the ends of a graph, each with a gradient of its shape, into ``.grad`` of all leaves.
 
-    As `torch.autograd.backward`, but for what that looks at before: edges and gradients one by one in Python, which
-    takes as long as the engine does for a small graph. The engine checks shapes itself.
+    Like `torch.autograd.backward`, but without its checks of edges and gradients one by one in Python, which take as
+    long as the engine for a small graph. The engine checks shapes itself.
     """
     if all(type(each) is Tensor for each in gradients):
-        # Ends, gradients, not retained, no graph of the backward, no inputs: all leaves.
+        # Arguments: ends, gradients, do not retain, no graph of the backward, no inputs (all leaves).
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(ends), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -35,30 +35,30 @@ def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tens
 
 @dataclass(slots=True)
 class _Junction:
-    """A node that leads both to an input and to weights, and what arrived at it."""
+    """A node that leads both to an input and to weights, and its incoming gradients."""
 
     node: Node
     weights: list[Tensor]
     towards_leaf: tuple[bool, ...]
-    """Which of the node's children lead to an input."""
+    """Whether each child of the node leads to an input."""
     shared: bool = False
-    """A weight of it is one of another junction too."""
+    """Whether it shares a weight with another junction."""
     gradients: tuple[Tensor | None, ...] = ()
 
     def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep what flows into the node."""
+        """Store the gradients that flow into the node."""
         self.gradients = gradients
 
     def cut(
         self, towards_children: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Let nothing flow on towards an input, where it would reach a shared weight a second time."""
+        """Stop the flow towards inputs, where it would reach a shared weight a second time."""
         return tuple(
             None if leaf else gradient for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
         )
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """Run the node, and what lies between it and its weights, for the weights alone."""
+        """Run the node, and the nodes between it and its weights, for the weights alone."""
         edges = [(i, g) for i, g in enumerate(self.gradients) if g is not None]
         if not edges:
             return (None,) * len(self.weights)
@@ -68,7 +68,7 @@ class _Junction:
                 tuple(GradientEdge(self.node, i) for i, _ in edges),
                 self.weights,
                 tuple(g for _, g in edges),
-                # Nodes may lie behind two junctions; all are freed with the graph when this is done.
+                # Nodes may be behind two junctions. All are freed with the graph afterwards.
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -79,7 +79,7 @@ class _Junction:
 
 @dataclass(slots=True)
 class DeferredWeights:
-    """The weight gradients of one graph that are still to be computed."""
+    """Weight gradients of one graph that are still to be computed."""
 
     junctions: list[_Junction] = field(default_factory=list)
     whole: tuple[Sequence[GradientEdge], Sequence[Tensor], list[Tensor]] | None = None
@@ -90,10 +90,10 @@ class DeferredWeights:
         if self.whole is not None:
             ends, gradients, weights = self.whole
             if weights:
-                # What lies behind junctions too is needed once more.
+                # Nodes behind junctions are needed once more.
                 again = bool(self.junctions)
-                found = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
-                _accumulate(weights, found, gradients)
+                weight_gradients = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
+                _accumulate(weights, weight_gradients, gradients)
         for junction in self.junctions:
             _accumulate(junction.weights, junction.weight_gradients(), junction.gradients)
         self.junctions, self.whole = [], None
@@ -107,22 +107,22 @@ def backward_inputs(
     Parameters
     ----------
     ends : sequence of GradientEdge
-        Ends of the graph: its output, and whatever else has a gradient.
+        Ends of the graph: its output, and everything else with a gradient.
     gradients : sequence of torch.Tensor
-        Of each of them.
+        Gradient of each end.
     leaves : sequence of torch.Tensor
-        The inputs that need a gradient; without any, all work is deferred.
+        Inputs that need a gradient. Without any, all work is deferred.
     """
     order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
     whole = None
-    if apart := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
-        weights = order if len(apart) == len(ends) else _survey([ends[i].node for i in apart], leaves)[0]
+    if without_leaf := [i for i, end in enumerate(ends) if end.node not in leads_to_leaf]:
+        weights = order if len(without_leaf) == len(ends) else _survey([ends[i].node for i in without_leaf], leaves)[0]
         behind_them = [w for node in weights if (w := _variable(node)) is not None]
-        whole = [ends[i] for i in apart], [gradients[i] for i in apart], behind_them
+        whole = [ends[i] for i in without_leaf], [gradients[i] for i in without_leaf], behind_them
         if not leads_to_leaf:
             return DeferredWeights(whole=whole)
         ends, gradients = zip(
-            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in apart), strict=True
+            *(x for i, x in enumerate(zip(ends, gradients, strict=True)) if i not in without_leaf), strict=True
         )
     junctions = [
         _Junction(node, behind, tuple(child in leads_to_leaf for child, _ in node.next_functions))
@@ -134,19 +134,19 @@ def backward_inputs(
         junction.shared = any(uses[id(weight)] > 1 for weight in junction.weights)
     hooks: list[Callable[[], None]] = [j.node.register_prehook(j.catch).remove for j in junctions]
     try:
-        found = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
+        leaf_gradients = torch.autograd.grad(ends, leaves, gradients, retain_graph=True, allow_unused=True)
     finally:
         for remove in hooks:
             remove()
-    for leaf, gradient in zip(leaves, found, strict=True):
+    for leaf, gradient in zip(leaves, leaf_gradients, strict=True):
         if gradient is not None:
-            # Never in place: what a sum of several leaves gives each of them is one tensor.
+            # Never in place, because a sum of several leaves gives each of them the same tensor.
             leaf.grad = gradient.detach() if leaf.grad is None else leaf.grad + gradient.detach()
     return DeferredWeights(junctions, whole)
 
 
 def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], set[Node], dict[Node, list[Tensor]]]:
-    """All nodes, children first; those that lead to a leaf; and the weights behind each node that does not."""
+    """Return all nodes, children first, those that lead to a leaf, and the weights behind each other node."""
     accumulators = {id(leaf) for leaf in leaves}
     order: list[Node] = []
     leads_to_leaf: set[Node] = set()
@@ -171,8 +171,8 @@ def _survey(roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node]
 
 
 def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_leaf: set[Node]) -> list[Tensor]:
-    """Weights that a junction leads to through nodes that lead to no leaf, each once."""
-    found: dict[int, Tensor] = {}
+    """Return the weights that a junction reaches through nodes that lead to no leaf, each once."""
+    unique: dict[int, Tensor] = {}
     seen: set[Node] = set()
     stack = [child for child, _ in junction.next_functions if child is not None and child not in leads_to_leaf]
     while stack:
@@ -181,13 +181,13 @@ def _unique(weights_behind: dict[Node, list[Tensor]], junction: Node, leads_to_l
             continue
         seen.add(node)
         for weight in weights_behind.get(node, ()):
-            found[id(weight)] = weight
+            unique[id(weight)] = weight
         stack += [child for child, _ in node.next_functions if child is not None]
-    return list(found.values())
+    return list(unique.values())
 
 
 def _variable(node: Node) -> Tensor | None:
-    """The leaf tensor that a gradient-accumulating node belongs to; None for any other node."""
+    """Return the leaf tensor of a gradient-accumulating node, or None for any other node."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, Tensor) else None
 
@@ -195,7 +195,7 @@ def _variable(node: Node) -> Tensor | None:
 def _accumulate(
     weights: Sequence[Tensor], gradients: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
 ) -> None:
-    """Add to ``.grad``, which belongs to its weight alone: two weights that are added get one tensor from autograd."""
+    """Add to ``.grad``. Each weight gets its own tensor, because autograd gives two added weights the same one."""
     others: set[int] | None = None
     with torch.no_grad():
         for weight, gradient in zip(weights, gradients, strict=True):

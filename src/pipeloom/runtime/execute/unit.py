@@ -1,4 +1,4 @@
-"""Units and messages of one iteration on one rank, and the tensors that wait in them."""
+"""Units and messages of one iteration on one rank, with the tensors that wait in them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pipeloom.errors import ExecutionError
 from pipeloom.packing import Packing
 from pipeloom.runtime.execute.blocks import NO_STREAMS, Bounds, ChunkActivation, ChunkStreams
 from pipeloom.runtime.launch.transport import Handle
-from pipeloom.runtime.model.encoder_dp import Rows, Share
+from pipeloom.runtime.model.encoder_dp import InstanceShare, Rows
 from pipeloom.runtime.model.model import Module, Part, empty_output, make_part
 from pipeloom.spec import TensorShape
 
-Stated = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype, as the model states them."""
+ShapeDtype = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype, as declared by the model."""
 Key = tuple[int, int, int]
 """Chunk, microbatch, sub-microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRole:
-    """What is fixed about a chunk's units.
+    """Properties of a chunk that all of its units share.
 
     Attributes
     ----------
     column : int
         Number of the module.
     before, after : int
-        Neighbours inside the module; -1: none.
+        Neighboring chunks inside the module, -1 if there is none.
     sources : tuple of (int, shape, bool)
-        Modules whose output it takes: number, shape of that, whether a gradient goes back.
+        Modules whose output the chunk takes: number, shape, and whether a gradient flows back.
     feeds : bool
         Whether any other module takes its output.
     needs_part : bool
-        Whether any user function is asked: inputs, context or loss.
+        Whether it calls a user function: inputs, context or loss.
     ports : ChunkStreams
         Streams of its layers.
     takes : tuple of (str, shape, bool)
-        Streams that it takes from other chunks: name, shape, whether a gradient goes back.
+        Streams that it takes from other chunks: name, shape, and whether a gradient flows back.
     """
 
     module: Module
@@ -61,24 +61,24 @@ class ChunkRole:
 
 @dataclass(slots=True, eq=False)
 class PartState:
-    """What one part of a microbatch gives a module: made when first asked for, let go after the last chunk here."""
+    """Data of one part of a microbatch for a module. Made on first use and released after the last chunk here."""
 
     module: Module
     microbatch: int
     sub_microbatch: int
     own: Rows | None = None
-    """Instances that this rank has of it, where they are dealt; None: all."""
+    """Instances of this rank under encoder data parallelism. None is all instances."""
     num_users: int = 0
     contents: bool = False
     """Whether the module's first layer runs here, so that contents are loaded."""
     loss: bool = False
-    """Whether the loss is taken of it here."""
+    """Whether the loss is computed here."""
     part: Part | None = None
     context: dict[str, Any] | None = None
 
 
 def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
-    """What this rank gives the module of one part; samples of a `Dataset` are not loaded yet."""
+    """Return this rank's part for a module. Samples of a `Dataset` are not loaded yet."""
     part = make_part(state.module.spec, packing, samples, state.microbatch, state.sub_microbatch)
     if state.own is None:
         return part
@@ -87,52 +87,52 @@ def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
 
 
 class Outlet:
-    """A tensor that a unit gives to others, its output or a stream, and the gradients that come back.
+    """A tensor that a unit passes to others, its output or a stream, and the gradients that come back.
 
     Attributes
     ----------
     stated : shape and dtype, or None
-        As the model states them; None for the loss.
+        Shape and dtype declared by the model. None for the loss.
     gradients : list
-        Those that came back, by place among the consumers.
+        Gradients that came back, by index of the consumer.
     cuts : list of (int, int) or None
-        Rows that each consumer takes, by place among them: the first, and how many; None: all. Empty where all take
-        all.
+        First row and number of rows that each consumer takes, by its index. None takes all rows. Empty if all
+        consumers take all rows.
     local_consumers : list of (int, UnitState, int)
-        Units on this rank that it is given to: the place there, the unit, and the place here.
+        Consumers on this rank: the index there, the unit, and the index here.
     """
 
-    stated: Stated | None
+    stated: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None
     local_consumers: list[tuple[int, UnitState, int]] | None
     num_sends: int
     output: Tensor | None
 
-    def given(self, output: Tensor, place: int) -> Tensor:
-        """What one consumer takes of it."""
+    def rows_for(self, output: Tensor, place: int) -> Tensor:
+        """Return the rows that one consumer takes."""
         cut = self.cuts[place] if self.cuts else None
         return output if cut is None else output.narrow(0, *cut)
 
     def give(self, output: Tensor) -> None:
-        """Give it to the units on this rank that take it, and keep it for those that do not lie here."""
+        """Pass the tensor to consumers on this rank, and keep it for those on other ranks."""
         for place, consumer, place_out in self.local_consumers or ():
-            consumer.arrived[place] = self.given(output, place_out)
+            consumer.arrived[place] = self.rows_for(output, place_out)
         if self.num_sends:
             self.output = output.contiguous()
 
     def take_to_send(self, place: int) -> Tensor | None:
-        """What is sent to one consumer; let go with the last."""
+        """Return the tensor to send to one consumer. The last call releases it."""
         tensor = self.output
         if tensor is not None:
-            tensor = self.given(tensor, place)
+            tensor = self.rows_for(tensor, place)
         self.num_sends -= 1
         if self.num_sends == 0:
             self.output = None
         return tensor
 
     def take_gradient(self, device: torch.device) -> Tensor:
-        """Its gradient: the sum of what all consumers sent back."""
+        """Return its gradient: the sum of the gradients from all consumers."""
         if len(self.gradients) == 1 and not self.cuts:
             only, self.gradients[0] = self.gradients[0], None
             if only is None:
@@ -140,7 +140,7 @@ class Outlet:
             return only
         total: Tensor | None = None
         if self.cuts or not self.gradients:
-            # Rows that nobody took, or all of them, have no effect on the loss.
+            # Rows without a consumer have no effect on the loss.
             if self.stated is None:
                 raise ExecutionError("its loss was not computed; verify the plan")
             shape, dtype = self.stated
@@ -164,7 +164,7 @@ class Outlet:
 class StreamOutlet(Outlet):
     """A stream of a unit that other chunks take."""
 
-    stated: Stated | None
+    stated: ShapeDtype | None
     gradients: list[Tensor | None]
     cuts: list[tuple[int, int] | None] | None = None
     local_consumers: list[tuple[int, UnitState, int]] | None = None
@@ -176,42 +176,42 @@ class StreamOutlet(Outlet):
 class UnitState(Outlet):
     """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
 
-    It is itself the outlet of its output.
+    A unit is itself the outlet of its output.
 
     Attributes
     ----------
-    groups : list of (places, shape, whether a gradient goes back), or None
-        At a module boundary, and where streams are taken: transfers that make up each upstream argument, in order, then
-        each stream; none where the microbatch has nothing for it. None inside a module without streams, where the one
-        upstream argument is what was transferred.
+    groups : list of (places, shape, whether a gradient flows back), or None
+        At a module boundary and with streams: the transfers that form each upstream argument, in order, then each
+        stream. A group is empty if the microbatch has nothing for it. None inside a module without streams, where
+        the transferred tensor is the one upstream argument.
     rows : list of int
-        Rows of what is transferred, by place, where there are groups.
+        Rows of each transferred tensor, by place, if there are groups.
     arrived : list
-        What was transferred, by place.
+        Transferred tensors by place.
     input_gradients : list
-        Gradients of what was transferred, by place, until they are sent or taken.
-    share : Share or None
-        What this rank has of it, where its module's instances are dealt to tensor-parallel ranks.
+        Gradients of transferred tensors by place, until they are sent or taken.
+    share : InstanceShare or None
+        This rank's share under encoder data parallelism.
     above, below : UnitState or None
-        The unit of the chunk before, and of the one after, where that is of the same module and on this rank; ``above``
-        only where a gradient goes back to it.
+        The units of the previous and the next chunk, if they are of the same module and on this rank. ``above`` is
+        set only if a gradient flows back to it.
     local_producers : list of (int, Outlet, int)
-        Outlets on this rank that it takes from, but for ``above``: the place here, the outlet, and the place there. A
-        plan has thousands of units: a list is made only where there is something to put into it.
+        Other outlets on this rank that the unit takes from: the place here, the outlet, and the index there. A plan
+        has thousands of units, so a list is made only if needed.
     outlets : dict of StreamOutlet, or None
-        By name, streams that other chunks take.
+        Streams that other chunks take, by name.
     """
 
     key: Key
     role: ChunkRole
     part: PartState | None
     bounds: Bounds
-    stated: Stated | None
+    stated: ShapeDtype | None
     arrived: list[Tensor | None]
     input_gradients: list[Tensor | None]
     groups: list[tuple[list[int], TensorShape, bool]] | None
     gradients: list[Tensor | None]
-    share: Share | None = None
+    share: InstanceShare | None = None
     above: UnitState | None = None
     below: UnitState | None = None
     rows: list[int] | None = None
@@ -237,16 +237,19 @@ class UnitState(Outlet):
         return self.activation
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Upstream arguments of the first layer, then streams: each a leaf, of all its parts concatenated."""
+        """Return the upstream arguments of the first layer, then streams.
+
+        Each is a leaf that concatenates its parts.
+        """
         trained, share = self.role.trained, self.share
         if self.groups is None:
             whole = self._take(0)
             if not trained:
                 return (whole.detach() if share is None else share.cut(0, whole),)
-            # Nobody else has it: it was detached, or received, for this unit alone.
+            # It was detached or received for this unit alone, so no other unit uses it.
             self.leaves = leaves = ((whole if share is None else share.cut(0, whole)).requires_grad_(),)
             return leaves
-        taken = []
+        arguments = []
         for argument, (places, shape, flows) in enumerate(self.groups):
             pieces = [self._take(place) for place in places]
             if not pieces:
@@ -255,10 +258,10 @@ class UnitState(Outlet):
                 leaf = pieces[0].detach() if len(pieces) == 1 else torch.cat(pieces)
             if share is not None:
                 leaf = share.cut(argument, leaf)
-            taken.append(leaf.requires_grad_(flows and bool(pieces)))
+            arguments.append(leaf.requires_grad_(flows and bool(pieces)))
         if trained:
-            self.leaves = taken
-        return tuple(taken)
+            self.leaves = arguments
+        return tuple(arguments)
 
     def _take(self, place: int) -> Tensor:
         piece = self.arrived[place]
@@ -268,7 +271,7 @@ class UnitState(Outlet):
         return piece
 
     def check_output(self, output: Tensor) -> None:
-        """Refuse an output that is not what the model states, before it reaches another rank."""
+        """Raise `ExecutionError` for an output of another shape than declared, before it reaches another rank."""
         if self.stated is None:
             return
         shape, dtype = self.stated
@@ -279,14 +282,14 @@ class UnitState(Outlet):
             module = self.role.module
             where = "output" if last == len(module.layers) - 1 else "hidden"
             raise ExecutionError(
-                f"module {module.name!r}, layers {first}..{last}, gave {tuple(output.shape)} {output.dtype}, "
-                f"stated is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
+                f"module {module.name!r}, layers {first}..{last}, returned {tuple(output.shape)} {output.dtype}, "
+                f"declared is {shape} {dtype}; correct `{where}` of the module, or the sizes in its samples' metadata"
             )
 
-    def hand_streams(self, given: dict[str, Tensor]) -> None:
-        """Give streams to the chunks that take them."""
+    def pass_streams(self, emitted: dict[str, Tensor]) -> None:
+        """Pass streams to the chunks that take them."""
         for name, outlet in (self.outlets or {}).items():
-            tensor = given.pop(name)
+            tensor = emitted.pop(name)
             assert outlet.stated is not None
             shape, dtype = outlet.stated
             if tensor.shape != shape or tensor.dtype != dtype:
@@ -294,18 +297,18 @@ class UnitState(Outlet):
                 layer = next(end.layer for end in module.emits if end.stream == name)
                 raise ExecutionError(
                     f"module {module.name!r}, layer {layer}, emits {name!r} of {tuple(tensor.shape)} {tensor.dtype}, "
-                    f"stated is {shape} {dtype}; correct `emits` of the module"
+                    f"declared is {shape} {dtype}; correct `emits` of the module"
                 )
             outlet.give(tensor)
 
     def take_stream_gradients(self, device: torch.device) -> dict[str, Tensor] | None:
-        """Gradients of the streams that other chunks took."""
+        """Return the gradients of the streams that other chunks took."""
         if self.outlets is None:
             return None
         return {name: outlet.take_gradient(device) for name, outlet in self.outlets.items()}
 
     def split_input_gradients(self) -> None:
-        """Cut the gradients of the upstream arguments into the pieces that were transferred."""
+        """Split the gradients of the upstream arguments into those of the transferred tensors."""
         if self.groups is None:
             if self.leaves:
                 self.input_gradients[0] = self._gradient_of(0)
@@ -326,25 +329,25 @@ class UnitState(Outlet):
         self.leaves = ()
 
     def _gradient_of(self, argument: int) -> Tensor:
-        """Of one upstream argument, whole."""
+        """Return the whole gradient of one upstream argument."""
         leaf = self.leaves[argument]
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
         return gradient if self.share is None else self.share.whole_gradient(argument, gradient)
 
     def take_own_gradient(self, device: torch.device) -> Tensor:
-        """The gradient of its output, as far as it is computed here."""
+        """Return this rank's part of the gradient of its output."""
         gradient = self.take_gradient(device)
         return gradient if self.share is None else self.share.own(gradient)
 
-    def hand_on(self, output: Tensor) -> None:
-        """Give the output to the units on this rank that take it, and keep it for those that do not lie here."""
+    def pass_output(self, output: Tensor) -> None:
+        """Pass the output to consumers on this rank, and keep it for those on other ranks."""
         if self.below is not None:
             self.below.arrived[0] = output
             return
         self.give(output)
 
-    def hand_back(self) -> None:
-        """Cut the gradients of what was transferred and give each piece to its producer, if that is on this rank."""
+    def pass_gradients(self) -> None:
+        """Split the input gradients, and pass each to its producer if that is on this rank."""
         self.split_input_gradients()
         if self.above is not None:
             self.above.gradients[0], self.input_gradients[0] = self.input_gradients[0], None
@@ -352,13 +355,13 @@ class UnitState(Outlet):
             producer.gradients[place_out], self.input_gradients[place] = self.input_gradients[place], None
 
     def unlink(self) -> None:
-        """Let go of the other units."""
+        """Clear references to other units."""
         self.above = self.below = self.local_consumers = self.local_producers = self.outlets = None
 
 
 @dataclass(slots=True, eq=False)
 class MessageState:
-    """One end of one message, seen from a unit: its ``place`` among what the unit takes, or an outlet gives."""
+    """One end of a message of a unit. ``place`` is its index among the unit's inputs or the outlet's consumers."""
 
     unit: UnitState
     outlet: Outlet
@@ -371,10 +374,10 @@ class MessageState:
     tensor: Tensor | None = None
     handle: Handle | None = None
     joins_next: bool = False
-    """Whether it is posted together with the message that is posted next."""
+    """Whether it is posted together with the next posted message."""
 
     def take(self) -> Tensor:
-        """The tensor to send."""
+        """Return the tensor to send."""
         if self.backward:
             tensor = self.unit.input_gradients[self.place]
             self.unit.input_gradients[self.place] = None
@@ -385,6 +388,6 @@ class MessageState:
         return tensor
 
     def deliver(self) -> None:
-        """Give the received tensor to the unit."""
+        """Pass the received tensor to the unit."""
         (self.outlet.gradients if self.backward else self.unit.arrived)[self.place] = self.tensor
         self.tensor = None

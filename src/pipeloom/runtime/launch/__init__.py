@@ -1,1 +1,1 @@
-"""Processes and what connects them: devices, transports, groups, hosts, the store."""
+"""Processes and their connections: devices, transports, process groups, hosts, the plan store."""

@@ -1,4 +1,4 @@
-"""What ranks do together beside a plan: hand it out, compare batches, wait for one another, share a clock."""
+"""Coordination of ranks beside a plan: broadcast it, compare batches, wait for one another, align clocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pipeloom.plan import Delivery, RankAnswer, RankPlan
 from pipeloom.spec import Batch, Layout, ModelSpec
 
 AT_ONCE = 256 * 1024
-"""Bytes that travel with their length."""
+"""Bytes that are sent together with their length."""
 _LENGTH_BYTES = 8
 MOST_BYTES = 1 << 30
-"""Of a message: room is made for no more, whatever its length says."""
+"""Largest message. No more memory is allocated, whatever its length field says."""
 
 
 def broadcast_bytes(
@@ -39,39 +39,39 @@ def broadcast_bytes(
     source: int = 0,
     device: torch.device | str = "cpu",
 ) -> bytes:
-    """Send bytes from one rank of a group, the only one to give ``data``, to all of it.
+    """Broadcast bytes from one rank of a group to all of its ranks.
 
     Parameters
     ----------
     data : bytes or None
-    group : torch.distributed.ProcessGroup or None
+        The bytes on the source rank, None on all others.
     at_once : int
-        Bytes that travel with their length; the same on all ranks.
+        Number of bytes that are sent together with the length. The same on all ranks.
     source : int
-        Rank in the group that gives them.
+        Rank in the group that has the bytes.
     device : torch.device or str
-        What the group serves.
+        Device of the group's tensors.
 
     Raises
     ------
     ExecutionError
-        On all ranks, where the length is above `MOST_BYTES`.
+        The length is above `MOST_BYTES`. Raised on all ranks.
     """
-    # A length sent ahead would put every rank to sleep and wake it twice, which costs more than the empty bytes.
+    # A separate length message would put every rank to sleep and wake it twice. This costs more than padding.
     first = np.zeros(_LENGTH_BYTES + at_once, np.uint8)
     if data is not None:
         first[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
         first[_LENGTH_BYTES:][: len(data)] = np.frombuffer(data[:at_once], np.uint8)
     first = _broadcast(first, group, source, device)
     size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
-    head = first[_LENGTH_BYTES:][:size].tobytes()
+    beginning = first[_LENGTH_BYTES:][:size].tobytes()
     if size <= at_once:
-        return head
+        return beginning
     _check_size(size)
     rest = np.zeros(size - at_once, np.uint8)
     if data is not None:
         rest[:] = np.frombuffer(data, np.uint8, offset=at_once)
-    return head + _broadcast(rest, group, source, device).tobytes()
+    return beginning + _broadcast(rest, group, source, device).tobytes()
 
 
 def _broadcast(
@@ -79,55 +79,55 @@ def _broadcast(
 ) -> np.ndarray:
     tensor = torch.from_numpy(numbers).to(device)
     dist.broadcast(tensor, group=group, group_src=source)
-    found: np.ndarray = tensor.cpu().numpy()
-    return found
+    received: np.ndarray = tensor.cpu().numpy()
+    return received
 
 
 def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:
-    """A number of the first rank's, on all ranks of a group; all call it together."""
-    told = torch.tensor(number)
-    dist.broadcast(told, group=group, group_src=0)
-    return int(told)
+    """Broadcast a number from the first rank of a group. All of its ranks call it together."""
+    tensor = torch.tensor(number)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return int(tensor)
 
 
 def scatter_bytes(
     data: Sequence[bytes] | None, group: dist.ProcessGroup | None = None, at_once: int = AT_ONCE
 ) -> bytes:
-    """Send from the first rank of a group, the only one to give ``data``, to every rank what is its own.
+    """Send each rank of a group its own bytes from the first rank.
 
     Parameters
     ----------
     data : sequence of bytes or None
-        By rank of the group.
-    group : torch.distributed.ProcessGroup or None
+        On the first rank, the bytes of each rank of the group. None on all others.
     at_once : int
-        Bytes for each rank that travel with their lengths; the same on all ranks.
+        Number of bytes for each rank that are sent together with their length. The same on all ranks.
 
     Raises
     ------
     ExecutionError
-        On all ranks, where one is to get more than `MOST_BYTES`.
+        The bytes of some rank exceed `MOST_BYTES`. Raised on all ranks.
     """
     lengths = [] if data is None else [len(each) for each in data]
-    heads = None
+    first_rows = None
     if data is not None:
-        # As in `broadcast_bytes`; each rank is also told the most of all, for what follows is of one size.
-        heads = np.zeros((len(data), 2 * _LENGTH_BYTES + at_once), np.uint8)
-        for row, each in zip(heads, data, strict=True):
+        # As in `broadcast_bytes`. Each rank also receives the largest length, which determines the size of the second
+        # message.
+        first_rows = np.zeros((len(data), 2 * _LENGTH_BYTES + at_once), np.uint8)
+        for row, each in zip(first_rows, data, strict=True):
             row[: 2 * _LENGTH_BYTES] = np.array([len(each), max(lengths)], "<i8").view(np.uint8)
             row[2 * _LENGTH_BYTES :][: len(each)] = np.frombuffer(each[:at_once], np.uint8)
-    first = _scatter(2 * _LENGTH_BYTES + at_once, heads, group)
+    first = _scatter(2 * _LENGTH_BYTES + at_once, first_rows, group)
     size, most = first[: 2 * _LENGTH_BYTES].view("<i8").tolist()
-    head = first[2 * _LENGTH_BYTES :][:size].tobytes()
+    beginning = first[2 * _LENGTH_BYTES :][:size].tobytes()
     if most <= at_once:
-        return head
+        return beginning
     _check_size(most)
-    tails = None
+    rest_rows = None
     if data is not None:
-        tails = np.zeros((len(data), most - at_once), np.uint8)
-        for row, each in zip(tails, data, strict=True):
+        rest_rows = np.zeros((len(data), most - at_once), np.uint8)
+        for row, each in zip(rest_rows, data, strict=True):
             row[: max(0, len(each) - at_once)] = np.frombuffer(each[at_once:], np.uint8)
-    return head + _scatter(most - at_once, tails, group)[: max(0, size - at_once)].tobytes()
+    return beginning + _scatter(most - at_once, rest_rows, group)[: max(0, size - at_once)].tobytes()
 
 
 def _check_size(size: int) -> None:
@@ -136,17 +136,17 @@ def _check_size(size: int) -> None:
 
 
 def _scatter(size: int, rows: np.ndarray | None, group: dist.ProcessGroup | None) -> np.ndarray:
-    mine = torch.empty(size, dtype=torch.uint8)
-    given = None if rows is None else list(torch.from_numpy(rows).unbind())
-    dist.scatter(mine, given, group=group, group_src=0)
-    return mine.numpy()
+    own = torch.empty(size, dtype=torch.uint8)
+    tensors = None if rows is None else list(torch.from_numpy(rows).unbind())
+    dist.scatter(own, tensors, group=group, group_src=0)
+    return own.numpy()
 
 
 PLAN_AT_ONCE = 64 * 1024
-"""Bytes of a rank's plan that travel with their length: about 1200 actions."""
+"""Bytes of a rank's plan that are sent together with their length: about 1200 actions."""
 
 
-class HandedOut(NamedTuple):
+class DeliveredPlan(NamedTuple):
     """What a rank runs in an iteration."""
 
     plan: RankPlan
@@ -161,51 +161,49 @@ def hand_out(
     *,
     group: dist.ProcessGroup | None = None,
     stages: Sequence[int] = (),
-) -> HandedOut:
-    """Give every process of a replica its own part of the plan; all of them call it together.
+) -> DeliveredPlan:
+    """Send every process of a replica its own part of the plan. All of them call it together.
 
-    Each receives, decodes and later links its own actions alone. Nothing is checked again: the first rank has verified
-    all of the plan.
+    Each process receives, decodes and later links only its own actions. They are not verified again, because the first
+    rank has verified the whole plan.
 
     Parameters
     ----------
     delivery : Delivery or None
-        On the first rank of the group, the only one to give it.
+        The planner's delivery on the first rank of the group, None on all others.
     batch : Batch
-        The replica's, which all have read.
-    model : ModelSpec
-    layout : Layout
+        The replica's batch, which all of its processes have read.
     group : torch.distributed.ProcessGroup or None
-        All processes of the replica; None: the default group.
+        All processes of the replica. None is the default group.
     stages : sequence of int
-        Pipeline rank of each of them; empty: each its own.
+        Pipeline rank of each process of the group. Empty if they are their ranks in the group.
     """
     parts = None
     if delivery is not None:
         by_rank = delivery.by_rank
-        # The first rank has its own.
+        # The first rank keeps its own part.
         parts = [b"", *(by_rank[stage] for stage in (stages or range(len(by_rank)))[1:])]
     data = scatter_bytes(parts, group, PLAN_AT_ONCE)
     if delivery is not None:
-        return HandedOut(delivery.first, delivery.packing)
-    mine = msgspec.msgpack.decode(data, type=RankAnswer)
-    counts = mine.packing
-    return HandedOut(mine.plan, packing_from_counts(batch, model, layout, counts.samples, counts.counts))
+        return DeliveredPlan(delivery.first, delivery.packing)
+    answer = msgspec.msgpack.decode(data, type=RankAnswer)
+    counts = answer.packing
+    return DeliveredPlan(answer.plan, packing_from_counts(batch, model, layout, counts.samples, counts.counts))
 
 
 _MARK_BYTES = 12
 
 
-class SameBatch:
+class BatchComparison:
     """Compares the digests of a batch over all ranks of all replicas.
 
-    Every rank makes one for every batch, and one after the last. What it sends travels while the iteration before is
-    run, so that `check` finds it there.
+    Every rank makes one for every batch, and one more after the last. The digests travel while the previous iteration
+    runs, so that `check` usually need not wait.
 
     Parameters
     ----------
     digest : str or None
-        Of the global batch as this rank's loader gave it, see `batch_digest`; None: the loader has no more.
+        Digest of this rank's global batch, see `batch_digest`. None if the loader has no more batches.
     """
 
     def __init__(self, digest: str | None) -> None:
@@ -216,18 +214,18 @@ class SameBatch:
             self._work = dist.all_gather(self._all, self._mine, async_op=True)
 
     def check(self, iteration: int | str) -> None:
-        """Return where all ranks have the same batch, or none has one.
+        """Return if all ranks have the same batch, or none has one.
 
         Parameters
         ----------
         iteration : int or str
-            For which it is, or what it is.
+            Iteration of the batch, or a description of the batch.
 
         Raises
         ------
         InputError
-            On all ranks alike, naming those that have another batch than rank 0: they would take inputs from one
-            batch and targets from another.
+            Some ranks have another batch than rank 0, so that inputs and targets would come from different batches.
+            Raised on all ranks. The error names these ranks.
         """
         named = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if self._work is not None:
@@ -242,12 +240,12 @@ class SameBatch:
             raise InputError(
                 named,
                 f"{_ranks(ended)} no more batches, but other ranks have",
-                "give all ranks the same batches: none of them takes a part of the data for itself",
+                "give all ranks the same batches: do not shard the data by rank",
             )
         raise InputError(
             named,
             f"{_ranks(others)} other samples than rank 0, or in another order",
-            "give all ranks the same batches: seed what shuffles them alike, divide no data by rank, and let "
+            "give all ranks the same batches: shuffle with the same seed, do not shard the data by rank, and let "
             "`describe` return ids that name a sample in every process",
         )
 
@@ -260,26 +258,26 @@ def _ranks(ranks: list[int]) -> str:
 
 _LOG = logging.getLogger(__name__)
 _START_TIMEOUT = timedelta(hours=1)
-_TELL_AFTER_S = 30.0
+_WARN_AFTER_S = 30.0
 
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
-    """Something that all ranks do: where it fails, another rank is gone or late.
+    """Translate errors of an operation of all ranks. It fails if another rank has ended or hangs.
 
     Raises
     ------
     ExecutionError
-        Instead of what gloo and NCCL raise.
+        Replaces the errors of gloo and NCCL.
     """
     try:
         yield
     except RuntimeError as error:
-        raise ExecutionError(f"{what} failed, another rank is gone or hangs: {error}") from error
+        raise ExecutionError(f"{what} failed, another rank is lost or hangs: {error}") from error
 
 
 def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a group whose ranks wait for one another for an hour: files take as long as they take; all call it."""
+    """Make a process group with a timeout of an hour, for operations on files. All ranks call it together."""
     with together("making a group of ranks"):
         group: dist.ProcessGroup = dist.new_group(
             None if ranks is None else list(ranks), backend="gloo", timeout=_START_TIMEOUT
@@ -288,70 +286,68 @@ def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
 
 
 class Patience:
-    """Waits for the slowest rank for an hour. All ranks make one, and wait once."""
+    """A barrier with a timeout of an hour. All ranks make one and use it once."""
 
     def __init__(self) -> None:
         self._group = long_group()
 
     def wait(self, what: str) -> None:
-        """Return when all ranks are here."""
+        """Return when all ranks have arrived."""
         self.hear(what, 0)
 
     def hear(self, what: str, number: int) -> int:
-        """The number of rank 0, when all ranks are here."""
+        """Return the number of rank 0 when all ranks have arrived."""
         with together(what):
             dist.barrier(group=self._group)
-            said = first_says(number, self._group)
+            answer = first_says(number, self._group)
             dist.destroy_process_group(self._group)
-        return said
+        return answer
 
 
 class FirstPlan:
-    """Lets rank 0 take as long as it needs until it has the first plan: it may have to compile kernels.
+    """Lets rank 0 take as long as it needs for the first plan, because it may have to compile kernels.
 
-    In training a rank that is waited for longer than the process group's timeout is taken for dead. On a slow machine
-    compiling alone can take longer, so the first plan is waited for in a group of its own, for an hour. All ranks make
-    one of these, and call `wait` once.
+    In training, a rank that does not answer within the process group's timeout counts as lost. Compiling on a slow
+    machine can take longer. The ranks therefore wait for the first plan in a separate group, for up to an hour. All
+    ranks make one of these and call `wait` once.
     """
 
     def __init__(self) -> None:
-        self._group = long_group()
-        self._told = threading.Timer(_TELL_AFTER_S, self._tell)
-        self._told.daemon = True
+        self._barrier = Patience()
+        self._warning = threading.Timer(_WARN_AFTER_S, self._warn)
+        self._warning.daemon = True
         if dist.get_rank() == 0:
-            self._told.start()
+            self._warning.start()
 
     def wait(self) -> None:
-        """On rank 0: it has the first plan. On the others: wait until it has."""
+        """Return when rank 0 has the first plan. Rank 0 calls it when it has the plan."""
         self.cancel()
-        with together("the start of training"):
-            dist.barrier(group=self._group)
-            dist.destroy_process_group(self._group)
+        self._barrier.wait("the start of training")
 
     def cancel(self) -> None:
-        """Say nothing any more: the plan is there, or will never be."""
-        self._told.cancel()
+        """Cancel the warning, because the plan has arrived or never will."""
+        self._warning.cancel()
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         _LOG.warning(
-            "no first plan after %.0f s: rank 0 compiles the planner's kernels (they are kept for later runs), and the "
+            "no first plan after %.0f s: rank 0 compiles the planner's kernels (cached for later runs), and the "
             "other ranks wait",
-            _TELL_AFTER_S,
+            _WARN_AFTER_S,
         )
 
 
 _ROUNDS = 8
-# Clocks drift apart by some microseconds in a second.
+# Clocks drift apart by some microseconds per second.
 _ITERATIONS_BETWEEN = 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = "/proc/self/ns/time"
 
 Clock = Callable[[], int]
-"""Nanoseconds since a moment of its own."""
+"""Returns nanoseconds since an arbitrary moment."""
 
 
 class Exchange(NamedTuple):
-    """A question after the time: when it left here, what the other clock said, and when the answer was here."""
+    """One request for another clock's time: when it was sent, the other clock's time, and when the reply arrived."""
 
     sent_ns: int
     there_ns: int
@@ -359,34 +355,33 @@ class Exchange(NamedTuple):
 
     @property
     def took_ns(self) -> int:
-        """From question to answer."""
+        """Nanoseconds from request to reply."""
         return self.received_ns - self.sent_ns
 
 
 class Offset(NamedTuple):
-    """How much this clock is ahead of the other one, and the most by which that may be wrong."""
+    """Nanoseconds by which this clock is ahead of the other one, and the largest possible error."""
 
     ns: int
     error_ns: int
 
 
 def estimate_offset(exchanges: Sequence[Exchange]) -> Offset:
-    """Estimate from at least one exchange, whatever its two ways took."""
+    """Estimate the offset from at least one exchange. The two directions may take different times."""
     best = min(exchanges, key=lambda each: each.took_ns)
     error_ns = -(-best.took_ns // 2)
     return Offset(best.sent_ns + best.took_ns // 2 - best.there_ns, error_ns)
 
 
 def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock: Clock = time.monotonic_ns) -> Offset:
-    """Ask the first rank of a group for its time, one rank after the other; all ranks of the group call it together.
+    """Measure clock offsets to the first rank of a group. All of its ranks call it together.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        None: the default group.
+        None is the default group.
     asking : sequence of int
-        Ranks of the group that ask; the same on all.
-    clock : callable
+        Ranks of the group that measure their offset, one after the other. The same on all ranks.
     """
     rank, cell = dist.get_rank(group), torch.zeros((), dtype=torch.int64)
     exchanges = []
@@ -405,16 +400,16 @@ def measure_offset(group: dist.ProcessGroup | None, asking: Sequence[int], clock
 
 
 class SharedClock:
-    """Says by how much this rank's clock is ahead of the first rank's; all ranks of a group use it alike.
+    """Offset of this rank's clock to the clock of the first rank of a group. All of its ranks use it alike.
 
-    On one host it is nothing, and costs nothing.
+    On a single host the offset is zero and costs nothing.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        A pipeline; None: the default group.
+        A pipeline. None is the default group.
     host : bytes or None
-        What names this host; None: its name and when it was started.
+        Identifier of this host. None uses its name and boot time.
     """
 
     def __init__(
@@ -424,12 +419,12 @@ class SharedClock:
         with together("the start of training"):
             hosts = gather_hosts(group, host)
         self.asking = tuple(rank for rank, each in enumerate(hosts) if each != hosts[0])
-        """Ranks of the group on other hosts than the first one's."""
+        """Ranks of the group on other hosts than its first rank."""
         self._offset = Offset(0, 0)
         self._num_asked = 0
 
     def offset_ns(self) -> int:
-        """The offset now; called by all ranks once an iteration, and measured anew every so often."""
+        """Return the current offset. All ranks call it once per iteration. It is measured again at intervals."""
         if self.asking and self._num_asked % _ITERATIONS_BETWEEN == 0:
             with together("comparing the clocks of the hosts"):
                 self._offset = measure_offset(self._group, self.asking, self._clock)
@@ -438,24 +433,23 @@ class SharedClock:
 
 
 def gather_hosts(group: dist.ProcessGroup | None = None, host: bytes | None = None) -> list[bytes]:
-    """What names the host of every rank of a group; all of them call it together.
+    """Return an identifier of the host of every rank of a group. All of its ranks call it together.
 
     Parameters
     ----------
-    group : ProcessGroup or None
     host : bytes or None
-        This rank's; None: its kernel, and the clock that its processes see.
+        Identifier of this rank's host. None uses its kernel and the clock of its processes.
     """
     name = hashlib.blake2b(_this_host() if host is None else host, digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    names = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(names, mine, group=group)
+    own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, own, group=group)
     return [each.numpy().tobytes() for each in names]
 
 
 def _this_host() -> bytes:
-    """What names this host: its kernel, and the clock that its processes see."""
-    # Containers have names of their own, but the clock is the kernel's, or that of a time namespace.
+    """Return an identifier of this host: its kernel and the clock of its processes."""
+    # Containers have their own names, but share the clock of the kernel or of a time namespace.
     if not _BOOT_ID.exists():
         return socket.gethostname().encode()
     clock = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""

@@ -1,12 +1,13 @@
-"""Where a process computes, and where messages and copies run: at once on the CPU, in CUDA streams on a GPU.
+"""Devices, and the queues of messages and copies: immediate on the CPU, CUDA streams on a GPU.
 
-The executor says when; the queues say how. On a GPU the host never waits before the end of the iteration: it puts work
-into streams and events between them, and a wait for a message is a wait of the computing stream. Sends start when what
-they send is computed, whatever is queued behind it; receives start at once, into memory of their own stream, whatever
-is still being computed; WAIT_SEND_F holds the memory of a send until it has left, in a stream for each peer, so that a
-late receiver holds up no other peer's messages here (NCCL itself may, where the ranks have one communicator).
+The executor decides the order, the queues decide how operations run. On a GPU the host waits only at the end of the
+iteration. It enqueues work into streams with events between them, and a wait for a message is a wait of the compute
+stream. A send starts once its tensor is computed, regardless of work queued later. A receive starts at once into memory
+of its own stream, regardless of running computation. WAIT_SEND_F holds the memory of a send until it has left. Each
+peer has its own stream for this, so that a late receiver does not delay messages to other peers here. NCCL itself may
+delay them if the ranks have one communicator.
 
-With several NCCL ranks nobody has run this yet.
+Not yet tested with several NCCL ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from pipeloom.runtime.launch.transport import Handle, Post, Transport, Transport
 
 DeviceType = Literal["cpu", "cuda"]
 
-# Whatever the host sends (plans, times, checkpoints) goes by gloo; what GPUs send, by NCCL, or by the host too.
+# Messages of the host (plans, times, checkpoints) use gloo. Messages of GPUs use NCCL, or gloo with the transport
+# ``"host"``.
 _BACKENDS: dict[DeviceType, dict[TransportName, str]] = {
     "cpu": {"direct": "gloo", "host": "gloo"},
     "cuda": {"direct": "cpu:gloo,cuda:nccl", "host": "cpu:gloo,cuda:gloo"},
@@ -37,20 +39,19 @@ _BACKENDS: dict[DeviceType, dict[TransportName, str]] = {
 def choose_device(
     wanted: Literal["cpu", "cuda", "auto"], num_local: int, transport: TransportName = "direct"
 ) -> DeviceType:
-    """Type of the device of all ranks; ``"auto"``: a GPU each where there are enough on this host, else the CPU.
+    """Return the device type of all ranks. ``"auto"`` uses GPUs if this host has enough of them, else the CPU.
 
     Parameters
     ----------
-    wanted : {"cpu", "cuda", "auto"}
     num_local : int
-        Processes of this host, each of which computes.
+        Number of processes on this host that compute.
     transport : {"direct", "host"}
-        With ``"host"`` processes may share a GPU.
+        With ``"host"``, processes may share a GPU.
 
     Raises
     ------
     InputError
-        When GPUs are wanted and there are too few: NCCL serves one process a GPU.
+        GPUs are requested, but there are too few. NCCL supports one process per GPU.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_wanted = num_local if transport == "direct" else 1
@@ -66,28 +67,28 @@ def choose_device(
 
 
 _shares_gpu = False
-"""Whether this process has joined others that may compute on its GPU."""
+"""Whether this process has joined a group whose processes may share its GPU."""
 
 
 class Place(NamedTuple):
-    """What a process computes on, and how messages leave it."""
+    """The device of a process and the transport of its messages."""
 
     device: DeviceType = "cpu"
     transport: TransportName = "direct"
 
 
 def place_of(device: DeviceType | Place) -> Place:
-    """A place; of a device alone, one whose messages go from device to device."""
+    """Return a place. A device alone gets the direct transport."""
     return device if isinstance(device, Place) else Place(device)
 
 
 def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: float, local_rank: int) -> None:
-    """Join the default process group, on a GPU of this process's own where it computes on one.
+    """Join the default process group, and select this process's GPU if it computes on one.
 
-    With the transport ``"host"`` processes take the GPUs that there are in turn.
+    With the transport ``"host"``, processes are assigned to the GPUs in turn.
 
-    NCCL's communicators are made when they are first used, not here: a group that is bound to a device serves all
-    messages of a rank, whoever the peers are, in one stream.
+    NCCL's communicators are made on first use, not here. A group that is bound to a device would serve all messages of
+    a rank in one stream, for all peers.
     """
     global _shares_gpu
     _shares_gpu = place == Place("cuda", "host")
@@ -100,63 +101,59 @@ def join_group(place: Place, store: Any, rank: int, num_ranks: int, timeout_s: f
 
 
 def group_device() -> torch.device:
-    """The device of this process, as `join_group` was told."""
-    # Gloo is named for GPUs too, whether or not there is one.
+    """Return the device of this process, as passed to `join_group`."""
+    # Gloo is configured for GPUs even if there is none.
     if _shares_gpu or "cuda:nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """The same with its tensors on a device; dictionaries, lists and tuples are looked through, however deep."""
+    """Return a value with its tensors moved to a device, also those nested in dictionaries, lists and tuples."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# A GPU's iteration takes milliseconds; looking so often costs the host next to nothing.
+# An iteration on a GPU takes milliseconds. Polling this often costs the host almost nothing.
 _POLL_S = 1e-4
 
 
 class StalledError(ExecutionError):
-    """The device stands still.
+    """The device makes no progress.
 
     Attributes
     ----------
     num_reached : int
-        Marks that it has come to.
+        Number of marks that the device has passed.
     """
 
     def __init__(self, num_reached: int, timeout_s: float) -> None:
         self.num_reached = num_reached
         super().__init__(
-            f"the device has been at it for {timeout_s:g} s and comes no further; where this is a wait for a message, "
+            f"the device has made no progress for {timeout_s:g} s; if this is a wait for a message, "
             "look at the rank that sends it"
         )
 
 
 class DeviceQueues:
-    """Messages in the order of the actions, on the CPU.
-
-    Parameters
-    ----------
-    transport : Transport
-    device : torch.device
-    """
+    """Queues of the CPU, where messages run in the order of the actions."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
 
     def take_in(self, value: Any) -> Any:
-        """Move what a user's function gave to the device: tensors, alone or in dictionaries, lists and tuples."""
+        """Move the result of a user's function to the device: tensors, alone or nested in
+        dictionaries, lists and tuples.
+        """
         return moved(value, self.device)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a send of what was computed last or before."""
+        """Post a send of a tensor that was computed before."""
         return self.transport.send(tensor, peer, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> tuple[Tensor, Handle]:
@@ -165,53 +162,53 @@ class DeviceQueues:
         return tensor, self.transport.receive(tensor, peer, tag)
 
     def post(self, posts: list[Post]) -> list[Handle]:
-        """Post several together."""
+        """Post several messages as one operation."""
         assert joins(self.transport)
         return self.transport.post(posts)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
-        """Room for what is to be received, in a joined operation or where nothing will come."""
+        """Return an empty tensor for a message of a batched operation, or for a message without rows."""
         del peer
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def arrived(self, handle: Handle, tensor: Tensor | None) -> None:
-        """Let what follows be computed with a received tensor."""
+        """Make later computation wait for a received tensor."""
         del tensor
         handle.wait()
 
     def sent(self, handle: Handle, tensor: Tensor | None, peer: int) -> None:
-        """Let go of a tensor once it has left."""
+        """Release a tensor once it has been sent."""
         del tensor, peer
         handle.wait()
 
     def copying(self) -> AbstractContextManager[object]:
-        """Around copies to the host and back, which run beside the computation."""
+        """Return a context for copies to the host and back, which run beside computation."""
         return nullcontext()
 
     def stamp(self) -> Any:
-        """Mark of this moment."""
+        """Return a mark of this moment."""
         return time.monotonic_ns()
 
     def times(self, stamps: Sequence[Any], timeout_s: float | None = None) -> Sequence[int]:
-        """Nanoseconds of marks, on the host's monotonic clock."""
+        """Return the times of marks in nanoseconds on the host's monotonic clock."""
         del timeout_s
         return stamps
 
 
 def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
-    """Wait until the device has come to all marks.
+    """Wait until the device has passed all marks.
 
     Parameters
     ----------
     marks : sequence of torch.cuda.Event
-        In the order in which they were recorded.
+        Marks in the order in which they were recorded.
     timeout_s : float or None
-        Longest time from one mark to the next; None: no bound.
+        Longest time from one mark to the next in seconds. None waits forever.
 
     Raises
     ------
     StalledError
-        When the device came to no further mark for so long.
+        The device passed no further mark within the timeout.
     """
     reached, since = 0, time.monotonic()
     while not marks[-1].query():
@@ -226,7 +223,7 @@ def await_marks(marks: Sequence[Any], timeout_s: float | None) -> None:
 
 
 class CudaQueues(DeviceQueues):
-    """Sends to each peer, receives, and copies in a stream each, beside the computing one: the current one."""
+    """Queues of a GPU: streams for sends to each peer, receives, copies and inputs beside the compute stream."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         super().__init__(transport, device)
@@ -239,7 +236,9 @@ class CudaQueues(DeviceQueues):
         return stream
 
     def take_in(self, value: Any) -> Any:
-        """Copy in a stream of its own, from pinned memory: the host is ahead, so this runs beside what is computed."""
+        """Copy inputs from pinned memory in a separate stream, which runs beside computation
+        because the host is ahead.
+        """
         return tree_map_only(Tensor, self._take_in, value)
 
     def _take_in(self, tensor: Tensor) -> Tensor:
@@ -248,50 +247,48 @@ class CudaQueues(DeviceQueues):
         with torch.cuda.stream(self.inputs):
             here = tensor.pin_memory().to(self.device, non_blocking=True)
         self.compute.wait_stream(self.inputs)
-        # Its memory is the other stream's: not to be given away there while it is read here.
+        # The memory belongs to the other stream, which must not reuse it while this stream reads it.
         here.record_stream(self.compute)
         return here
 
     def towards(self, peer: int) -> torch.cuda.Stream:
-        """The stream of what is sent to a peer."""
+        """Return the stream of messages to a peer."""
         if peer not in self.sending:
             self.sending[peer] = self._stream()
         return self.sending[peer]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a send of what was computed last or before."""
         stream = self.towards(peer)
         stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
             return self.transport.send(tensor, peer, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> tuple[Tensor, Handle]:
-        """Post a receive into a new tensor of the receiving stream's memory."""
+        """Post a receive into a new tensor in the receiving stream's memory."""
         with torch.cuda.stream(self.receiving):
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             return tensor, self.transport.receive(tensor, peer, tag)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Tensor:
-        """Room in the memory of the peer's stream, where joined operations are posted."""
+        """Return an empty tensor in the memory of the peer's stream, in which batched operations are posted."""
         with torch.cuda.stream(self.towards(peer)):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def post(self, posts: list[Post]) -> list[Handle]:
-        """Post several with one peer together, in its stream."""
         stream = self.towards(posts[0].peer)
         stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
             return super().post(posts)
 
     def arrived(self, handle: Handle, tensor: Tensor | None) -> None:
-        """Make the computing stream wait."""
+        """Make the compute stream wait for a received tensor."""
         handle.wait()
         if tensor is not None:
-            # Its memory is another stream's: not to be given away there while it is read here.
+            # The memory belongs to another stream, which must not reuse it while this stream reads it.
             tensor.record_stream(self.compute)
 
     def sent(self, handle: Handle, tensor: Tensor | None, peer: int) -> None:
-        """Make the peer's stream wait, and with it whoever is given the memory next."""
+        """Make the peer's stream wait for a send, and with it the next user of the memory."""
         stream = self.towards(peer)
         with torch.cuda.stream(stream):
             handle.wait()
@@ -299,18 +296,17 @@ class CudaQueues(DeviceQueues):
             tensor.record_stream(stream)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Around copies to the host and back."""
         self.copies.wait_stream(self.compute)
         return torch.cuda.stream(self.copies)
 
     def stamp(self) -> Any:
-        """Mark of the moment when the computing stream comes to here."""
+        """Return a mark of the moment at which the compute stream arrives here."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self.compute)
         return event
 
     def times(self, stamps: Sequence[Any], timeout_s: float | None = None) -> Sequence[int]:
-        """Nanoseconds of marks; the host waits for the last of them, and takes it for now."""
+        """Return the times of marks in nanoseconds. Waits for the last mark and takes its time for now."""
         if not stamps:
             return []
         await_marks(stamps, timeout_s)
@@ -319,6 +315,6 @@ class CudaQueues(DeviceQueues):
 
 
 def queues_of(transport: Transport, device: torch.device) -> DeviceQueues:
-    """The queues of a device."""
+    """Return the queues of a device."""
     make: Callable[[Transport, torch.device], DeviceQueues] = CudaQueues if device.type == "cuda" else DeviceQueues
     return make(transport, device)

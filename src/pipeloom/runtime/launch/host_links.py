@@ -1,4 +1,4 @@
-"""The links of a run over several hosts, measured at its start: who is on which host, and what messages take."""
+"""Hosts and links of a run over several hosts, measured when it starts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pipeloom.runtime.launch.coordination import gather_hosts, together
 from pipeloom.spec import HostLink
 
 SIZES = (8, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the messages that are timed."""
+"""Sizes in bytes of the timed messages."""
 _REPEATS = 5
 _PAIR_S = 0.4
-"""A pair of ranks that took longer tries no larger message."""
+"""Seconds after which a pair of ranks tries no larger message."""
 
 
 def find_hosts() -> tuple[int, ...]:
-    """Number the hosts in the order of their first ranks; of every rank, its host's. All ranks call it together."""
+    """Return the host number of every rank.
+
+    Hosts are numbered in the order of their first ranks. All ranks call it together.
+    """
     with together("finding the hosts of all ranks"):
         names = gather_hosts()
     number: dict[bytes, int] = {}
@@ -30,29 +33,20 @@ def find_hosts() -> tuple[int, ...]:
 
 
 def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> tuple[HostLink, ...]:
-    """Time messages inside each host and between any two; all ranks of the default group call it together.
+    """Time messages inside each host and between any two hosts. All ranks of the default group call it together.
 
-    One pair of ranks stands for all pairs on its hosts. Pairs without a host in common are timed at once, so that time
-    grows with the number of hosts, not of their pairs.
+    One pair of ranks represents all pairs on its hosts. Pairs without a common host are timed at the same time, so that
+    the time grows with the number of hosts, not of pairs. The result is the same on all ranks. A host with one rank has
+    no inner link.
 
     Parameters
     ----------
     hosts : sequence of int
-        Of every rank, see `find_hosts`.
+        Host of every rank, see `find_hosts`.
     device : torch.device or str
-        On which messages begin and end, as in training.
-
-    Returns
-    -------
-    tuple of HostLink
-        On all ranks the same; nothing for the inside of a host with one rank.
-
-    Raises
-    ------
-    ExecutionError
-        Another rank is gone.
+        Device of the message tensors, as in training.
     """
-    rank, mine = dist.get_rank(), list[HostLink]()
+    rank, own = dist.get_rank(), list[HostLink]()
     with together("measuring the links between hosts"):
         for at_once in rounds(hosts):
             for pair, (low, high) in at_once.items():
@@ -60,15 +54,15 @@ def measure_links(hosts: Sequence[int], device: torch.device | str = "cpu") -> t
                     timed = _exchange(high if rank == low else low, leads=rank == low, device=torch.device(device))
                     line = fit_link(timed)
                     if rank == low and line is not None:
-                        mine.append(host_link(pair, line))
+                        own.append(host_link(pair, line))
             dist.barrier()
-        found: list[list[HostLink]] = [[] for _ in hosts]
-        dist.all_gather_object(found, mine)
-    return tuple(sorted((link for each in found for link in each), key=lambda link: link.hosts))
+        by_rank: list[list[HostLink]] = [[] for _ in hosts]
+        dist.all_gather_object(by_rank, own)
+    return tuple(sorted((link for each in by_rank for link in each), key=lambda link: link.hosts))
 
 
 def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, int]]]:
-    """Pairs of hosts with the ranks that are timed for them, those together that have no host in common."""
+    """Yield rounds of pairs of hosts with the ranks to time. Pairs of one round have no common host."""
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))}
     left = {
         (a, b): (ranks[a][0], ranks[b][0] if a != b else ranks[a][1])
@@ -86,8 +80,8 @@ def rounds(hosts: Sequence[int]) -> Iterator[dict[tuple[int, int], tuple[int, in
 
 
 def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int, float]]:
-    """Send messages there and back; on the rank that leads, bytes and the seconds of one way."""
-    begin, found = time.perf_counter(), list[tuple[int, float]]()
+    """Send messages back and forth. Returns bytes and seconds of one direction, valid on the leading rank."""
+    begin, timed = time.perf_counter(), list[tuple[int, float]]()
     for size in SIZES:
         there, back = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
         seconds = []
@@ -101,8 +95,8 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append((time.perf_counter() - since) / 2)
-        # The first one warms up.
-        found.append((size, median(seconds[1:])))
+        # The first exchange is a warm-up.
+        timed.append((size, median(seconds[1:])))
         more = torch.tensor([int(time.perf_counter() - begin < _PAIR_S)], device=device)
         if leads:
             dist.send(more, peer)
@@ -110,4 +104,4 @@ def _exchange(peer: int, *, leads: bool, device: torch.device) -> list[tuple[int
             dist.recv(more, peer)
         if not int(more):
             break
-    return found
+    return timed

@@ -1,4 +1,4 @@
-"""Processes as pipeline x data x tensor: one `DeviceMesh`, and the groups that the runtime talks over."""
+"""The pipeline x data x tensor mesh of processes: one `DeviceMesh` and the process groups of the runtime."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DIMENSIONS = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Where this process stands, and whom it works with.
+    """Position of this process in the mesh, and its process groups.
 
     Attributes
     ----------
     device_mesh : DeviceMesh
-        Of dimensions ``pp``, ``dp`` and ``tp``; give ``device_mesh["tp"]`` to `parallelize_module`.
+        Mesh with dimensions ``pp``, ``dp`` and ``tp``. Pass ``device_mesh["tp"]`` to `parallelize_module`.
     pipeline : ProcessGroup
-        The pipeline ranks of this replica: messages of plans.
+        The pipeline ranks of this replica, for messages of plans.
     reduction : ProcessGroup
-        The same processes, for collectives; apart, because NCCL serves messages and collectives of one group in
+        The same processes, for collectives. Separate, because NCCL runs messages and collectives of one group in
         one order.
     data : ProcessGroup
         The replicas of this pipeline rank.
     replica : ProcessGroup
-        All processes of this replica, tensor-parallel ones too: they run one plan.
+        All processes of this replica, including tensor-parallel ones. They run one plan.
     """
 
     device_mesh: DeviceMesh
@@ -43,38 +43,39 @@ class Mesh:
 
     @property
     def pipeline_rank(self) -> int:
-        """Which part of the pipeline this process is."""
+        """Pipeline rank of this process."""
         return self.device_mesh.get_local_rank("pp")
 
     @property
     def data_rank(self) -> int:
-        """Which replica it belongs to."""
+        """Replica of this process."""
         return self.device_mesh.get_local_rank("dp")
 
     @property
     def tensor_rank(self) -> int:
-        """Which shard of every tensor-parallel layer it holds."""
+        """Tensor-parallel rank of this process, which is its shard of every tensor-parallel layer."""
         return self.device_mesh.get_local_rank("tp")
 
 
 def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | None = None) -> Mesh:
-    """Arrange all processes of the default group; each of them calls it once.
+    """Arrange all processes of the default group in a mesh. Each of them calls it once.
 
-    Neighbouring ranks share tensors, then come replicas, then the pipeline: tensor parallelism talks most.
+    Neighboring ranks share tensors, then come replicas, then the pipeline, because tensor parallelism communicates
+    most.
 
     Parameters
     ----------
     layout : Layout
-        Its ``num_ranks`` and ``parallelism``.
+        Its ``num_ranks`` and ``parallelism`` determine the mesh.
     device_type : str
         ``"cpu"`` or ``"cuda"``.
     timeout : timedelta or None
-        Of all groups; None: torch's own.
+        Timeout of all groups. None is torch's default.
 
     Raises
     ------
     InputError
-        When another number of processes runs.
+        The number of processes does not match.
     """
     shape = (layout.num_ranks, layout.parallelism.data, layout.parallelism.tensor)
     wanted, size = shape[0] * shape[1] * shape[2], dist.get_world_size()
@@ -85,10 +86,11 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
             f"start {wanted}, or change num_ranks or parallelism",
         )
     numbers = torch.arange(size).reshape(shape)
-    # A group for every line of the mesh, and two more: a mesh of torch's own making would wait for half an hour.
-    columns, rows, neighbours = (numbers.movedim(axis, -1).reshape(-1, shape[axis]) for axis in range(3))
+    # One group for each line of the mesh, and two more. The groups that `DeviceMesh` makes itself have a timeout of
+    # half an hour.
+    columns, rows, neighbors = (numbers.movedim(axis, -1).reshape(-1, shape[axis]) for axis in range(3))
     pipeline, reduction, data, tensor = (
-        _group_of_this(lines.tolist(), timeout) for lines in (columns, columns, rows, neighbours)
+        _group_of_this(lines.tolist(), timeout) for lines in (columns, columns, rows, neighbors)
     )
     teams = numbers.movedim(1, 0).reshape(shape[1], -1)
     replica = reduction if shape[2] == 1 else _group_of_this(teams.tolist(), timeout)
@@ -101,8 +103,8 @@ def make_mesh(layout: Layout, device_type: str = "cpu", timeout: timedelta | Non
 def _connect(mesh: Mesh) -> None:
     """Use every group once, in one order.
 
-    NCCL makes a group's communicator when it is first used, and the host waits there for all members. In the middle of
-    a plan some of them may wait for what this host has not posted yet.
+    NCCL makes a group's communicator on first use, and the host then waits for all members. In the middle of a plan
+    some members may wait for operations that this host has not posted yet.
     """
     groups = [mesh.reduction, mesh.data, mesh.device_mesh.get_group("tp")]
     for group in groups:
@@ -110,8 +112,8 @@ def _connect(mesh: Mesh) -> None:
 
 
 def _group_of_this(members: Iterable[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make all these groups; the one that this process is in."""
-    # Every process takes part in making every group.
+    """Make all groups, and return the one that contains this process."""
+    # Every process must take part in making every group.
     groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
-    mine: list[dist.ProcessGroup] = [group for ranks, group in groups if dist.get_rank() in ranks]
-    return mine[0]
+    own: list[dist.ProcessGroup] = [group for ranks, group in groups if dist.get_rank() in ranks]
+    return own[0]

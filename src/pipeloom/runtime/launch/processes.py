@@ -1,7 +1,7 @@
 """Ranks as processes: started on this machine and ended together when one fails, or started by torchrun.
 
-torchrun starts one process for each rank, watches them, ends all when one fails, and starts all again while
-restarts are left; where training goes on then is for the checkpoints to say.
+torchrun starts one process per rank, monitors them, ends all when one fails, and restarts all while restarts are left.
+The checkpoints determine where training then continues.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import secrets
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,38 +27,37 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, end_with_parent, environment, ignore_interrupts, interrupts_held
+from pipeloom.forks import can_fork, environment, ignore_interrupts, interrupts_held
+from pipeloom.forks import end_with_starter as end_with_starter
 from pipeloom.forks import process as new_process
 from pipeloom.outputs import REMEDIES
-from pipeloom.printing import escape_logs, print_error
-from pipeloom.runtime.launch.addresses import interface_towards
+from pipeloom.printing import escape_logs
 from pipeloom.runtime.launch.device import DeviceType, Place, join_group, place_of
-from pipeloom.runtime.launch.failure_detector import Watch, watch
+from pipeloom.runtime.launch.failure_detector import FailureDetector, detect_failures, interface_towards
 
-# One core each: ranks on one machine would otherwise all start a thread per core.
+# One core each. Otherwise every rank on the machine would start one thread per core.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _POLL_S = 0.2
-# The end of a rank that died may be read a moment after its peers' complaints of it.
+# The end of a lost rank may be read a moment after the resulting errors of its peers.
 _ECHO_S = 0.5
 _GRACE_S = 5.0
-# How often a process looks whether the one that started it is still there.
-_LOOK_S = 1.0
+
 _FOREVER = timedelta(days=365)
 
 
 _launcher: Connection | None = None
-"""In a launched process: the way to the launching one."""
+"""In a launched process, the pipe to the launching process."""
 
 
 def report(value: Any) -> None:
-    """From a launched function: send a picklable value to the launching process, e.g. for a progress display."""
+    """Send a picklable value from a launched function to the launching process, e.g. for a progress display."""
     if _launcher is None:
         raise ExecutionError("this process was not started by `launch`")
     _send(_launcher, "report", value)
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:
-    """Send plain bytes: what torch puts in a tensor's place is gone once this process has ended."""
+    """Send plain bytes. Torch's shared-memory handles of tensors would be invalid once this process has ended."""
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
@@ -74,7 +72,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """With what a launched process begins."""
+    """Start parameters of a launched process."""
 
     rank: int
     num_ranks: int
@@ -95,39 +93,40 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` in a new process for each rank, joined by gloo over the loopback device.
 
-    The default process group is ready when the function is called. Every rank is an interpreter of its own, or forked
-    where `pipeloom.forks` has begun.
+    The default process group is ready when the function is called. Every rank is a new interpreter, or a fork if
+    `pipeloom.forks` has a server.
 
     Parameters
     ----------
     function : callable
-        Importable by name; its arguments and what it returns can be pickled.
+        A function that can be imported by name, with picklable arguments and result.
     num_ranks : int
+        Number of processes to start.
     args
-        What the function is called with.
+        Arguments of the function.
     timeout_s : float
-        After which a rank that waits for another gives up: the process group's timeout.
+        Timeout of the process group in seconds, after which a rank that waits for another one gives up.
     threads : int
-        Threads that torch uses in each rank.
+        Number of torch threads of each rank.
     device : {"cpu", "cuda"} or Place
-        ``"cuda"``: each rank has a GPU of its own, and tensors there go by NCCL. ``Place("cuda", "host")``: ranks may
-        share a GPU, and tensors there go by way of the host.
+        With ``"cuda"``, each rank has its own GPU and sends tensors by NCCL. With ``Place("cuda", "host")``, ranks
+        may share a GPU and send tensors through host memory.
     on_report : callable or None
-        Called here with (rank, value) for whatever a rank gives to `report`.
+        Called here with the rank and the value of each `report`.
 
     Returns
     -------
     list
-        What the function returned on each rank.
+        The result of the function on each rank.
 
     Raises
     ------
     ExecutionError
-        When a rank fails or dies: the first one's message. All others are ended first. ``comes_again`` where it has
-        refused what it was given.
+        A rank fails or is lost. All others are ended first. The message is the first failed rank's. ``comes_again``
+        is set if it rejected its input.
     """
     place = place_of(device)
-    # A GPU's driver wants a process of its own from the beginning.
+    # A GPU driver does not support forked processes.
     forked = place.device == "cpu" and can_fork()
     results: list[Any] = [None] * num_ranks
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
@@ -147,7 +146,7 @@ def launch(
                     with there, _started(rank), interrupts_held():
                         process.start()
                     processes.append(process)
-            _watch(pipes, processes, results, on_report)
+            _collect(pipes, processes, results, on_report)
             done = True
         finally:
             _end(processes, _GRACE_S if done else 0.0)
@@ -158,7 +157,7 @@ def launch(
 
 @contextmanager
 def _started(rank: int) -> Iterator[None]:
-    """Around the start of a process, which may end before it has heard what it is for."""
+    """Translate errors of starting a process, which may end before it receives its arguments."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -167,71 +166,59 @@ def _started(rank: int) -> Iterator[None]:
         raise ExecutionError(f"{problem}; {remedy}" if remedy else problem) from error
 
 
-def _watch(
+def _collect(
     pipes: list[Connection],
     processes: Sequence[BaseProcess],
     results: list[Any],
     on_report: Callable[[int, Any], None] | None,
 ) -> None:
-    """Collect reports and results until every rank is done; raise for the first that fails."""
+    """Collect reports and results until every rank is done. Raise for the first rank that fails."""
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     finished: set[int] = set()
     while open_pipes:
         failures: list[_Failure] = []
-        for pipe in wait(list(open_pipes), timeout=_POLL_S):
-            assert isinstance(pipe, Connection)
-            rank = open_pipes[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                del open_pipes[pipe]
-                if rank not in finished:
-                    processes[rank].join(_GRACE_S)
-                    failures.append(_died(rank, processes[rank]))
-                continue
-            if kind == "report":
-                if on_report is not None:
-                    on_report(rank, value)
+        for rank, kind, value in _received(open_pipes, processes, finished, _POLL_S):
+            if kind == "failure":
+                failures.append(value)
             elif kind == "result":
                 results[rank] = value
-                finished.add(rank)
-            else:
-                failures.append(value)
-                finished.add(rank)
+            elif on_report is not None:
+                on_report(rank, value)
         if failures:
-            failures += _more_failures(open_pipes, processes, finished)
+            # Failures of about the same time. The earliest is the cause of the others.
+            deadline = time.monotonic() + _ECHO_S
+            while open_pipes and (left := deadline - time.monotonic()) > 0:
+                later = _received(open_pipes, processes, finished, left)
+                failures += [value for _, kind, value in later if kind == "failure"]
             _raise(failures)
+
+
+def _received(
+    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int], timeout_s: float
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield rank, kind and value of the next messages. The loss of a rank is a failure."""
+    for pipe in wait(list(open_pipes), timeout=timeout_s):
+        assert isinstance(pipe, Connection)
+        rank = open_pipes[pipe]
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del open_pipes[pipe]
+            if rank in finished:
+                continue
+            processes[rank].join(_GRACE_S)
+            kind, value = "failure", _died(rank, processes[rank])
+        else:
+            if kind != "report":
+                finished.add(rank)
+        yield rank, kind, value
 
 
 def _died(rank: int, process: BaseProcess) -> _Failure:
     code = process.exitcode
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
-    # A rank that vanished is the cause of what the others then complain about.
+    # A lost rank is the cause of its peers' errors.
     return _Failure(rank, f"rank {rank}: the process {how}", "", 0.0)
-
-
-def _more_failures(
-    open_pipes: dict[Connection, int], processes: Sequence[BaseProcess], finished: set[int]
-) -> list[_Failure]:
-    """Failures that are there at the same moment: the earliest is the cause, the others its echo."""
-    found = []
-    deadline = time.monotonic() + _ECHO_S
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(open_pipes), timeout=left):
-            assert isinstance(pipe, Connection)
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                rank = open_pipes.pop(pipe)
-                if rank not in finished:
-                    processes[rank].join(_GRACE_S)
-                    found.append(_died(rank, processes[rank]))
-                continue
-            if kind in ("result", "failure"):
-                finished.add(open_pipes[pipe])
-            if kind == "failure":
-                found.append(value)
-    return found
 
 
 def _raise(failures: list[_Failure]) -> None:
@@ -243,11 +230,11 @@ def _raise(failures: list[_Failure]) -> None:
     raise error
 
 
-def _end(processes: Sequence[BaseProcess], patience_s: float) -> None:
-    """End what is still running: politely, then for certain."""
-    # Ranks that returned need a moment to leave their process group.
+def _end(processes: Sequence[BaseProcess], grace_s: float) -> None:
+    """End the remaining processes, first by SIGTERM, then by SIGKILL."""
+    # Ranks that have returned need a moment to leave their process group.
     for process in processes:
-        process.join(patience_s)
+        process.join(grace_s)
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -266,12 +253,12 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
     escape_logs()
     rank, num_ranks = start.rank, start.num_ranks
     torch.set_num_threads(start.threads)
-    threading.Thread(target=end_with_parent, args=(Path(start.store_path).parent,), daemon=True).start()
+    end_with_starter(folder=Path(start.store_path).parent)
     try:
         store = dist.FileStore(start.store_path, num_ranks)  # type: ignore[attr-defined]
         join_group(start.place, store, rank, num_ranks, start.timeout_s, local_rank=rank)
         result = function(*args)
-        # Nobody leaves while others still talk to it; one may go on for long by itself, to evaluate for example.
+        # No rank leaves while others communicate with it. One may run for long by itself, for example to evaluate.
         done = [f"done/{each}" for each in range(num_ranks)]
         store.set(done[rank], "1")
         store.wait(done, _FOREVER)
@@ -284,7 +271,7 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
         with suppress(OSError):  # the launching process may be gone
             _send(pipe, "failure", failure)
             pipe.close()
-        # The group's threads may hang on a dead peer; nothing here is worth waiting for.
+        # The group's threads may hang on a lost peer, and nothing needs to be waited for.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -293,37 +280,15 @@ def _run_rank(function: Callable[..., Any], args: tuple[Any, ...], start: _Start
 
 
 def _comes_again(error: BaseException) -> bool:
-    """Whether a rank has refused what it was given: that is found by Pipeloom itself, and not in waiting for others."""
+    """Return whether a rank rejected its input. Pipeloom detects this itself, not while waiting for other ranks."""
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, PipeloomError) and not isinstance(error, ExecutionError)
 
 
-def end_with_starter(problem: str = "", starter: int = 0) -> None:
-    """From here on this process ends when the one that has started it is gone, however that ended.
-
-    Parameters
-    ----------
-    problem : str
-        What is then said on standard error; nothing where it is empty.
-    starter : int
-        Process ID of the one that has started this one, which may be gone already; 0: the parent process.
-    """
-    starter = starter or os.getppid()
-
-    def look() -> None:
-        while os.getppid() == starter:
-            time.sleep(_LOOK_S)
-        if problem:
-            print_error(problem)
-        os._exit(1)
-
-    threading.Thread(target=look, name="starter", daemon=True).start()
-
-
 @contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """Environment of the ranks while they are started: threads, and gloo on the loopback device."""
+    """Set the environment of ranks while they are started: threads, and gloo on the loopback device."""
     wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         wanted["GLOO_SOCKET_IFNAME"] = _loopback()
@@ -332,22 +297,21 @@ def _environment(threads: int) -> Iterator[None]:
 
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""For ranks to come that torchrun has started at once; on a host whose files are far, imports take minutes."""
+"""Timeout for ranks that torchrun starts at the same time. Imports take minutes on a host with a slow file system."""
 _MEET_S = 0.05
 _STARTED = "pipeloom/started"
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process of those that torchrun started.
+    """A process started by torchrun.
 
     Attributes
     ----------
     num_restarts : int
-        How often torchrun started this host's processes again, because one had failed.
-    on_one_host : bool
+        How often torchrun has restarted the processes of this host because one had failed.
     local_rank, num_local : int
-        Its number among the processes of this host, and theirs.
+        Number of this process among the processes of this host, and their count.
     """
 
     rank: int
@@ -359,19 +323,19 @@ class Worker:
 
 
 def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
-    """Return how torchrun started this process; None where it was started in another way."""
-    found = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" not in found:
+    """Return how torchrun started this process, or None if it was started in another way."""
+    variables = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in variables:
         return None
     try:
-        size = int(found["WORLD_SIZE"])
-        num_local = int(found.get("LOCAL_WORLD_SIZE", "0"))
+        size = int(variables["WORLD_SIZE"])
+        num_local = int(variables.get("LOCAL_WORLD_SIZE", "0"))
         return Worker(
-            int(found["RANK"]),
+            int(variables["RANK"]),
             size,
-            int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
             num_local == size,
-            int(found.get("LOCAL_RANK", "0")),
+            int(variables.get("LOCAL_RANK", "0")),
             max(1, num_local),
         )
     except (KeyError, ValueError) as error:
@@ -379,18 +343,18 @@ def this_worker(environment: Mapping[str, str] | None = None) -> Worker | None:
 
 
 class Joined(NamedTuple):
-    """What a worker finds.
+    """Result of joining the process group of all workers.
 
     Attributes
     ----------
     again : bool
-        Ranks of this job were here before: torchrun has started them again. Rank 0 knows it.
-    watch : Watch
-        Of the other ranks.
+        Whether torchrun has restarted the ranks of this job. Valid on rank 0.
+    watch : FailureDetector
+        Failure detector of the other ranks.
     """
 
     again: bool
-    watch: Watch
+    watch: FailureDetector
 
 
 def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = "cpu") -> Joined:
@@ -398,19 +362,18 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
 
     Parameters
     ----------
-    worker : Worker
     timeout_s : float
-        After which a rank that waits for another gives up.
+        Seconds after which a rank that waits for another one gives up.
     device : {"cpu", "cuda"} or Place
         As for `launch`.
 
     Raises
     ------
     ExecutionError
-        When not all come.
+        Not all workers join.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    end_with_starter(f"rank {worker.rank}: torchrun's process on this host is gone")
+    end_with_starter(f"rank {worker.rank}: torchrun's process on this host has ended")
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = _loopback() if worker.on_one_host else interface_towards(os.environ.get("MASTER_ADDR", ""))
         if name:
@@ -419,24 +382,26 @@ def join_workers(worker: Worker, timeout_s: float, device: DeviceType | Place = 
     try:
         store, again = _meet(shared, rank, size)
     except RuntimeError as error:
-        raise ExecutionError(f"rank {rank}: not all of {size} ranks came: {error}") from error
-    # Watched first: in joining the group, a rank waits as long as for any message for one that is lost meanwhile.
-    seen = watch(store, rank, size)
+        raise ExecutionError(f"rank {rank}: not all of {size} ranks joined: {error}") from error
+    # The detector starts first. While joining the group, a rank waits for a lost one as long as for any message.
+    detector = detect_failures(store, rank, size)
     try:
         join_group(place_of(device), store, rank, size, timeout_s, worker.local_rank)
     except RuntimeError as error:
-        raise ExecutionError(seen.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))) from error
-    return Joined(again or bool(worker.num_restarts), seen)
+        raise ExecutionError(
+            detector.fail(ExecutionError(f"rank {rank}: not joined by all others: {error}"))
+        ) from error
+    return Joined(again or bool(worker.num_restarts), detector)
 
 
 def _shared_store(worker: Worker) -> Any:
-    """The store of torchrun's own process, or of rank 0's where that has none."""
+    """Return the store of torchrun's own process, or a store hosted by rank 0 if torchrun has none."""
     its_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts_it = worker.rank == 0 and not its_own
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise InputError("torchrun's environment", f"lacks where rank 0 is ({error})", "use torchrun") from error
+        raise InputError("torchrun's environment", f"lacks the address of rank 0 ({error})", "use torchrun") from error
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=hosts_it, timeout=_JOIN_TIMEOUT, wait_for_workers=False
@@ -447,24 +412,24 @@ def _shared_store(worker: Worker) -> Any:
 
 
 def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
-    """Agree on a name under which these ranks, and none that were there before, find each other.
+    """Agree on a name under which these ranks find each other, and no ranks of an earlier start do.
 
-    torchrun keeps its store when it starts ranks again: what earlier ones left there, their addresses too, is not ours.
-    How often it started them is no name, for a host that comes back counts anew. So every rank asks under a number of
-    its own, and rank 0 answers until all have heard it.
+    torchrun keeps its store when it restarts ranks, with the entries and addresses of earlier ones. The restart count
+    cannot be the name, because a host that rejoins counts anew. Every rank therefore asks under a random number, and
+    rank 0 answers until all have received the answer.
 
     Returns
     -------
     store
-        For the process group.
+        The store of the process group.
     bool
-        Whether ranks were here before.
+        Whether ranks of an earlier start were here before.
     """
     if rank == 0:
         again, token = shared.check([_STARTED]), secrets.token_hex(8)
         shared.set(_STARTED, "1")
         answer = f"{token} {int(again)}"
-        give_up = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
         missing = set(range(1, size))
         while missing:
             for each in sorted(missing):
@@ -472,7 +437,7 @@ def _meet(shared: Any, rank: int, size: int) -> tuple[Any, bool]:
                     missing.discard(each)
                 elif shared.check([f"pipeloom/ask/{each}"]):
                     shared.set(f"pipeloom/answer/{shared.get(f'pipeloom/ask/{each}').decode()}", answer)
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {sorted(missing)} are missing")
             time.sleep(_MEET_S if missing else 0)
     else:

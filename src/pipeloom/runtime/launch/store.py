@@ -1,4 +1,4 @@
-"""TcpPlanStore: the planner's key-value protocol over `torch.distributed.TCPStore` (which its stubs leave out)."""
+"""TcpPlanStore: the planner's key-value protocol over `torch.distributed.TCPStore`, which torch's stubs leave out."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import torch.distributed as dist
 
 from pipeloom.errors import InputError, PlannerError
 
-# Every call is answered at once or the store is gone; this bounds how long a gone store can hold us up.
+# Every call is answered at once unless the store is lost. This bounds how long a lost store blocks.
 _TIMEOUT = timedelta(seconds=30)
 _ANSWER_S = 10.0
 _MARK_BYTES = 32
 
 
 class TcpPlanStore:
-    """Keys and values in the memory of the process that hosts them.
+    """Keys and values in the memory of the hosting process.
 
-    It is hosted by the training side, so that the planner may die and come back without taking them along.
+    The training side hosts the store, so that the planner may crash and restart without losing them.
 
-    Whoever reaches the port may write into it. So every value carries a mark that only those who know the secret can
-    make, of the key and the value; a value without the right mark counts as none. Nor are keys known to others: what
-    they are called in the store is such a mark as well, so that nobody overwrites a plan by its number.
+    Any process that reaches the port may write into the store. Every value therefore carries a signature over key and
+    value that requires the secret. A value without a valid signature counts as missing. Keys are signed as well, so
+    that nobody can overwrite a plan by its number.
 
     Attributes
     ----------
     address : str
-        ``host:port`` by which another process reaches it.
+        ``host:port`` by which another process reaches the store.
     secret : str
-        What the other process must know too.
+        Secret that the other process must know.
     """
 
     def __init__(self, store: Any, address: str, secret: str) -> None:
@@ -44,10 +44,10 @@ class TcpPlanStore:
 
     @classmethod
     def host(cls, host: str = "127.0.0.1") -> TcpPlanStore:
-        """Host a store at a free port of this address of the machine, with a new secret."""
+        """Host a store at a free port of this address, with a new secret."""
         listening = socket.create_server((host, 0))
         port = listening.getsockname()[1]
-        # Asked for a host, torch listens on all addresses; so it is given a socket, which it owns from here on.
+        # Given a host name, torch listens on all addresses. It therefore gets a socket, which it then owns.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=listening.detach()
         )
@@ -55,20 +55,20 @@ class TcpPlanStore:
 
     @classmethod
     def connect(cls, address: str, secret: str) -> TcpPlanStore:
-        """Reach the store that another process hosts, whose secret is known.
+        """Connect to a store that another process hosts.
 
         Raises
         ------
         InputError
-            When the address is not ``host:port``.
+            The address is not ``host:port``.
         PlannerError
-            When nothing answers there.
+            No store answers at the address.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InputError("store", f"{address!r} is not host:port", "give the address that the trainer printed")
+            raise InputError("store", f"{address!r} is not host:port", "use the address that the trainer printed")
         try:
-            # torch tries a closed port for longer than its timeout, and prints where in its code it stands.
+            # torch retries a closed port for longer than its timeout, and prints a stack trace.
             socket.create_connection((host, int(port)), _ANSWER_S).close()
             store = dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:
@@ -77,20 +77,20 @@ class TcpPlanStore:
         return cls(store, address, secret)
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a key."""
+        """Set the value of a key."""
         with self._reached():
             self._store.set(self.name_of(key), self._mark(key, value) + value)
 
     def peek(self, key: str) -> bytes | None:
-        """Return the value of a key and leave it; None at once where there is none, or not by one of us."""
+        """Return the value of a key without removing it, or None at once if it is missing or has no valid signature."""
         name = self.name_of(key)
         with self._reached():
-            found = bytes(self._store.get(name)) if self._store.check([name]) else b""
-        mark, value = found[:_MARK_BYTES], found[_MARK_BYTES:]
+            signed = bytes(self._store.get(name)) if self._store.check([name]) else b""
+        mark, value = signed[:_MARK_BYTES], signed[_MARK_BYTES:]
         return value if hmac.compare_digest(mark, self._mark(key, value)) else None
 
     def take(self, key: str) -> bytes | None:
-        """Return and remove the value of a key; None at once where there is none. One taker a key."""
+        """Return and remove the value of a key, or None at once if it is missing. One process takes each key."""
         value = self.peek(key)
         if value is not None:
             with self._reached():
@@ -98,11 +98,11 @@ class TcpPlanStore:
         return value
 
     def name_of(self, key: str) -> str:
-        """What a key is called in the store."""
+        """Return the name of a key in the store."""
         return hmac.digest(self.secret.encode(), b"name\0" + key.encode(), hashlib.sha256).hex()
 
     def _mark(self, key: str, value: bytes) -> bytes:
-        """What only those who know the secret can make; of the key too, so that no value serves under another key."""
+        """Return the signature of a value. It includes the key, so that no value is valid under another key."""
         return hmac.digest(self.secret.encode(), key.encode() + b"\0" + value, hashlib.sha256)
 
     @contextmanager
@@ -111,4 +111,4 @@ class TcpPlanStore:
             yield
         except RuntimeError as error:  # all that torch raises for a store that is gone or silent
             reason = str(error).partition("\n")[0]
-            raise PlannerError(f"the plan store at {self.address} is gone or silent: {reason}") from error
+            raise PlannerError(f"the plan store at {self.address} is lost or does not answer: {reason}") from error

@@ -1,4 +1,4 @@
-"""Transport: how a rank's messages reach another. The executor knows no more than `Transport`."""
+"""Transports of messages between ranks. The executor uses only the `Transport` protocol."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pipeloom.errors import ExecutionError
 
 
 class Handle(Protocol):
-    """A send or receive under way."""
+    """A send or receive in progress."""
 
     def wait(self) -> object:
-        """Return when it is done; raise where it never will be."""
+        """Return when it is complete. Raise if it never will be."""
         ...
 
 
 class Transport(Protocol):
-    """Posts sends and receives; neither waits.
+    """Posts sends and receives without waiting.
 
-    A sent tensor must stay unchanged, and alive, until its handle was waited for. ``tag`` is unique within an
-    iteration and equal at both ends; a transport may ignore it, because plans order messages alike at both.
+    A sent tensor must stay unchanged and alive until its handle was waited for. ``tag`` is unique within an iteration
+    and equal at both ends. A transport may ignore it, because plans order messages alike at both ends.
     """
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 
 class Post(NamedTuple):
-    """A send or receive that is to be posted together with others."""
+    """A send or receive to be posted together with others."""
 
     sends: bool
     tensor: Tensor
@@ -54,61 +54,59 @@ class Post(NamedTuple):
 
 
 class JoiningTransport(Transport, Protocol):
-    """Posts neighbouring messages with one peer as one operation."""
+    """Posts adjacent messages with one peer as one batched operation."""
 
     joins: bool
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
-        """Post them together; a handle for each."""
+        """Post messages together, and return a handle for each."""
         ...
 
 
 def joins(transport: Transport) -> TypeGuard[JoiningTransport]:
-    """Whether a transport joins messages."""
+    """Return whether a transport batches messages."""
     return bool(getattr(transport, "joins", False))
 
 
 class TorchTransport:
     """Point-to-point messages of `torch.distributed`.
 
-    Waiting is bounded by the group's own timeout: when the peer is gone or late beyond it, the wait raises
-    and the group is of no more use. With NCCL, `connect` first.
+    The group's timeout bounds every wait. If the peer is lost or later than that, the wait raises and the group cannot
+    be used anymore. With NCCL, call `connect` first.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
-        The pipeline's ranks, in pipeline order; None: the default group.
+        The pipeline's ranks in pipeline order. None is the default group.
     use_tags : bool
-        False gives every message tag 0, so that gloo matches in order, as NCCL does.
+        False gives every message tag 0, so that gloo matches messages in order, as NCCL does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, use_tags: bool = True) -> None:
         self.group, self.use_tags = group, use_tags
 
     @cached_property
-    def _ways(self) -> Any:
-        """The group itself: what isend and irecv come to, without all that they ask of every message anew."""
+    def _process_group(self) -> Any:
+        """The group itself. Calling it directly avoids the checks of isend and irecv for every message."""
         if dist.get_rank(self.group) < 0:
             raise ExecutionError("this process is not in the group of its messages")
         return dist.group.WORLD if self.group is None else self.group
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the send of a contiguous tensor to a pipeline rank."""
-        handle: Handle = self._ways.send([tensor], peer, tag if self.use_tags else 0)
+        handle: Handle = self._process_group.send([tensor], peer, tag if self.use_tags else 0)
         return handle
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the receive into a contiguous tensor of the sender's shape and dtype."""
-        handle: Handle = self._ways.recv([tensor], peer, tag if self.use_tags else 0)
+        handle: Handle = self._process_group.recv([tensor], peer, tag if self.use_tags else 0)
         return handle
 
     def connect(self, device: torch.device | str) -> None:
-        """Exchange something with every peer; all ranks of the group call it together, before the first plan.
+        """Exchange a message with every peer. All ranks of the group call it together before the first plan.
 
-        NCCL makes the way between two ranks when their first message is posted, and the host waits there until the
-        other end is posted too. Plans are proven for posting that blocks nobody; a rank that waits in a receive from
-        one peer, while another peer waits in its first send to it, could wait for ever. So all ways are made here,
-        pair after pair in one order that all ranks follow. Gloo has its ways from the beginning.
+        NCCL connects two ranks when their first message is posted, and the host then waits until the other end posts it
+        too. Plans are proven deadlock-free for posts that do not block. A rank that waits for a receive from one peer,
+        while another peer waits in its first send to it, could wait forever. All connections are therefore made here,
+        pair after pair in one order on all ranks. Gloo is connected from the start.
         """
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         greet_peers(self, dist.get_rank(self.group), dist.get_world_size(self.group), device)
@@ -117,16 +115,16 @@ class TorchTransport:
 
 
 def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.device | str) -> None:
-    """Exchange a number with every other rank, pair after pair in one order; all ranks call it together.
+    """Exchange a number with every other rank, pair after pair in one order. All ranks call it together.
 
-    Whatever blocks a rank until its peer comes, the first pair that is not done has both its ranks at it.
+    Even if a post blocks until the peer arrives, both ranks of the first unfinished pair are at it.
     """
     for low, high in itertools.combinations(range(num_ranks), 2):
         if rank not in (low, high):
             continue
         peer = high if rank == low else low
         out, into = torch.zeros(2, 1, device=device).unbind()
-        # One each way: connections have a direction.
+        # One message in each direction, because connections have a direction.
         if joins(transport):
             for handle in transport.post([Post(True, out, peer, 0), Post(False, into, peer, 0)]):
                 handle.wait()
@@ -136,45 +134,44 @@ def greet_peers(transport: Transport, rank: int, num_ranks: int, device: torch.d
 
 
 TransportName = Literal["direct", "host"]
-"""``direct``: messages from device to device. ``host``: by way of the host's memory."""
+"""``direct`` sends messages from device to device, ``host`` through host memory."""
 
 
-class _Staged:
-    """A message under way by the host's memory."""
+class _StagedMessage:
+    """A message in progress through host memory."""
 
     def __init__(self, device: Tensor, host: Tensor) -> None:
         self.device, self.host = device, host
         self.posted: Future[Handle] = Future()
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Return when it is complete."""
         self.posted.result().wait()
 
 
-class _StagedReceive(_Staged):
+class _StagedReceive(_StagedMessage):
     def wait(self) -> None:
-        """Return when it is there, on its way from the host in the current stream."""
+        """Return when the message has arrived and its copy to the device is enqueued in the current stream."""
         super().wait()
-        # Pinned memory is given to nobody else before the copy has been made: torch sees to that.
+        # Torch does not reuse the pinned memory before the copy is done.
         self.device.copy_(self.host, non_blocking=True)
 
 
 class HostTransport(TorchTransport):
-    """Messages by gloo between copies in the host's memory, whatever the tensors are on.
+    """Messages by gloo between copies in host memory, for tensors on any device.
 
-    So several processes can share a GPU, which NCCL refuses. A thread posts the sends, in their order, each when its
-    tensor is there; waiting for a message is waiting on the host. Copies are made on the CPU as well, for that is how
-    this is tested where there is no GPU.
+    Several processes can then share a GPU, which NCCL does not support. A thread posts the sends in order, each when
+    its copy is complete. A wait for a message blocks the host. Copies are made on the CPU as well, so that this can be
+    tested without a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, use_tags: bool = True) -> None:
         super().__init__(group, use_tags=use_tags)
-        self._sends: queue.SimpleQueue[tuple[_Staged, Any, int, int]] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[_StagedMessage, Any, int, int]] = queue.SimpleQueue()
         threading.Thread(target=self._post_sends, name="host transport", daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the send of a contiguous tensor to a pipeline rank."""
-        staged = _Staged(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+        staged = _StagedMessage(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
         staged.host.copy_(tensor.detach(), non_blocking=True)
         copied = None
         if tensor.is_cuda:
@@ -184,13 +181,12 @@ class HostTransport(TorchTransport):
         return staged
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post the receive into a contiguous tensor of the sender's shape and dtype."""
         staged = _StagedReceive(tensor, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
         staged.posted.set_result(super().receive(staged.host, peer, tag))
         return staged
 
     def connect(self, device: torch.device | str) -> None:
-        """Nothing to make: gloo has its ways from the beginning."""
+        """Do nothing, because gloo is connected from the start."""
 
     def _post_sends(self) -> None:
         while True:
@@ -204,16 +200,15 @@ class HostTransport(TorchTransport):
 
 
 class BatchedTransport(TorchTransport):
-    """Posts messages with one peer that stand together at both ends as one operation, as NCCL gains by.
+    """Posts messages with one peer that are adjacent at both ends as one operation, which is faster with NCCL.
 
-    All of them go over the group's one communicator, where NCCL serves a rank's operations one by one, whoever the
-    peers are: plans must be lowered with ``serial=True``. All ranks use this transport or none.
+    All messages use the group's single communicator, in which NCCL runs a rank's operations one by one, for all peers.
+    Plans must be lowered with ``serial=True``. Either all ranks use this transport or none.
     """
 
     joins = True
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
-        """Post them together; a handle for each."""
         operations = [
             dist.P2POp(
                 dist.isend if post.sends else dist.irecv,
@@ -225,7 +220,7 @@ class BatchedTransport(TorchTransport):
             for post in posts
         ]
         works: list[Handle] = list(dist.batch_isend_irecv(operations))
-        # NCCL gives one handle for all.
+        # NCCL returns one handle for all.
         return works if len(works) == len(posts) else works[:1] * len(posts)
 
 
@@ -242,20 +237,21 @@ class _Mail:
 
 @dataclass
 class ThreadHub:
-    """Ranks as threads of one process: for one rank, and for testing many plans quickly.
+    """Connects ranks that are threads of one process: for a single rank, and for fast tests of many plans.
 
     Parameters
     ----------
     order : {"tags", "in order", "serial"}
-        ``"in order"`` keeps NCCL's rules: one stream for each pair of ranks, shared by both directions, whose
-        next message is served once both ends have posted it; tags are ignored. ``"serial"``: one stream for each
-        rank, as where ranks have one communicator; an operation of several messages must be the same at both ends.
+        ``"in order"`` follows NCCL's rules: each pair of ranks has one stream for both directions, whose next
+        message runs once both ends have posted it. Tags are ignored. With ``"serial"``, each rank has one stream,
+        as if all ranks shared one communicator. An operation of several messages must then be the same at both
+        ends.
     timeout_s : float
-        A wait that takes longer raises `ExecutionError`.
+        Seconds after which a wait raises `ExecutionError`.
     joins : bool
-        Its transports take several messages as one operation.
+        Whether its transports post several messages as one operation.
     lazy : bool
-        As with NCCL, a rank that posts its first message with a peer is blocked there until the peer does so too.
+        Whether a rank that posts its first message with a peer blocks until the peer does so too, as with NCCL.
     """
 
     order: MatchOrder = "tags"
@@ -264,25 +260,25 @@ class ThreadHub:
     lazy: bool = False
     condition: threading.Condition = field(default_factory=threading.Condition)
     mail: defaultdict[tuple[int, int], list[_Mail]] = field(default_factory=lambda: defaultdict(list))
-    """What a rank has posted with a peer and is not served yet: key (rank, peer)."""
+    """Posted messages that are not complete yet, by rank and peer."""
     queues: defaultdict[int, list[tuple[int, list[_Mail]]]] = field(default_factory=lambda: defaultdict(list))
-    """Where ranks have one stream each: their operations that are not served yet, with their peers."""
+    """For ranks with one stream each, their operations that are not complete yet, with their peers."""
     known: set[tuple[int, int]] = field(default_factory=set)
-    """Ranks that have posted a message with a peer."""
+    """Pairs of a rank and a peer with which it has posted a message."""
     failed: bool = False
 
     def transport(self, rank: int) -> Transport:
-        """The transport of one rank."""
+        """Return the transport of one rank."""
         return _ThreadTransport(self, rank, self.joins)
 
     def fail(self) -> None:
-        """End all waits: a rank has died."""
+        """End all waits, because a rank has failed."""
         with self.condition:
             self.failed = True
             self.condition.notify_all()
 
     def post(self, rank: int, peer: int, mails: list[_Mail]) -> None:
-        """Take an operation of one or more messages in, and serve what can be."""
+        """Add an operation of one or more messages, and complete all that match."""
         with self.condition:
             self.known.add((rank, peer))
             self.condition.notify_all()
@@ -296,7 +292,7 @@ class ThreadHub:
                 self._take(rank, peer, mail)
 
     def _serve_heads(self, rank: int) -> None:
-        """Serve ranks that are at operations with each other."""
+        """Complete the operations of ranks whose next operations match."""
         at_hand = [rank]
         while at_hand and not self.failed:
             here = at_hand.pop()
@@ -314,12 +310,12 @@ class ThreadHub:
                     self.failed = True
                     self.condition.notify_all()
                     return
-                for one, other in zip(mine, theirs, strict=True):
-                    self._serve(one, other)
+                for here_mail, other in zip(mine, theirs, strict=True):
+                    self._serve(here_mail, other)
             at_hand += [here, peer]
 
     def _take(self, rank: int, peer: int, mail: _Mail) -> None:
-        """Take one message in where each pair of ranks has a stream, or tags."""
+        """Add one message for matching by pair of ranks or by tag."""
         self.mail[rank, peer].append(mail)
         mine, theirs = self.mail[rank, peer], self.mail[peer, rank]
         if self.order == "in order":
@@ -343,7 +339,7 @@ class ThreadHub:
         self.condition.notify_all()
 
     def wait(self, rank: int, peer: int, mail: _Mail) -> None:
-        """Block until a message is served."""
+        """Block until a message is complete."""
         with self.condition:
             self._wait_for(lambda: mail.done, rank, peer)
 
@@ -364,7 +360,6 @@ class _ThreadHandle:
     mail: _Mail
 
     def wait(self) -> None:
-        """Block until the other end has posted too."""
         self.hub.wait(self.rank, self.peer, self.mail)
 
 
@@ -375,15 +370,13 @@ class _ThreadTransport:
     joins: bool = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a send; its tensor is read when both ends have posted."""
+        """Post a send. Its tensor is read when both ends have posted."""
         return self.post([Post(True, tensor, peer, tag)])[0]
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
-        """Post a receive."""
         return self.post([Post(False, tensor, peer, tag)])[0]
 
     def post(self, posts: Sequence[Post]) -> list[Handle]:
-        """Post messages with one peer together."""
         (peer,) = {post.peer for post in posts}
         mails = [_Mail(post.tensor.detach(), post.sends, post.tag) for post in posts]
         with torch.no_grad():

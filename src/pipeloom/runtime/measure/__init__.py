@@ -1,1 +1,1 @@
-"""Measurement of layers, operators and links; the undivided model to compare with."""
+"""Measurement of layers, operators and links, and the undivided model as a reference."""

@@ -1,9 +1,9 @@
-"""Emulated ranks: a plan's steps without its computation, so that many ranks run on few cores.
+"""Emulated ranks: the steps of a plan without computation, so that many ranks run on few cores.
 
-On the virtual clock nothing takes real time: messages carry the time at which they left, and the result is
-exact, but only shows that the plan, run step by step, is what was planned. With sleeping chunks computation is
-replaced by waiting, and what is measured includes what executor and messages really cost; tasks should then
-last 20 to 40 ms and more. Neither is ever to be reported as measured training.
+On the virtual clock nothing takes real time. Messages carry the time at which they left. The result is exact, but only
+shows that the plan, run step by step, matches the planned times. With sleeping chunks, waiting replaces computation,
+and the measured time includes the real cost of executor and messages. Tasks should then last at least 20 to 40 ms.
+Never report either as measured training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Step = tuple[str, str, int, int]
 
 
 def step_durations(graph: TaskGraph, chunk_names: tuple[str, ...]) -> dict[Step, int]:
-    """Nanoseconds of every compute action, from a graph built for the layout with these chunks."""
+    """Return the nanoseconds of every compute action from a graph built for the layout with these chunks."""
     if graph.labels is None:
         raise InputError("graph.labels", "is null", "give a graph that was built from a layout and a packing")
     durations = {}
@@ -58,20 +58,18 @@ def emulate(
 
     Parameters
     ----------
-    plan : ExecutionPlan
-    rank : int
     durations_ns : mapping
         See `step_durations`.
     transport : Transport
-        Carries 8 bytes for each message, whatever its shape.
-    clock : {"virtual", "sleep"}
+        Carries 8 bytes for each message of any shape.
     transfer_ns : callable
-        From a message's bytes to its nanoseconds under way; on the virtual clock only.
+        Returns the transfer time of a message in nanoseconds from its bytes. Only used on the virtual clock.
 
     Returns
     -------
     tuple of ActionTime
-        The compute actions in the rank's order: from 0 on the virtual clock, else on the host's monotonic one.
+        The compute actions in the rank's order. They start at 0 on the virtual clock, else on the host's monotonic
+        clock.
     """
     return _EmulatedRank(plan, rank, durations_ns, transport, clock, transfer_ns).run()
 
@@ -135,7 +133,7 @@ class _EmulatedRank:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A plan, and how long each of its steps is to take in nanoseconds."""
+    """A plan and the duration of each of its steps in nanoseconds."""
 
     plan: ExecutionPlan
     durations_ns: dict[Step, int]
@@ -143,14 +141,14 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Execution:
-    """What one plan took.
+    """Times of one executed plan.
 
     Attributes
     ----------
     start_ns, end_ns : int
-        Of the first and last step of all ranks: of the host's clock where ranks slept, else from 0.
+        Start of the first and end of the last step of all ranks: on the host's clock if ranks slept, else from 0.
     steps_ns : dict
-        How long each step really took.
+        Real duration of each step.
     """
 
     start_ns: int
@@ -164,9 +162,9 @@ class Execution:
 
 
 def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) -> list[Execution]:
-    """Run plans one after the other on as many processes as they have ranks, joined by gloo.
+    """Run plans one after the other on one process per rank, joined by gloo.
 
-    Messages are real, of 8 bytes each, and on the virtual clock take no time.
+    Messages are real with 8 bytes each, and take no time on the virtual clock.
 
     Raises
     ------
@@ -174,28 +172,28 @@ def run_on_ranks(emulations: Sequence[Emulation], num_ranks: int, clock: Clock) 
         A rank fails.
     """
     by_rank = launch(_run_rank, num_ranks, list(emulations), clock)
-    found = []
+    executions = []
     for on_ranks in zip(*by_rank, strict=True):
         of_plan = [one for one in on_ranks if one is not None]
         steps = {step: ns for one in of_plan for step, ns in one.steps_ns.items()}
-        found.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
-    return found
+        executions.append(Execution(min(one.start_ns for one in of_plan), max(one.end_ns for one in of_plan), steps))
+    return executions
 
 
 def _run_rank(emulations: list[Emulation], clock: Clock) -> list[Execution | None]:
-    """On one rank; None where a plan has nothing for it to compute."""
+    """Run the plans on one rank. The result is None for a plan without computation for it."""
     torch.set_num_threads(1)
-    found: list[Execution | None] = []
-    for one in emulations:
+    executions: list[Execution | None] = []
+    for emulation in emulations:
         dist.barrier()
-        times = emulate(one.plan, dist.get_rank(), one.durations_ns, TorchTransport(), clock=clock)
+        times = emulate(emulation.plan, dist.get_rank(), emulation.durations_ns, TorchTransport(), clock=clock)
         steps: dict[Step, int] = {each[:4]: each[5] - each[4] for each in times}
-        found.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
-    return found
+        executions.append(Execution(times[0].start_ns, times[-1].end_ns, steps) if times else None)
+    return executions
 
 
 def without_delays(graph: TaskGraph) -> TaskGraph:
-    """The graph where messages take no time and memory has no limit: what sleeping ranks are compared with."""
+    """Return the graph without message delays and memory limit, for comparison with sleeping ranks."""
     return replace(
         graph,
         edge_delay_ns=np.zeros_like(graph.edge_delay_ns),
@@ -208,14 +206,14 @@ def without_delays(graph: TaskGraph) -> TaskGraph:
 def replayed_ns(
     graph: TaskGraph, schedule: Schedule, chunk_names: tuple[str, ...], steps_ns: Mapping[Step, int]
 ) -> int:
-    """What a schedule comes to where every step takes as long as it really took.
+    """Return the makespan of a schedule whose steps take their real durations.
 
-    Its difference from the planned time is what waking late costs: the machine's share, not the executor's.
+    Its difference from the planned time is due to late wake-ups of the machine, not to the executor.
 
     Parameters
     ----------
     graph : TaskGraph
-        Without candidates.
+        A graph without candidates.
     """
     of_task = step_durations(replace(graph, duration_ns=np.arange(graph.num_tasks)), chunk_names)
     measured = graph.duration_ns.copy()

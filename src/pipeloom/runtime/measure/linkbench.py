@@ -1,8 +1,8 @@
-"""Microbenchmarks of the link between two devices of one machine: messages and collectives, for `emulator.fit`.
+"""Microbenchmarks of the link between two devices of one machine, for `emulator.fit`: messages and collectives.
 
-Two processes, joined by gloo over the loopback device (CPU) or by NCCL (two GPUs). What they measure is the link
-inside a node, which device tables call ``nvlink`` whatever it is made of. A link between machines cannot be
-measured on one; its figures stay in the cluster's file.
+Two processes are joined by gloo over the loopback device (CPU) or by NCCL (two GPUs). They measure the link inside a
+node, which device tables call ``nvlink`` for any kind of link. A link between machines cannot be measured on one. Its
+figures stay in the cluster's file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pipeloom.runtime.launch.processes import launch
 KINDS = ("send", "all_reduce", "all_gather")
 NUM_RANKS = 2
 SIZES = tuple(1 << k for k in range(10, 25, 2))
-"""Bytes of messages that are fitted: 1 KiB to 16 MiB."""
+"""Sizes in bytes of messages for the fit: 1 KiB to 16 MiB."""
 BETWEEN = tuple(3 << k for k in range(10, 23, 4))
-"""Bytes of messages to check: 3 KiB to 12 MiB."""
+"""Sizes in bytes of messages for the check: 3 KiB to 12 MiB."""
 BYTES_AT_ONCE = 1 << 20
 MOST_LOOPS = 64
 
@@ -31,26 +31,26 @@ MOST_LOOPS = 64
 def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, repeats: int = 9) -> list[Measurement]:
     """Time sends, all-reduces and all-gathers between two processes of this machine.
 
-    Wall-clock time, since waiting for the other side is what is measured; the lower eighth of three times
-    ``repeats`` counts, taken in rounds over all kinds and sizes, so that a disturbance does not fall on one alone.
+    Returns the lower eighth of ``3 * repeats`` wall-clock times, because waiting for the other side is part of the
+    measurement. Rounds cover all kinds and sizes, so that a disturbance does not affect one alone.
 
     Parameters
     ----------
     device : "cpu" or "cuda"
-        ``"cuda"`` needs two GPUs. That path has not been run where this was written.
+        ``"cuda"`` needs two GPUs. Not yet tested.
     sizes : sequence of int
-        Bytes of the message, of the reduced or of the gathered tensor; multiples of 8.
-    repeats : int
+        Bytes of the sent, reduced or gathered tensor, multiples of 8.
 
     Returns
     -------
     list of Measurement
-        Of part ``nvlink``: for each kind and size the bytes that a ring sends from each rank, and its messages.
+        Measurements of part ``nvlink``: for each kind and size, the bytes that each rank sends in a ring, and its
+        number of messages.
 
     Raises
     ------
     ExecutionError
-        When a process fails.
+        A process fails.
     """
     timed: dict[tuple[str, int], list[float]] = launch(_times, NUM_RANKS, device, tuple(sizes), 3 * repeats)[0]
     out = []
@@ -71,7 +71,7 @@ def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, 
 
 
 def _times(device: str, sizes: tuple[int, ...], repeats: int) -> dict[tuple[str, int], list[float]]:
-    """On each rank: seconds of every kind and size, ``repeats`` times."""
+    """Return seconds of every kind and size, ``repeats`` times, on each rank."""
     group: Any = None
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
@@ -88,7 +88,7 @@ def _times(device: str, sizes: tuple[int, ...], repeats: int) -> dict[tuple[str,
 
 
 def _seconds(device: str, group: Any, run: Callable[[], object], loops: int) -> float:
-    """Wall-clock seconds of one run, both sides starting together."""
+    """Return wall-clock seconds of one run. Both sides start together."""
     dist.barrier(group)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -105,10 +105,10 @@ def _runs(device: str, sizes: tuple[int, ...], group: Any) -> Iterator[tuple[tup
     for size in sizes:
         x = torch.zeros(size // 4, device=device)
         halves = list(x.chunk(NUM_RANKS))
-        mine = halves[rank].clone()
+        own = halves[rank].clone()
         yield ("send", size), partial(_there_and_back, x, rank, group)
         yield ("all_reduce", size), partial(dist.all_reduce, x, group=group)
-        yield ("all_gather", size), partial(dist.all_gather, halves, mine, group=group)
+        yield ("all_gather", size), partial(dist.all_gather, halves, own, group=group)
 
 
 def _there_and_back(x: torch.Tensor, rank: int, group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measure layers on real inputs (seconds forward and backward, bytes saved in between), and fit a model's profile."""
+"""Measure layers on real inputs (seconds forward and backward, saved bytes), and fit a model's profile."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from pipeloom.runtime.model.model import (
     make_part,
     torch_dtype,
     upstream_rows,
+    user_arguments,
     user_code,
 )
 from pipeloom.spec import Batch, Layout, TensorShape, Workload
@@ -41,20 +42,20 @@ _WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """How layers are timed."""
+    """Options for timing layers."""
 
     repeats: int = 5
-    """Timed runs of each layer on each part, after a warm-up; the median counts."""
+    """Number of timed runs of each layer on each part after a warm-up, of which the median counts."""
     threads: int = 1
-    """Threads of torch while measuring: as many as a rank will have."""
+    """Number of torch threads while measuring: as many as a rank will have."""
     strategies: bool = False
-    """Measure also what every memory strategy and a split backward take, and the bytes that a layer uses while it
-    runs, so that plans may choose among them; takes about four times as long."""
+    """Also measure every memory strategy, a split backward, and the bytes that a layer uses while it runs, so that
+    plans may choose among strategies. Takes about four times as long."""
     device: torch.device | str = "cpu"
-    """On which layers run, one at a time."""
+    """Device on which layers run, one at a time."""
     autocast: torch.dtype | None = None
-    """Run layers and loss under autocast with this dtype, as in training. Weights are cast before the timed runs: in
-    training they are once an iteration."""
+    """Run layers and loss under autocast with this dtype, as in training. Weights are cast before the timed runs,
+    because training casts them once an iteration."""
 
     def __post_init__(self) -> None:
         check_count("options.repeats", self.repeats)
@@ -63,13 +64,13 @@ class MeasureOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(MeasureOptions):
-    """How layers are timed, and on what, for a profile."""
+    """Options for measuring a profile."""
 
     machine: str = ""
-    """Name of the machine, kept in the profile; empty: what the system says."""
+    """Name of the machine in the profile. Empty uses the system's name."""
     all_sizes: bool = False
-    """Pack each further batch into microbatches half as large as the one before, down to an eighth, then begin
-    again: for tuning, which chooses sizes and so must know what small ones cost (PipeTune A.4 sweeps sizes)."""
+    """Pack each further batch into microbatches half as large as the previous ones, down to an eighth, then start
+    again. Tuning chooses sizes, so it needs the costs of small ones (PipeTune A.4 sweeps sizes)."""
 
 
 def measure_layers(
@@ -82,32 +83,31 @@ def measure_layers(
 ) -> list[LayerMeasurement]:
     """Time one layer of every kind on every part of a packed batch.
 
-    Layers run on what they would get in training: the user's inputs, and the outputs of the layers before.
-    The last layer of the last module includes the loss, if it is the first of its kind. Layers through which no
-    gradient flows have a ``backward_s`` of 0 and save nothing.
+    Layers run on the same data as in training: the user's inputs, and the outputs of earlier layers. The last layer of
+    the last module includes the loss if it is the first of its kind. Layers without gradients have a ``backward_s`` of
+    0 and save nothing.
 
     Parameters
     ----------
     model : Model
-        On the CPU, and there again afterwards; gradients it holds are left as they are.
+        The model on the CPU, where it is afterwards again. Its gradients stay unchanged.
     packing : Packing
-        Cut with the sub-microbatches of the layout to be planned.
+        Packing with the sub-microbatches of the layout to plan.
     samples : sequence
-        The user's samples, as ordered in ``packing.batch``.
+        The user's samples in the order of ``packing.batch``.
     known : sequence of LayerMeasurement
-        Kinds and workloads that were measured before and need not be again.
-    options : MeasureOptions
+        Earlier measurements, whose kinds and workloads are skipped.
 
     Returns
     -------
     list of LayerMeasurement
-        One per kind and distinct workload; ``activation_bytes`` are the storages that autograd saved, without
-        weights and without what the module's context gives to all layers.
+        One per kind and distinct workload. ``activation_bytes`` are the storages saved by autograd, without weights
+        and without the module's context.
 
     Raises
     ------
     InputError
-        When a layer gives another shape than stated; module, layer and both shapes are named.
+        A layer returns another shape than declared. The error names module, layer and both shapes.
     """
     model.check_stated()
     threads_before = torch.get_num_threads()
@@ -172,18 +172,15 @@ class _Measuring:
         streams: Mapping[str, Tensor],
         here: dict[str, Tensor],
     ) -> Tensor:
-        """Run one part through its module, measuring what is new; return the module's output.
+        """Run one part through its module and measure new layers. Returns the module's output.
 
-        ``streams`` has those of the modules before; ``here`` gets those of this part.
+        ``streams`` has the streams of earlier modules. Those of this part are added to ``here``.
         """
         part = load_part(make_part(module.spec, self.packing, self.samples, microbatch, sub), module.name)
         workload = self.packing.parts_of(microbatch, module.name)[sub].workload
-        with user_code(f"module {module.name!r}.context"):
-            context = {} if module.context is None else module.context(part)
-        with user_code(f"module {module.name!r}.inputs"):
-            given: Any = () if module.inputs is None else module.inputs(part)
+        inputs, context = user_arguments(module, part)
         context = {name: self.bench.take(value) for name, value in context.items()}
-        inputs = tuple(map(self.bench.take, given if isinstance(given, tuple) else (given,)))
+        inputs = tuple(map(self.bench.take, inputs))
         upstream = tuple(
             self._rows(tensor, module, self.model.module(name), microbatch, sub)
             for tensor, name in zip(upstream, module.after, strict=True)
@@ -191,7 +188,7 @@ class _Measuring:
         arguments: tuple[Any, ...] = (*inputs, *upstream)
         needs_gradient = [False] * len(inputs) + [self.flows[name] for name in module.after]
         last = len(module.layers) - 1
-        # The first layer takes data, whose gradient nobody wants: others of its kind say more.
+        # The first layer takes data without gradients. Other layers of its kind are more representative.
         recurs = module.spec.flat_layers[0].kind in {layer.kind for layer in module.spec.flat_layers[1:]}
         output: Tensor | None = None
         for number, spec in enumerate(module.spec.flat_layers):
@@ -219,7 +216,7 @@ class _Measuring:
             key = (module.name, spec.kind, workload)
             if key not in self.seen and not (number == 0 and recurs):
                 self.seen.add(key)
-                # Without what holds streams; most layers have none.
+                # Most layers have no streams, so measure them without the wrapper.
                 alone: torch.nn.Module = real
                 if taken or once.emits:
                     alone = _AsOne(alone, taken, None)
@@ -240,7 +237,7 @@ class _Measuring:
         sub: int,
         shape: TensorShape | None = None,
     ) -> Tensor:
-        """The rows of an upstream output, or of a stream, that belong to one part."""
+        """Return the rows of an upstream output, or of a stream, that belong to one part."""
         part = self.packing.parts_of(microbatch, module.name)[sub]
         samples = [self.packing.batch.samples[n] for n in self.packing.microbatches[microbatch].samples]
         return tensor.narrow(0, *upstream_rows(source.spec, module.spec, samples, part.first, part.count, shape))
@@ -251,12 +248,12 @@ class _Measuring:
         where = f"module {module.name!r}.emits[{number}]"
         check_emitted(module, number, here.keys() - before)
         for name, shape in wanted.items():
-            stated, found_shape = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
-            if (found_shape, here[name].dtype) != stated:
+            declared, emitted = (shape.resolve(workload), torch_dtype(shape.dtype)), tuple(here[name].shape)
+            if (emitted, here[name].dtype) != declared:
                 raise InputError(
                     where,
-                    f"states {name!r} as {stated[0]} {stated[1]}, the layer emitted {found_shape} {here[name].dtype}",
-                    "correct the stated shape, or the sizes in the samples' metadata",
+                    f"declares {name!r} as {declared[0]} {declared[1]}, the layer emitted {emitted} {here[name].dtype}",
+                    "correct the declared shape, or the sizes in the samples' metadata",
                 )
 
     def _check(self, module: Module, number: int, output: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -265,8 +262,8 @@ class _Measuring:
             which = "output" if number == len(module.layers) - 1 else "hidden"
             raise InputError(
                 f"module {module.name!r}.{which}",
-                f"states {shape} {dtype}, layer {number} gave {tuple(output.shape)} {output.dtype}",
-                "correct the stated shape, or the sizes in the samples' metadata",
+                f"declares {shape} {dtype}, layer {number} returned {tuple(output.shape)} {output.dtype}",
+                "correct the declared shape, or the sizes in the samples' metadata",
             )
 
     def _measure(
@@ -292,7 +289,7 @@ class _Measuring:
                 if isinstance(leaf, Tensor):
                     leaf.grad = None
             storages: dict[int, int] = {}
-            # Counting costs time: only the warm-up counts.
+            # Counting takes time, so only the warm-up counts.
             counts = run == 0 and trained
             counting = saved_tensors_hooks(_counting(storages, self.bench), lambda tensor: tensor)
             with counting if counts else nullcontext():
@@ -355,7 +352,7 @@ class _WithLoss(torch.nn.Module):
 
 
 class _AsOne(torch.nn.Module):
-    """A layer that takes streams behind its other arguments, and whose one output stands for all that it emits."""
+    """A layer that takes streams after its other arguments. Its single output represents everything that it emits."""
 
     def __init__(self, layer: torch.nn.Module, taken: tuple[str, ...], emitted: dict[str, Tensor] | None) -> None:
         super().__init__()
@@ -377,7 +374,7 @@ class _AsOne(torch.nn.Module):
 
 
 class _Join(torch.autograd.Function):
-    """The first of some tensors; in the backward all of them get a gradient, as from those that take them."""
+    """Returns the first of several tensors. In the backward all of them get a gradient, as from their consumers."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *more: Tensor) -> Tensor:
@@ -406,25 +403,26 @@ def _counting(storages: dict[int, int], bench: Workbench) -> Callable[[Tensor], 
 
 
 def _num_bytes(storages: dict[int, int], arguments: list[Any], held_anyway: list[Any]) -> tuple[int, int]:
-    """Bytes that were saved, without what is held anyway; and those of them that are the layer's arguments."""
+    """Return the saved bytes without tensors that are held anyway, and how many of them are the layer's arguments."""
     for value in held_anyway:
         if isinstance(value, Tensor):
             storages.pop(value.untyped_storage().data_ptr(), None)
-    given = 0
+    argument_bytes = 0
     for value in arguments:
-        # An argument may be a part of something larger.
+        # An argument may be a view of something larger.
         if isinstance(value, Tensor) and storages.pop(value.untyped_storage().data_ptr(), None) is not None:
-            given += value.nbytes
-    return sum(storages.values()) + given, given
+            argument_bytes += value.nbytes
+    return sum(storages.values()) + argument_bytes, argument_bytes
 
 
 _NUM_SIZES = 4
 
 
 def _extremes(batch: Batch, model: Model, token_budget: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches in which layers that run sequence by sequence use most: a short one before a long one, and after.
+    """Return microbatches with the largest memory use of layers that run sequence by sequence.
 
-    What they use depends on the order, and most on that of sequences which differ most.
+    The use depends on the order of sequences, most for those whose lengths differ most. A short sequence is therefore
+    placed before and after a long one.
     """
     tokens = budget_tokens(batch, model.spec)
     shortest, *others = np.argsort(tokens, kind="stable").tolist()
@@ -442,30 +440,31 @@ def profile_model(
     metadata: Sequence[Batch] | None = None,
     options: ProfileOptions = ProfileOptions(),
 ) -> Profile:
-    """Time every kind of layer on the microbatches that some batches give, and fit its cost.
+    """Time every kind of layer on the microbatches of some batches, and fit its cost.
 
     Parameters
     ----------
     model : Model
-        One of shapes alone (on ``meta``) gets random weights, a layer at a time.
+        The model. Layers on ``meta`` get random weights, one at a time.
     batches : sequence of sequence of samples
-        A few batches as training will see them; the more they differ, the better the fit.
+        A few training batches. The more they differ, the better the fit.
     describe : callable or None
-        From a sample to its metadata; None: the model's own, or the batches are those of `Prefetched`, or
-        ``metadata`` is given.
+        Returns the metadata of a sample. None uses the model's own, the metadata of `Prefetched` batches, or
+        ``metadata``.
     packing : PackingSpec
+        The packing of training, by whose token budget batches are packed.
     placements : dict
-        Sub-microbatch sizes, so that layers are timed on the parts that they will get.
+        Sub-microbatch sizes, so that layers are timed on the parts of training.
     metadata : sequence of Batch or None
-        What ``describe`` says of the batches, where that is known already.
+        Metadata of the batches, if known already.
     options : ProfileOptions
-        Repeats, device, precision; whether memory strategies and small sizes are measured too.
+        Repeats, device, precision, and whether memory strategies and small sizes are measured too.
 
     Raises
     ------
     InputError
-        When a layer gives another shape than the model states, a batch cannot be packed, or no batch has anything for a
-        module of which the model makes no samples up.
+        A layer returns another shape than declared, a batch cannot be packed, or no batch has work for a module
+        without example samples.
     """
     layout = single_rank(model.spec, placements)
     if metadata is None:
@@ -485,29 +484,32 @@ def profile_model(
             measured += measure_layers(model, packed, samples, known=measured, options=options)
     idle: dict[str, Packing] = {}
     for name in idle_modules(model, metadata):
-        found = made_up(model, name)
-        if found is None:
+        examples = made_up(model, name)
+        if examples is None:
             raise InputError(
                 f"module {name!r}",
-                f"had nothing to do in the {len(batches)} batches that were measured",
-                "shuffle the data, or begin with a batch in which it has; or give the model `examples`",
+                f"had no work in the {len(batches)} measured batches",
+                "shuffle the data, start with a batch that has work for it, or give the model `examples`",
             )
-        idle[name] = _one_by_one(model, layout, found[1], packing.token_budget)
-        measured += measure_layers(model, idle[name], found[0], known=measured, options=options)
+        idle[name] = _one_by_one(model, layout, examples[1], packing.token_budget)
+        measured += measure_layers(model, idle[name], examples[0], known=measured, options=options)
     profile = fit_profile(measured, options.machine or f"{platform.machine()} {platform.processor()}".strip())
     costs = ProfileCosts(model.spec, profile)
     typical = typical_seconds(model.spec, costs, [pack(batch, model.spec, layout, packing) for batch in metadata])
     for name, packed in idle.items():
-        # As if a batch had one such sample: the layers of such a module are even among themselves, and weigh little.
-        made = typical_seconds(model.spec, costs, [packed])
+        # As if a batch had one such sample. The layers of such a module are similar to each other and have little
+        # weight.
+        typical_of_module = typical_seconds(model.spec, costs, [packed])
         typical |= {
-            key: seconds / len(packed.microbatches) for key, seconds in made.items() if key.startswith(f"{name}/")
+            key: seconds / len(packed.microbatches)
+            for key, seconds in typical_of_module.items()
+            if key.startswith(f"{name}/")
         }
     return msgspec.structs.replace(profile, typical_s=typical)
 
 
 def _one_by_one(model: Model, layout: Layout, batch: Batch, token_budget: int) -> Packing:
-    """Each sample a microbatch; those that no microbatch holds are left out, but not the first."""
+    """Return a packing with one sample per microbatch. Samples above the budget are left out, except the first."""
     tokens = budget_tokens(batch, model.spec)
     fitting = [i for i, count in enumerate(tokens) if count <= token_budget] or [0]
     return packing_of(batch, model.spec, layout, tuple((i,) for i in fitting))

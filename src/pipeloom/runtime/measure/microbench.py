@@ -1,8 +1,8 @@
-"""Microbenchmarks: operators and layers timed on the device at hand, for `emulator.fit`.
+"""Microbenchmarks: operators and layers timed on this device, for `emulator.fit`.
 
-Counts are the emulator's own: every shape is traced with the emulator's modules, and the torch layer of the
-same shape is run. On the CPU one thread's processor time is read, so that other processes do not count; on a
-GPU, events. The CUDA path has not been run where this was written.
+Counts are the emulator's own: every shape is traced with the emulator's modules, and the torch layer of the same shape
+runs. On the CPU, the processor time of one thread is read, so that other processes do not count. On a GPU, events are
+used. The CUDA path is not yet tested.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ MOST_LOOPS = 64
 class Bench:
     """Times functions on one device.
 
-    A CPU that others use too runs now faster, now slower, even in processor time (its hyper-threads and caches
-    are shared). So a reference product is timed before and after every run there, and times are stated at the
-    speed that the reference had at first.
+    The speed of a shared CPU varies, even in processor time, because hyper-threads and caches are shared. There, a
+    reference product is timed before and after every run, and times are scaled to the first speed of the reference.
 
     Parameters
     ----------
-    device : "cpu" or "cuda"
     repeats : int
-        Timed runs of each function; the lower quartile counts, which leaves disturbed ones out.
+        Number of timed runs of each function. The lower quartile counts, which excludes disturbed runs.
     """
 
     def __init__(self, device: DeviceKind, repeats: int = 9) -> None:
@@ -62,16 +60,16 @@ class Bench:
         self.dtype_bytes = 2 if device == "cuda" else 4
         x = self.tensor(REFERENCE_WIDTH, REFERENCE_WIDTH)
         self._reference = partial(torch.matmul, x, x)
-        # Not the least: clocks now and then report far too little.
+        # Not the minimum, because clocks sometimes report far too little.
         times = sorted(self._once(self._reference) for _ in range(8 * repeats)) if device == "cpu" else [1.0]
         self._usual = times[len(times) // 4]
 
     def tensor(self, *shape: int, grad: bool = False) -> torch.Tensor:
-        """Random numbers on the device."""
+        """Return random numbers on the device."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=grad)
 
     def seconds(self, run: Run, setup: Callable[[], None] | None = None) -> float:
-        """Lower quartile of the time of one run, after two to warm up; short ones are run many times at once."""
+        """Return the lower quartile of the time of one run after two warm-up runs. Short functions run in a loop."""
         for _ in range(2):
             if setup is not None:
                 setup()
@@ -92,7 +90,7 @@ class Bench:
         return max(1e-9, sorted(times)[len(times) // 4])
 
     def _slowness(self) -> float:
-        """How many times longer than at first the reference takes just now."""
+        """Return the current time of the reference relative to its first time."""
         if self.device != "cpu":
             return 1.0
         self._reference()  # the caches are someone else's before this
@@ -197,7 +195,7 @@ def _elementwise(bench: Bench, shapes: Sequence[tuple[int, int]]) -> Iterator[Me
 
 
 def _copies(bench: Bench, sizes: Sequence[int]) -> Iterator[Measurement]:
-    """Copies to and from the host; only where the device has memory of its own."""
+    """Measure copies to and from the host, if the device has its own memory."""
     if bench.device == "cpu":
         return
     for size in sizes:
@@ -212,7 +210,7 @@ def _copies(bench: Bench, sizes: Sequence[int]) -> Iterator[Measurement]:
 
 
 class _Block(nn.Module):
-    """Pre-norm transformer layer of the same operators as the emulator's."""
+    """Pre-norm transformer layer with the same operators as the emulator's."""
 
     def __init__(self, hidden: int, heads: int, inner: int, causal: bool, gated: bool) -> None:
         super().__init__()
@@ -240,7 +238,7 @@ BlockShape = tuple[int, int, int, int, bool, bool]
 
 
 def measure_layers(bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape]) -> Iterator[CalibrationRow]:
-    """Whole layers, forward and backward, beside what the table predicts."""
+    """Measure whole layers, forward and backward, and compare with the table's predictions."""
     devices = local_devices(device, 1.0, 0.0)
     context = Context(dtype_bytes=bench.dtype_bytes, gradient_bytes=bench.dtype_bytes)
     for tokens, hidden, heads, inner, causal, gated in shapes:
@@ -258,10 +256,10 @@ def measure_layers(bench: Bench, device: DeviceSpec, shapes: Sequence[BlockShape
 
 
 class Shapes(NamedTuple):
-    """What is measured.
+    """Shapes to measure.
 
-    Products (rows, in, out), attentions (length, heads, head width, causal), rows and widths of elementwise
-    operators, whole layers, and bytes of copies.
+    Products (rows, in, out), attentions (length, heads, head width, causal), rows and widths of elementwise operators,
+    whole layers, and bytes of copies.
     """
 
     products: list[tuple[int, int, int]]
@@ -272,7 +270,7 @@ class Shapes(NamedTuple):
 
     @property
     def between(self) -> Shapes:
-        """Shapes between some of these, to check what was fitted."""
+        """Shapes between some of these, to check the fit."""
 
         def up(n: int) -> int:
             return n * 5 // 4 // 8 * 8
@@ -287,7 +285,7 @@ class Shapes(NamedTuple):
 
 
 def _shapes(device: DeviceKind, small: bool) -> Shapes:
-    """GPUs get the papers' sizes, a CPU what it can do in seconds."""
+    """Return the shapes to measure: the papers' sizes on GPUs, sizes that take seconds on a CPU."""
     if device == "cuda":
         tokens, widths = (1024, 4096, 8192), (1792, 4096, 5120, 8192)
         return Shapes(
@@ -334,18 +332,17 @@ def calibrate(
     links: bool = True,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Measure, fit, and check against operators and layers that were not fitted.
+    """Measure and fit, then check against other operators and layers.
 
     Parameters
     ----------
     device : "cpu" or "cuda"
         The CPU is measured on one thread.
     small : bool
-        A few small shapes only (for tests).
+        Use a few small shapes only (for tests).
     links : bool
-        Measure messages and collectives between two processes too, which are spawned for it (a script that calls
-        this needs ``if __name__ == "__main__"``); with fewer than two GPUs ``"cuda"`` goes without.
-    progress : called with a line per group of measurements
+        Also measure messages and collectives between two new processes. A script that calls this needs ``if
+        __name__ == "__main__"``. Skipped for ``"cuda"`` with fewer than two GPUs.
     """
     say: Progress = progress if progress is not None else lambda _: None
     threads = torch.get_num_threads()
@@ -392,7 +389,7 @@ def calibrate(
 
 
 def _links_note(device: DeviceKind, wanted: bool) -> str:
-    """Why links are not measured; empty when they are."""
+    """Return why links are not measured. Empty if they are."""
     if not wanted:
         return "links were not measured, as asked"
     if device == "cuda" and torch.cuda.device_count() < linkbench.NUM_RANKS:

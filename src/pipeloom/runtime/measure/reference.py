@@ -1,4 +1,4 @@
-"""The undivided model: one process, one pass over the whole batch. What every plan must agree with."""
+"""The undivided model: one process, one pass over the whole batch. Every plan must agree with it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     Parameters
     ----------
     model : Model
-        Layers on ``meta`` are given their weights.
+        The model. Layers on ``meta`` get their weights.
     batch : Batch
-        Metadata of ``samples``, in the same order.
+        Metadata of ``samples`` in the same order.
     samples : sequence
+        The user's samples of the batch.
     backward : bool
-        Add the gradients of the mean loss to ``.grad`` of the parameters: zeros to a module that the batch has no
-        work for. Those of frozen modules are marked as needing none.
+        Whether to add the gradients of the mean loss to ``.grad`` of the parameters, with zeros for a module
+        without work in the batch. Parameters of frozen modules are set to need none.
 
     Returns
     -------
@@ -52,8 +53,8 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     with torch.set_grad_enabled(backward):
         for module in model.modules:
             part = whole_part(module, batch, samples)
-            given = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
-            outputs[module.name] = _forward(module, part, given, streams)
+            upstream = [rows_of(outputs[name], model.module(name), module, batch, part) for name in module.after]
+            outputs[module.name] = _forward(module, part, upstream, streams)
             if not part.instances:
                 idle.append(module)
         assert part is not None
@@ -61,7 +62,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         if part.instances:
             losses.append(model.loss(outputs[model.modules[-1].name], part))
         if not losses:
-            # Without work for the last module there is no loss but what other layers emit.
+            # Without work for the last module, only other layers may emit a loss.
             return 0.0
         loss = sum(losses[1:], losses[0]) / normaliser
     if backward and loss.requires_grad:
@@ -72,7 +73,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
 
 
 def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
-    """All that a batch has for a module, loaded."""
+    """Return the loaded part of a module for a whole batch."""
     instances = tuple(
         (position, index)
         for position, sample in enumerate(batch.samples)
@@ -84,7 +85,7 @@ def whole_part(module: Module, batch: Batch, samples: Sequence[Any]) -> Part:
 def rows_of(
     output: Tensor, source: Module, module: Module, batch: Batch, part: Part, shape: TensorShape | None = None
 ) -> Tensor:
-    """What the module takes of another one's output, or of a stream."""
+    """Return the rows of another module's output, or of a stream, that a module takes."""
     first, count = upstream_rows(source.spec, module.spec, batch.samples, 0, len(part.instances), shape)
     return output.narrow(0, first, count)
 
@@ -99,8 +100,8 @@ class StreamsOf:
         self.losses: list[Tensor] = []
 
     def taken(self, module: Module, layer: int, part: Part) -> dict[str, Tensor]:
-        """What a layer is called with."""
-        found = {}
+        """Return the streams with which a layer is called."""
+        streams = {}
         for taken in module.spec.takes:
             if taken.layer != layer:
                 continue
@@ -110,11 +111,11 @@ class StreamsOf:
                 tensor = empty_output(end.output, torch.device("cpu"))
             elif source is not module:
                 tensor = rows_of(tensor, source, module, self.batch, part, end.output)
-            found[end.stream] = tensor
-        return found
+            streams[end.stream] = tensor
+        return streams
 
-    def apart(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
-        """Note what a layer emits, and return its output."""
+    def take_emitted(self, module: Module, layer: int, result: Tensor | Emit) -> Tensor:
+        """Store what a layer emits, and return its output."""
         check_emitted(module, layer, result.streams if isinstance(result, Emit) else ())
         if not isinstance(result, Emit):
             return result
@@ -128,9 +129,9 @@ def _forward(module: Module, part: Part, upstream: Sequence[Tensor], streams: St
     if not part.instances:
         return empty_output(module.spec.layers[-1].output, torch.device("cpu"))
     context = {} if module.context is None else module.context(part)
-    given: Any = () if module.inputs is None else module.inputs(part)
-    arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+    inputs: Any = () if module.inputs is None else module.inputs(part)
+    arguments = (*(inputs if isinstance(inputs, tuple) else (inputs,)), *upstream)
     for number, layer in enumerate(module.layers):
-        x = streams.apart(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
+        x = streams.take_emitted(module, number, layer(*arguments, **context, **streams.taken(module, number, part)))
         arguments = (x,)
     return x

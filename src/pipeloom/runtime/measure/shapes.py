@@ -1,4 +1,4 @@
-"""Shapes and dtypes that a model does not state, found by running its layers on a few samples."""
+"""Shapes and dtypes that a model does not declare, found by running its layers on a few samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.device import moved
 from pipeloom.runtime.measure.reference import StreamsOf, rows_of, whole_part
-from pipeloom.runtime.model.model import Emit, Model, Module, Shape, dtype_name, user_code
+from pipeloom.runtime.model.model import Emit, Model, Module, Shape, dtype_name, user_arguments, user_code
 from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import DTYPE_BYTES, Batch, ModelSpec, Sample, TensorShape, Workload
 from pipeloom.spec.model import Dimension, num_instances
 
 _MOST_TOKENS_A_ROW = 64
 _MOST_SAMPLES = 3
-"""Of the second trial, for each module."""
+"""Largest number of samples per module in the second trial."""
 
 
 def find_shapes(
@@ -32,29 +32,29 @@ def find_shapes(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Model:
-    """Find what the model does not state: shape and dtype of every layer's output, and of streams.
+    """Find undeclared shapes and dtypes of layer outputs and streams.
 
-    Layers run on two trial parts, the second larger than the first: an extent that is alike in both is a number, any
-    other one is ``"tokens"``, ``"instances"`` or a part of the tokens. Every layer then has a shape of its own, with
-    which training compares what it finds.
+    Layers run on two trial parts, the second larger than the first. An extent that is the same in both is a number, any
+    other one is ``"tokens"``, ``"instances"`` or a fraction of the tokens. Every layer then has its own shape, which
+    training checks.
 
     Parameters
     ----------
     model : Model
-        What it states stays as it is; returned as it is where it states everything.
+        The model. Declared shapes stay. It is returned unchanged if all are declared.
     samples : sequence
-        The user's samples; every module must have work in some of them.
+        The user's samples. Every module must have work in some of them.
     metadata : sequence of Sample
         Sizes of ``samples``.
     device : torch.device or str
-        On which layers run, one at a time.
+        Device on which layers run, one at a time.
     autocast : torch.dtype or None
-        Precision of autocast regions in training: dtypes follow from it.
+        Precision of autocast regions in training, which determines dtypes.
 
     Raises
     ------
     InputError
-        Naming module, layer and extents, where these follow from no size that is known.
+        An extent does not follow from known sizes. The error names module, layer and extents.
     """
     if not model.unstated:
         return model
@@ -62,15 +62,15 @@ def find_shapes(
     before = RandomState.now(torch.device(device))
     modules = list(model.modules)
     for number, module in enumerate(model.modules):
-        known = replace(model, modules=tuple(modules))
-        rows = [trial.run(known, module, torch.device(device), autocast) for trial in trials]
-        modules[number] = _stated(module, rows, module is model.modules[-1])
+        so_far = replace(model, modules=tuple(modules))
+        rows = [trial.run(so_far, module, torch.device(device), autocast) for trial in trials]
+        modules[number] = _with_found_shapes(module, rows, module is model.modules[-1])
     before.set(torch.device(device))
     return replace(model, modules=tuple(modules))
 
 
 def with_shapes(model: Model, spec: ModelSpec) -> Model:
-    """The model with the shapes of a spec that was made of it, where it states none itself."""
+    """Return the model with undeclared shapes from a spec that was made of it."""
     if not model.unstated:
         return model
     modules = []
@@ -85,19 +85,19 @@ def with_shapes(model: Model, spec: ModelSpec) -> Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What one trial part gave of one tensor."""
+class _Observed:
+    """Shape and dtype of one tensor in one trial."""
 
     workload: Workload
     tensor: tuple[tuple[int, ...], torch.dtype]
 
 
-_Row = tuple[list[_Found], dict[str, _Found]]
+_Row = tuple[list[_Observed], dict[str, _Observed]]
 """Outputs of all layers, and streams."""
 
 
 class _Trial:
-    """Some samples, on which modules run one after the other."""
+    """Samples on which modules run one after the other."""
 
     def __init__(self, samples: Sequence[Any], batch: Batch) -> None:
         self.samples, self.batch = samples, batch
@@ -105,29 +105,26 @@ class _Trial:
         self.streams: StreamsOf | None = None
 
     def run(self, model: Model, module: Module, device: torch.device, autocast: torch.dtype | None) -> _Row:
-        """Run one module; those before have their shapes."""
-        found = {} if self.streams is None else self.streams.found
+        """Run one module. The shapes of earlier ones are known."""
+        earlier = {} if self.streams is None else self.streams.found
         streams = self.streams = StreamsOf(model, self.batch)
-        streams.found = found
+        streams.found = earlier
         part = whole_part(module, self.batch, self.samples)
         workload = Workload(tuple(n for sample in self.batch.samples for n in module.spec.instance_lengths(sample)))
         where = f"module {module.name!r}"
-        with user_code(f"{where}.context"):
-            context = {} if module.context is None else module.context(part)
-        with user_code(f"{where}.inputs"):
-            given: Any = () if module.inputs is None else module.inputs(part)
+        inputs, context = user_arguments(module, part)
         upstream = [rows_of(self.outputs[name], model.module(name), module, self.batch, part) for name in module.after]
-        arguments = (*(given if isinstance(given, tuple) else (given,)), *upstream)
+        arguments = (*inputs, *upstream)
         outputs, emitted = [], {}
         for number, layer in enumerate(module.layers):
             taken = streams.taken(module, number, part)
             there, on_device = moved((arguments, {**context, **taken}), device)
             result = _run(layer, there, on_device, f"{where}.layers[{number}]", autocast)
             for name, tensor in result.streams.items() if isinstance(result, Emit) else ():
-                emitted[name] = _Found(workload, (tuple(tensor.shape), tensor.dtype))
-            output: Any = streams.apart(module, number, result)
+                emitted[name] = _Observed(workload, (tuple(tensor.shape), tensor.dtype))
+            output: Any = streams.take_emitted(module, number, result)
             if isinstance(output, Tensor):
-                outputs.append(_Found(workload, (tuple(output.shape), output.dtype)))
+                outputs.append(_Observed(workload, (tuple(output.shape), output.dtype)))
             elif module is not model.modules[-1] or number < len(module.layers) - 1:
                 raise InputError(f"{where}.layers[{number}]", f"returned a {type(output).__name__}", "return a tensor")
             arguments = (output,)
@@ -149,12 +146,12 @@ def _run(
 
 
 def _batch(metadata: Sequence[Sample], chosen: Sequence[int]) -> Batch:
-    # Of several batches, in which names may recur.
+    # Ids may recur in several batches.
     return Batch(tuple(msgspec.structs.replace(metadata[i], id=str(i)) for i in chosen))
 
 
 def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Samples of the two trials: of every module the smallest with work for it; and some more of each."""
+    """Return the samples of the two trials: the smallest one with work for each module, and some more of each."""
     first: set[int] = set()
     more: set[int] = set()
     for module in model.modules:
@@ -163,27 +160,27 @@ def _choose(model: Model, metadata: Sequence[Sample]) -> tuple[list[int], list[i
         if not busy:
             raise InputError(
                 f"module {module.name!r}",
-                f"has nothing to do in the {len(metadata)} samples from which shapes are to be found",
-                "state its `hidden` and `output`, or begin with samples in which it has",
+                f"has no work in the {len(metadata)} samples for finding shapes",
+                "declare its `hidden` and `output`, or start with samples that have work for it",
             )
         first.add(busy[0])
         more.update(busy[:_MOST_SAMPLES])
     return sorted(first), sorted(more)
 
 
-def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
-    """The module with the shapes that were found, where it states none; what the loss alone takes may be anything."""
+def _with_found_shapes(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
+    """Return the module with the found shapes where none is declared. An output for the loss alone may be anything."""
     last = len(module.layers) - 1
-    found = [
+    shapes = [
         _shape(f"module {module.name!r}, layer {number}", [outputs[number] for outputs, _ in rows])
         for number in range(last if with_loss else last + 1)
     ]
     if with_loss:
         ends = [outputs[last] for outputs, _ in rows if len(outputs) > last]
         try:
-            found.append(_shape("", ends))
+            shapes.append(_shape("", ends))
         except (InputError, IndexError):
-            found.append(TensorShape(("tokens",)))
+            shapes.append(TensorShape(("tokens",)))
     emits: dict[int, dict[str, Shape | None]] = {}
     for layer, streams in module.emits.items():
         for name, shape in streams.items():
@@ -191,38 +188,42 @@ def _stated(module: Module, rows: Sequence[_Row], with_loss: bool) -> Module:
             emits.setdefault(layer, {})[name] = shape or _shape(where, [emitted[name] for _, emitted in rows])
     return replace(
         module,
-        hidden=found[:-1] if module.hidden is None else module.hidden,
-        output=found[-1] if module.output is None else module.output,
+        hidden=shapes[:-1] if module.hidden is None else module.hidden,
+        output=shapes[-1] if module.output is None else module.output,
         emits=emits,
     )
 
 
-def _shape(where: str, found: Sequence[_Found]) -> TensorShape:
-    """The shape that a tensor has in all trials."""
+def _shape(where: str, found: Sequence[_Observed]) -> TensorShape:
+    """Return the shape that a tensor has in all trials."""
     shapes = [each.tensor[0] for each in found]
     dtype = dtype_name(found[0].tensor[1])
     if len({len(shape) for shape in shapes}) > 1:
         raise InputError(where, f"has shapes {' and '.join(map(str, shapes))}", "give each part as many dimensions")
     if dtype not in DTYPE_BYTES:
-        raise InputError(where, f"is of {dtype}", f"one of {', '.join(sorted(DTYPE_BYTES))} is handed on")
+        raise InputError(where, f"is of {dtype}", f"one of {', '.join(sorted(DTYPE_BYTES))} is supported")
     dims: list[Dimension] = []
     for place, extents in enumerate(zip(*shapes, strict=True)):
         workloads = [each.workload for each in found]
         alike = len(set(extents)) == 1
-        # Where both trials are alike for this module: rows grow, other extents do not.
+        # If both trials are the same for this module, rows grow and other extents do not.
         grows = not alike or (place == 0 and len(set(workloads)) == 1)
         symbol = _symbol(extents, workloads) if grows else None
         if symbol is None and not alike:
-            told = " and ".join(f"{n} for lengths {list(w.lengths)}" for n, w in zip(extents, workloads, strict=True))
+            described = " and ".join(
+                f"{n} for lengths {list(w.lengths)}" for n, w in zip(extents, workloads, strict=True)
+            )
             raise InputError(
-                where, f"dimension {place} is {told}", "state its shape, or correct the sizes in the samples' metadata"
+                where,
+                f"dimension {place} is {described}",
+                "declare its shape, or correct the sizes in the samples' metadata",
             )
         dims.append(extents[0] if symbol is None else symbol)
     return TensorShape(tuple(dims), dtype)
 
 
 def _symbol(extents: Sequence[int], workloads: Sequence[Workload]) -> str | None:
-    """The extent in words that all trials agree with."""
+    """Return the symbolic extent that agrees with all trials."""
     words = ["tokens", "instances", *(f"tokens/{n}" for n in range(2, _MOST_TOKENS_A_ROW + 1))]
     for word in words:
         shape = TensorShape((word,))

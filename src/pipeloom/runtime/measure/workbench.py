@@ -1,6 +1,6 @@
-"""A bench on which one layer runs: its times and bytes under every memory strategy and a split backward.
+"""A workbench for one layer: times and bytes under every memory strategy and a split backward.
 
-All is done as the executor does it, on a device with its clock, with or without autocast.
+Layers run as in the executor, on a device with its clock, with or without autocast.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pipeloom.spec import Strategy
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages while it is entered; what was made before, and views, do not count.
+    """Counts storages created within this context. Earlier ones and views do not count.
 
     Attributes
     ----------
     moments : list of int
-        Bytes that lived at the end of each operation since `forget_peak`.
+        Live bytes at the end of each operation since `forget_peak`.
     """
 
     def __init__(self) -> None:
@@ -43,34 +43,34 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note the storages that it made."""
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
+        """Run an operation, and record its new storages."""
+        earlier = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:
+                if storage._cdata not in earlier:
                     self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         self.moments.append(self.num_bytes)
         return result
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that live now."""
+        """Bytes that are live now."""
         self._made = {key: made for key, made in self._made.items() if not _is_gone(made[0])}
         return sum(size for _, size in self._made.values())
 
     @property
     def peak_bytes(self) -> int:
-        """Most that lived at the end of any operation since `forget_peak`."""
+        """Largest number of live bytes at the end of an operation since `forget_peak`."""
         return max(self.moments, default=0)
 
     def forget_peak(self) -> None:
-        """Begin to look for the peak anew."""
+        """Reset the peak."""
         self.moments = [self.num_bytes]
 
     def beyond(self, num_bytes: int) -> tuple[int, ...]:
-        """What lived at each moment beyond so much."""
+        """Return the live bytes at each moment minus ``num_bytes``."""
         return tuple(live - num_bytes for live in self.moments)
 
 
@@ -80,15 +80,14 @@ def _is_gone(reference: StorageWeakRef) -> bool:
 
 @dataclass(frozen=True)
 class Workbench:
-    """A device on which one layer at a time is run as in training.
+    """A device on which one layer at a time runs as in training.
 
     Parameters
     ----------
-    device : torch.device
     autocast : torch.dtype or None
-        Precision of autocast regions; None: none.
+        Precision of autocast regions. None uses no autocast.
     excluded : collection of Strategy
-        Memory strategies under which the layers do not run; keeping everything is measured in place of them.
+        Memory strategies with which the layers do not run. Keeping everything is measured instead.
     """
 
     device: torch.device
@@ -96,20 +95,20 @@ class Workbench:
     excluded: Collection[Strategy] = ()
 
     def now_s(self) -> float:
-        """Seconds on a clock, once the device has done what it was given."""
+        """Return seconds on a clock once the device has finished all enqueued work."""
         synchronise(self.device)
         return time.perf_counter()
 
     def take(self, value: Any) -> Any:
-        """An argument of a layer, on the device."""
+        """Move an argument of a layer to the device."""
         return moved(value, self.device)
 
     def region(self) -> AbstractContextManager[object]:
-        """Around all measuring: casts of a layer's weights are kept from run to run, as in an iteration."""
+        """Return a context for all measurements in which casts of weights are kept between runs, as in an iteration."""
         return kept_casts(self.device, self.autocast)
 
     def real(self, layer: nn.Module) -> nn.Module:
-        """The layer; of one that has shapes alone (on ``meta``), a copy with random weights on the device."""
+        """Return the layer, or a copy with random weights on the device if it is on ``meta``."""
         if not any(parameter.is_meta for parameter in layer.parameters()):
             return layer
         layer = copy.deepcopy(layer)
@@ -127,19 +126,19 @@ class Workbench:
         return layer
 
     def mount(self, layer: nn.Module) -> nn.Module:
-        """The layer as training runs it, on the device."""
+        """Return the layer on the device as it runs in training."""
         layer.to(self.device)
         return layer if self.autocast is None else _UnderAutocast(layer, self.device.type, self.autocast)
 
     def unmount(self, layer: nn.Module) -> None:
-        """Give the device's memory back: a pipeline's model need not fit on one device."""
+        """Free the device's memory, because the model of a pipeline need not fit on one device."""
         if self.device.type != "cpu" and not any(parameter.is_meta for parameter in layer.parameters()):
             layer.to("cpu")
         if self.autocast is not None:
             torch.clear_autocast_cache()
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether a tensor that autograd saves is kept for the whole iteration: a cast of a weight."""
+        """Return whether a tensor saved by autograd is kept for the whole iteration as a cast of a weight."""
         return self.autocast is not None and cast_leaf(tensor) != 0
 
 
@@ -151,7 +150,7 @@ class _UnderAutocast(nn.Module):
         self.layer, self.kind, self.dtype = layer, kind, dtype
 
     def forward(self, *args: Any, **context: Any) -> Tensor:
-        # Casts of inputs are not kept, nor those made without a graph.
+        # Casts of inputs and casts without a graph are not kept.
         args = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
         with torch.autocast(self.kind, self.dtype, cache_enabled=torch.is_grad_enabled()):
             return self.layer(*args, **context)
@@ -159,7 +158,7 @@ class _UnderAutocast(nn.Module):
 
 _WARM_UP = 2
 _STD = 0.02
-"""Of weights that a layer has none of, while it is measured."""
+"""Standard deviation of random weights for layers without weights."""
 
 
 def measure_strategies(
@@ -171,26 +170,24 @@ def measure_strategies(
     repeats: int,
     bench: Workbench,
 ) -> StrategyMeasurement:
-    """Time and count one layer; gradients of its parameters and arguments are overwritten.
+    """Time and count one layer. Gradients of its parameters and arguments are overwritten.
 
     Parameters
     ----------
-    layer : callable
     arguments : sequence
-        Of the layer; tensors that need a gradient are leaves.
+        Arguments of the layer. Tensors that need a gradient are leaves.
     context : dict
-        Keyword arguments, which all layers of the module share.
-    parameters : sequence of tensors
+        Keyword arguments that all layers of the module share.
     saved_arguments_bytes : int
-        Those of the arguments that autograd saves.
+        Bytes of the arguments that autograd saves.
     repeats : int
-        Timed runs after a warm-up; the median counts.
+        Number of timed runs after a warm-up, of which the median counts.
     bench : Workbench
-        On which the layer is mounted.
+        The workbench on which the layer is mounted.
     """
     runs = _Runs(layer, tuple(arguments), context, parameters, bench)
     seconds = [statistics.median(column) for column in zip(*runs.times(repeats), strict=True)]
-    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    argument_bytes = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
     work, selective, between = runs.count()
     return StrategyMeasurement(
         input_gradient_s=seconds[0],
@@ -201,8 +198,8 @@ def measure_strategies(
         selective_bytes=selective,
         offload_s=seconds[4],
         load_s=seconds[5],
-        given_bytes=given,
-        unsaved_bytes=max(0, given - saved_arguments_bytes),
+        given_bytes=argument_bytes,
+        unsaved_bytes=max(0, argument_bytes - saved_arguments_bytes),
         workspace_bytes=max(max(0, *moments) for moments in work),
         forward_workspace_bytes=max(0, *work[0]),
         backward_workspace_bytes=max(0, *work[1]),
@@ -215,19 +212,19 @@ def measure_strategies(
 def measure_forward(
     layer: Callable[..., Tensor], arguments: Sequence[Any], context: dict[str, Any]
 ) -> StrategyMeasurement:
-    """The same of a layer through which no gradient flows: it holds nothing, but uses some while it runs."""
+    """Do the same for a layer without gradients, which saves nothing but uses memory while it runs."""
     with LiveBytes() as live, torch.no_grad():
         layer(*arguments, **context)
-    given = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
+    argument_bytes = sum(x.nbytes for x in (*arguments, *context.values()) if isinstance(x, Tensor))
     counted = {"workspace_bytes": live.peak_bytes, "forward_workspace_bytes": live.peak_bytes}
-    # What it is given lives while it runs, though nobody saves it.
-    counted |= {"given_bytes": given, "unsaved_bytes": given}
+    # Its arguments are live while it runs, although nothing saves them.
+    counted |= {"given_bytes": argument_bytes, "unsaved_bytes": argument_bytes}
     numbers = [name for name in StrategyMeasurement.__struct_fields__ if not name.endswith("_moments")]
     return StrategyMeasurement(**dict.fromkeys(numbers, 0) | counted, forward_moments=live.beyond(0))
 
 
 class _Runs:
-    """One layer as a chunk of its own, run again and again."""
+    """Repeated runs of one layer as a chunk of its own."""
 
     def __init__(
         self,
@@ -252,7 +249,7 @@ class _Runs:
         return activation, activation.forward([self.layer], ((0, 1, strategy),), self.arguments, True)
 
     def times(self, repeats: int) -> list[tuple[float, ...]]:
-        """Seconds of I, W, forward and backward under selective recomputation, moving out and back."""
+        """Return seconds of I, W, selective forward and backward, offload and load for each run."""
         now = self.bench.now_s
         rows: list[tuple[float, ...]] = []
         for run in range(_WARM_UP + repeats):
@@ -280,8 +277,10 @@ class _Runs:
         return rows
 
     def count(self) -> tuple[tuple[tuple[int, ...], ...], int, int]:
-        """Moments of a forward, a whole backward and a W; bytes held under selective recomputation; between I and W."""
-        # Gradients that are there already are added to, as in all microbatches but the first.
+        """Return live bytes of forward, backward and W, bytes held with selective recomputation,
+        and bytes between I and W.
+        """
+        # Existing gradients are added to, as in all microbatches but the first.
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with LiveBytes() as live:

@@ -1,1 +1,1 @@
-"""The user's model on a rank: modules, weights, shards, shared parameters, gradients of replicas."""
+"""The user's model on a rank: modules, weights, shards, tied parameters, gradients of replicas."""

@@ -1,9 +1,9 @@
-"""Instances of a module's part dealt to the tensor-parallel ranks of a pipeline rank, each of which has all its layers.
+"""Encoder data parallelism over tensor ranks: each tensor-parallel rank runs a share of a module's instances.
 
-Outside of the module nothing shows of it: a chunk takes whole tensors, alike on all of these ranks, and gives such, and
-so it is with their gradients. All collectives are outside of the graphs of autograd, in forwards and where gradients of
-inputs are handed back; all ranks of the group come to these in the order of their one plan. Recomputation and the
-second half of a split backward have none.
+Every rank holds all layers of such a module. Outside the module this is invisible: a chunk takes and returns whole
+tensors that are the same on all of these ranks, and so do its gradients. All collectives are outside of autograd
+graphs, in forwards and where input gradients are passed back. All ranks of the group reach them in the order of their
+common plan. Recomputation and the second half of a split backward have none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeloom.spec import Layout, ModuleSpec, Sample, TensorShape, Workload
 from pipeloom.spec.batch import dealt
 
 Rows = tuple[int, int]
-"""The first, and how many."""
+"""First row and number of rows."""
 
 
 class TensorRanks(NamedTuple):
@@ -36,22 +36,22 @@ class TensorRanks(NamedTuple):
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> TensorRanks:
-        """Those of a group, seen from this process."""
+        """Return the ranks of a group, seen from this process."""
         return TensorRanks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """What one tensor-parallel rank has of one part in one chunk.
+class InstanceShare:
+    """One tensor-parallel rank's share of a part in one chunk.
 
     Attributes
     ----------
     instances : Rows
-        Of the part.
+        Instances of the part.
     output : tuple of Rows
-        Rows of the output, of every rank.
+        Rows of the output of every rank.
     inputs : tuple of tuple of Rows
-        Rows of each upstream argument, of every rank.
+        Rows of each upstream argument of every rank.
     """
 
     ranks: TensorRanks
@@ -59,32 +59,32 @@ class Share:
     output: tuple[Rows, ...]
     inputs: tuple[tuple[Rows, ...], ...]
     extents: list[int] = field(default_factory=list)
-    """Rows of the whole upstream arguments, once they are there."""
+    """Number of rows of the whole upstream arguments, once they have arrived."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the output that are made here."""
+        """Number of rows of the output that this rank computes."""
         return self.output[self.ranks.rank][1]
 
     def cut(self, argument: int, whole: Tensor) -> Tensor:
-        """Cut this rank's rows out of an upstream argument: a copy, which does not hold the others'."""
+        """Return this rank's rows of an upstream argument as a copy, so that the other rows can be freed."""
         self.extents.append(whole.shape[0])
         return whole.detach().narrow(0, *self.inputs[argument][self.ranks.rank]).clone()
 
     def own(self, gradient: Tensor) -> Tensor:
-        """Cut this rank's rows out of the gradient of the output."""
+        """Return this rank's rows of the gradient of the output."""
         return gradient.narrow(0, *self.output[self.ranks.rank])
 
     def whole_output(self, own: Tensor) -> Tensor:
-        """The output of all ranks, from this one's rows of it."""
+        """Gather the output of all ranks from each rank's rows."""
         return self._gathered(own, self.output)
 
     def whole_gradient(self, argument: int, own: Tensor) -> Tensor:
-        """The gradient of an upstream argument, from what this rank adds to its own rows of it."""
+        """Gather or sum the gradient of an upstream argument from each rank's rows."""
         rows, extent = self.inputs[argument], self.extents[argument]
         if _in_turn(rows, extent):
             return self._gathered(own, rows)
-        # A sample's rows may be taken by several ranks, and others by none.
+        # Several ranks may take the rows of one sample, and some rows may be taken by none.
         whole = own.new_zeros((extent, *own.shape[1:]))
         whole.narrow(0, *rows[self.ranks.rank]).copy_(own)
         if whole.numel():
@@ -92,11 +92,11 @@ class Share:
         return whole
 
     def _gathered(self, own: Tensor, rows: Sequence[Rows]) -> Tensor:
-        """All ranks' rows, one after the other."""
+        """Gather all ranks' rows in order."""
         most = max(count for _, count in rows)
         if most == 0:
             return own
-        # Pieces of one size are what all backends gather.
+        # All backends can gather pieces of equal size.
         sent = own.contiguous() if own.shape[0] == most else own.new_zeros((most, *own.shape[1:]))
         if sent.shape[0] != own.shape[0]:
             sent.narrow(0, 0, own.shape[0]).copy_(own)
@@ -106,7 +106,7 @@ class Share:
 
 
 def _in_turn(rows: Sequence[Rows], extent: int) -> bool:
-    """Whether ranks have rows one after the other, and all of them."""
+    """Return whether the ranks' rows are consecutive and complete."""
     end = 0
     for first, count in rows:
         if count and first != end:
@@ -115,29 +115,27 @@ def _in_turn(rows: Sequence[Rows], extent: int) -> bool:
     return end == extent
 
 
-class Taken(NamedTuple):
-    """What a chunk takes as one argument: of the chunk before it, or of another module."""
+class ChunkInput(NamedTuple):
+    """An argument of a chunk: the output of the previous chunk, or of another module."""
 
     shape: TensorShape
     source: ModuleSpec | None = None
     samples: Sequence[Sample] = ()
-    """Of the microbatch."""
+    """Samples of the microbatch."""
 
 
-class Dealer:
-    """Says what each tensor-parallel rank has of the parts of dealt modules.
+class EncoderDataParallel:
+    """Determines each tensor-parallel rank's share of modules with encoder data parallelism.
 
     Parameters
     ----------
-    model : Model
-    layout : Layout
     group : ProcessGroup or None
-        The tensor-parallel ranks of this pipeline rank; None: there is one.
+        The tensor-parallel ranks of this pipeline rank. None if there is one.
 
     Raises
     ------
     InputError
-        When a dealt module's tensors cannot be cut by instances, or there is no group to deal to.
+        A module's tensors cannot be split by instances, or there is no group.
     """
 
     def __init__(self, model: Model, layout: Layout, group: dist.ProcessGroup | None) -> None:
@@ -150,8 +148,8 @@ class Dealer:
         if group is None:
             raise InputError(
                 f"module {min(self.names)!r}",
-                f"is dealt to {layout.parallelism.tensor} tensor-parallel ranks, and the executor knows none of them",
-                'give ExecutorOptions(tensor_group=mesh.device_mesh.get_group("tp"))',
+                f"uses encoder data parallelism over {layout.parallelism.tensor} ranks, but the executor has no group",
+                'set ExecutorOptions(tensor_group=mesh.device_mesh.get_group("tp"))',
             )
         self.ranks = TensorRanks.of(group)
         if self.ranks.size != layout.parallelism.tensor:
@@ -166,31 +164,31 @@ class Dealer:
             if chunk.module in self.names and not shape.is_rows:
                 raise InputError(
                     f"module {chunk.module!r}",
-                    f"is dealt, and layer {chunk.layers[1]} at the end of a chunk gives {list(shape.dims)}: rows of "
-                    "single instances cannot be told",
-                    "leave on_tensor_ranks 'divided', or end no chunk there",
+                    f"uses encoder data parallelism, but layer {chunk.layers[1]} at the end of a chunk gives "
+                    f"{list(shape.dims)}, which has no rows of single instances",
+                    "set on_tensor_ranks = 'divided', or end no chunk there",
                 )
         for names in model.tied:
             for name in names:
                 if name.split(".", 1)[0] in self.names:
                     raise InputError(
                         f"parameter {name!r}",
-                        "is one with that of another layer (tied), and its module is dealt: gradients of both sorts "
-                        "would meet in it",
-                        "leave on_tensor_ranks 'divided', or share nothing",
+                        "is tied to that of another layer, but its module uses encoder data parallelism, which sums "
+                        "gradients in another way",
+                        "set on_tensor_ranks = 'divided', or untie it",
                     )
 
-    def share(self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[Taken]) -> Share:
-        """What this rank has of a part in one chunk.
+    def share(
+        self, module: ModuleSpec, part: SubMicrobatch, output: TensorShape, taken: Sequence[ChunkInput]
+    ) -> InstanceShare:
+        """Return this rank's share of a part in one chunk.
 
         Parameters
         ----------
-        module : ModuleSpec
-        part : SubMicrobatch
         output : TensorShape
-            Of the chunk.
-        taken : sequence of Taken
-            What the chunk takes, by argument.
+            Output of the chunk.
+        taken : sequence of ChunkInput
+            Arguments of the chunk.
         """
         assert self.ranks is not None
         lengths = part.workload.lengths
@@ -200,14 +198,14 @@ class Dealer:
             counts = [shape.resolve(Workload(lengths[first : first + count]))[0] for first, count in runs]
             return tuple(zip((0, *accumulate(counts)), counts, strict=False))
 
-        def taken_of(what: Taken) -> tuple[Rows, ...]:
+        def taken_of(what: ChunkInput) -> tuple[Rows, ...]:
             if what.source is None:
                 return rows_of(what.shape)
             begin, _ = upstream_rows(what.source, module, what.samples, part.first, part.count)
-            found = []
+            shares = []
             for first, count in runs:
                 here, rows = upstream_rows(what.source, module, what.samples, part.first + first, count)
-                found.append((here - begin, rows) if count and rows else (0, 0))
-            return tuple(found)
+                shares.append((here - begin, rows) if count and rows else (0, 0))
+            return tuple(shares)
 
-        return Share(self.ranks, runs[self.ranks.rank], rows_of(output), tuple(map(taken_of, taken)))
+        return InstanceShare(self.ranks, runs[self.ranks.rank], rows_of(output), tuple(map(taken_of, taken)))

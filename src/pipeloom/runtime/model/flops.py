@@ -1,9 +1,9 @@
-"""Operations of a model's own forward and backward: counted in one iteration, reckoned for all others.
+"""Operations of a model's forward and backward: counted in one iteration, estimated in all others.
 
-Torch's counter knows matrix products, convolutions and attention. In the first iteration in which a chunk runs, its
-forwards are counted, microbatch by microbatch; from then on they are reckoned from tokens and token pairs. A backward
-of what is trained is twice its forward, one through what is frozen as much as its forward; what recomputation does
-again is no work of the model and not counted.
+Torch's counter knows matrix products, convolutions and attention. In the first iteration in which a chunk runs, the
+operations of its forwards are counted per microbatch. Later they are estimated from tokens and token pairs. The
+backward of a trained module counts twice its forward, a backward through a frozen one once. Recomputation is no work of
+the model and is not counted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from pipeloom.spec.catalog import load_device, names
 
 
 class FlopCounts:
-    """Counts and reckons one rank's operations.
-
-    Parameters
-    ----------
-    layout : Layout
-    """
+    """Counts and estimates one rank's operations."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -37,23 +32,23 @@ class FlopCounts:
         self._rates: dict[int, np.ndarray] = {}
 
     def wants(self, chunk: int) -> bool:
-        """Whether a chunk is to be counted in the iteration that runs."""
+        """Return whether a chunk must be counted in this iteration."""
         return chunk not in self._rates
 
     @contextmanager
     def counted(self, chunk: int, workload: Workload) -> Iterator[None]:
-        """Around a forward of a chunk."""
+        """Count a forward of a chunk within this context."""
         with FlopCounterMode(display=False) as counter:
             yield
         self._seen.setdefault(chunk, []).append((workload, float(counter.get_total_flops())))
 
     def of(self, actions: Sequence[Action], packing: Packing) -> float:
-        """Operations of this rank's actions of an iteration that was run."""
+        """Return the operations of this rank's actions in a finished iteration."""
         for chunk, seen in self._seen.items():
             features = np.array([_features(workload) for workload, _ in seen])
             scale = features.max(axis=0).clip(1.0)
-            found = np.linalg.lstsq(features / scale, np.array([flops for _, flops in seen]), rcond=None)[0]
-            self._rates[chunk] = found / scale
+            solution = np.linalg.lstsq(features / scale, np.array([flops for _, flops in seen]), rcond=None)[0]
+            self._rates[chunk] = solution / scale
         self._seen = {}
         total = 0.0
         for action in actions:
@@ -62,10 +57,10 @@ class FlopCounts:
                 module = self._layout.chunks[chunk].module
                 parts = packing.microbatches[action.microbatch].parts[self._columns[module]]
                 forward = float(self._rates[chunk] @ _features(parts[action.sub_microbatch].workload))
-                total += max(0.0, forward) * self._ways(module)
+                total += max(0.0, forward) * self._passes(module)
         return total
 
-    def _ways(self, module: str) -> float:
+    def _passes(self, module: str) -> float:
         if not self._layout.has_backward(module):
             return 1.0
         return 2.0 if self._layout.module(module).frozen else 3.0
@@ -76,12 +71,12 @@ def _features(workload: Workload) -> np.ndarray:
 
 
 def known_peak(device: torch.device, precision: torch.dtype) -> float | None:
-    """Operations a second of a device in a precision, by its data sheet; None where that is not known here."""
+    """Return a device's peak operations per second in a precision from its data sheet, or None if unknown."""
     if device.type != "cuda" or precision != torch.bfloat16:
         return None
     words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     if "PCIE" in words:
-        # Of the same name, and slower.
+        # Slower devices of the same name.
         return None
-    found = next((name for name in names("devices") if name.upper() in words), None)
-    return None if found is None else load_device(found).flops_per_s
+    device_name = next((name for name in names("devices") if name.upper() in words), None)
+    return None if device_name is None else load_device(device_name).flops_per_s

@@ -1,4 +1,4 @@
-"""Where a process stands in training: its pipeline rank, its replica, and the groups that it talks over."""
+"""Position of a process in training: pipeline rank, replica and process groups."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from pipeloom.runtime.model.reduce import ReduceGradients, all_reduce_gradients,
 from pipeloom.spec import Batch, Layout, ModelSpec
 
 BatchLoads = Callable[[Batch], Loads]
-"""What every sample of a batch weighs."""
+"""Computes the load of every sample of a batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Membership:
-    """Of one process.
+    """Position and process groups of one process.
 
     Attributes
     ----------
     stage : int
         Pipeline rank.
     replica : int
-        Which of the data-parallel replicas of the pipeline it belongs to.
-    num_replicas : int
+        Data-parallel replica of the pipeline.
     messages : ProcessGroup or None
-        The pipeline ranks of this replica, for the messages of plans; None: the default group.
+        The pipeline ranks of this replica, for messages of plans. None is the default group.
     collectives : ProcessGroup or None
-        The same, for everything that they do together.
+        The same ranks, for collective operations.
     reduce_gradients : callable or None
-        For the executor; None where every chunk is on one process only.
+        For the executor. None if every chunk is on one process only.
     tensor_rank : int
-        Which of the tensor-parallel ranks of its pipeline rank it is.
+        Tensor-parallel rank within the pipeline rank.
     team : ProcessGroup or None
         All processes of this replica, which run one plan.
     stages : tuple of int
         Pipeline rank of every process of the team.
     mesh : Mesh or None
-        None where there is nothing but a pipeline.
+        None if there is only a pipeline.
     """
 
     stage: int
@@ -58,65 +57,63 @@ class Membership:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks of its pipeline rank; None where there is nothing but a pipeline."""
+        """The tensor-parallel ranks of this pipeline rank. None if there is only a pipeline."""
         return None if self.mesh is None else self.mesh.device_mesh.get_group("tp")
 
     @property
     def is_planner_rank(self) -> bool:
-        """Whether it talks to the planner, for all processes of its replica."""
+        """Whether this process talks to the planner for its replica."""
         return self.stage == 0 and self.tensor_rank == 0
 
     def share(
-        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, dealt: Sequence[int] = ()
+        self, batch: Batch, model: ModelSpec, loads: BatchLoads | None = None, assignment: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Which samples of a global batch this replica runs; all replicas work it out alike.
+        """Return the samples of a global batch that this replica runs. All replicas compute the same assignment.
 
-        Dealt so that replicas have about the same work; their numbers of samples and microbatches differ. Of a batch
-        with fewer samples than replicas, some run what others run too, and `counts` says whose counts.
+        Replicas get about the same work, with different numbers of samples and microbatches. If a batch has fewer
+        samples than there are replicas, some replicas run the same samples, and `counts` says whose results count.
 
         Parameters
         ----------
-        batch : Batch
-        model : ModelSpec
         loads : callable or None
-            What samples weigh; None: their tokens.
-        dealt : sequence of int
-            The replica of every sample, as a planner chose it and all replicas were told; where it does not deal this
-            batch, samples are dealt by what they weigh.
+            Computes the loads of samples. None counts tokens.
+        assignment : sequence of int
+            The replica of every sample, as chosen by the planner. If it does not cover this batch, samples are
+            assigned by their loads.
         """
         if self.num_replicas == 1:
             return tuple(range(len(batch.samples)))
         if len(batch.samples) < self.num_replicas:
             return (self.replica % len(batch.samples),)
-        if len(dealt) == len(batch.samples) and set(dealt) == set(range(self.num_replicas)):
-            return tuple(i for i, replica in enumerate(dealt) if replica == self.replica)
+        if len(assignment) == len(batch.samples) and set(assignment) == set(range(self.num_replicas)):
+            return tuple(i for i, replica in enumerate(assignment) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)
         return deal(weighed, self.num_replicas)[self.replica]
 
     def counts(self, batch: Batch) -> bool:
-        """Whether what this replica runs of a global batch counts: all run something, for all do much together."""
+        """Whether this replica's run of a global batch counts. All replicas run something, because they communicate."""
         return self.replica < len(batch.samples)
 
 
 def join_groups(layout: Layout, timeout_s: float | None = None, device_type: str = "cpu") -> Membership:
-    """Arrange all processes of the default group; each of them calls it once.
+    """Make the process groups of all processes of the default group. Each of them calls it once.
 
-    Neighbouring processes share the tensors of a pipeline rank, then come its replicas.
+    Neighboring processes share the tensors of a pipeline rank, then come its replicas.
 
     Parameters
     ----------
     layout : Layout
-        Its ``num_ranks`` and ``parallelism``.
+        Its ``num_ranks`` and ``parallelism`` determine the groups.
     timeout_s : float or None
-        After which a rank that waits for another of its replica gives up, where there are several; None: torch's own.
+        Seconds after which a rank that waits for another one gives up, if groups are made. None is torch's default.
     device_type : str
-        ``"cpu"`` or ``"cuda"``. NCCL serves messages and collectives of one group in one order, so that each has a
-        group of its own there.
+        ``"cpu"`` or ``"cuda"``. NCCL runs messages and collectives of one group in one order, so they get separate
+        groups on ``"cuda"``.
 
     Raises
     ------
     InputError
-        When another number of processes runs.
+        The number of processes does not match.
     """
     num_replicas, num_tensor, size = layout.parallelism.data, layout.parallelism.tensor, dist.get_world_size()
     if size != layout.num_ranks * num_replicas * num_tensor:

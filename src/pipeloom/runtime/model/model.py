@@ -1,4 +1,4 @@
-"""Model, Module, Part: a user's own `torch.nn.Module` layers, said to be trained as a pipeline."""
+"""Model, Module, Part: the user's own `torch.nn.Module` layers, described for training as a pipeline."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from pipeloom.runtime.model.pretrained import Pretrained
 
 Shape = TensorShape | tuple[Dimension, ...]
-"""A stated shape; a bare tuple of extents takes the dtype of the module's parameters."""
+"""A declared shape. A bare tuple of extents has the dtype of the module's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one microbatch, or one sub-microbatch of it, gives a module.
+    """Input of a module for one microbatch or sub-microbatch.
 
     Attributes
     ----------
     samples : tuple
-        The user's own sample objects: all samples of the microbatch. Of a `Dataset`, those in ``span`` are loaded,
-        others are not.
+        The user's sample objects of the whole microbatch. Of a `Dataset`, only those in ``span`` are loaded.
     instances : tuple of (int, int)
-        The instances that this part covers: position of the sample in ``samples``, and index of the instance
-        within that sample (of its images, videos or recordings for a module that reads those, else 0).
+        Instances of the part: position of the sample in ``samples``, and index of the instance within the sample
+        (of its images, videos or recordings for a module that reads those, else 0).
     iteration : int
-        Number of the batch: with it and a sample's id, what is drawn anew every time is the same under any plan.
+        Number of the batch. Together with a sample's id, it seeds random numbers such that they are the same under
+        any plan.
     """
 
     samples: tuple[Any, ...]
@@ -62,24 +62,24 @@ class Part:
     def span(self) -> range:
         """Positions of the samples from the first instance's to the last one's.
 
-        Of a module that reads another part of the samples, the part takes the rows of exactly these.
+        From a module that reads another part of the samples, the part takes exactly the rows of these.
         """
         return range(self.instances[0][0], self.instances[-1][0] + 1) if self.instances else range(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emit:
-    """What a layer returns that gives more than its output.
+    """Result of a layer that returns more than its output.
 
     Attributes
     ----------
     output : Tensor
-        What the next layer takes.
+        Input of the next layer.
     streams : mapping
-        Tensors by name, as the module's ``emits`` states for this layer.
+        Tensors by name, as declared for this layer in the module's ``emits``.
     loss : Tensor or None
-        A scalar, a *sum* over the part's rows, that is added to the sum of the model's losses: balancing of experts, a
-        z-loss. It is divided by the targets of the global batch like these, so that no packing changes it.
+        A scalar *sum* over the part's rows that is added to the model's losses, such as load balancing of experts
+        or a z-loss. Like these, it is divided by the targets of the global batch, so that no packing changes it.
     """
 
     output: Tensor
@@ -87,7 +87,7 @@ class Emit:
     loss: Tensor | None = None
 
 
-# What wraps layers, as `fully_shard` does, looks into what they return.
+# Wrappers of layers, such as `fully_shard`, traverse their results.
 register_pytree_node(
     Emit, lambda emit: ([emit.output, dict(emit.streams), emit.loss], None), lambda values, _: Emit(*values)
 )
@@ -97,47 +97,47 @@ register_pytree_node(
 class Module:
     """One modality module: layers that are called one after the other.
 
-    Layer 0 is called as ``layers[0](*inputs(part), *upstream, **context(part))``, where ``upstream`` has one
-    tensor for each name in ``after``: the rows of its output (dimension 0) that belong to the part, whichever
-    sub-microbatches they come from. If that module reads what this one reads, these are the rows of the part's own
-    instances, else those of all samples in ``part.span``; zero rows where there are none. Every later layer
-    is called as ``layer(x, **context(part))`` with the output of the layer before. A layer returns one tensor, or an
-    `Emit` with more.
+    Layer 0 is called as ``layers[0](*inputs(part), *upstream, **context(part))``. ``upstream`` has one tensor for each
+    name in ``after``: the rows of its output (dimension 0) that belong to the part, from any of its sub-microbatches.
+    If that module reads the same part of a sample as this one, these are the rows of the part's own instances.
+    Otherwise they are those of all samples in ``part.span``. There may be zero rows. Every later layer is called as
+    ``layer(x, **context(part))`` with the output of the previous layer. A layer returns one tensor, or an `Emit` with
+    more.
 
     Attributes
     ----------
-    name : str
     layers : sequence of torch.nn.Module
-        Unchanged; a rank trains those of its chunks.
+        The layers, unchanged. A rank trains those of its chunks.
     reads : "audio", "images", "sequence", "text" or "videos"
-        Which part of a sample goes through the module: each of its images, or it as a whole.
+        The part of a sample that goes through the module: each of its images, for example, or the sample as a
+        whole.
     hidden : shape, list of shapes, or None
-        Output of every layer but the last, or of each of them: extents are numbers, ``"instances"``, ``"tokens"`` or a
-        part of these, ``"tokens/4"``. None: `find_shapes` finds it.
+        Output shape of every layer but the last, or of each of them. Extents are numbers, ``"instances"``,
+        ``"tokens"`` or a fraction such as ``"tokens/4"``. None lets `find_shapes` find it.
     output : shape or None
-        Output of the last layer.
+        Output shape of the last layer.
     inputs : callable or None
-        From a `Part` to a tensor or a tuple of tensors; None: layer 0 gets nothing but ``upstream``.
+        Returns a tensor or a tuple of tensors from a `Part`. With None, layer 0 gets only ``upstream``.
     context : callable or None
-        From a `Part` to keyword arguments of every layer (masks, positions), made anew on every rank.
+        Returns keyword arguments of every layer (masks, positions) from a `Part`. Called anew on every rank.
     after : tuple of str
         Names of the modules whose outputs layer 0 takes.
     frozen : bool
-        Not trained: no gradients for its parameters, and no backward at all where nothing before it is trained.
+        Not trained: its parameters get no gradients, and there is no backward if nothing before it is trained.
     kinds : tuple of str or None
-        Kind of every layer; layers of one kind cost the same and are measured once. Default: class name and
-        number of parameters.
+        Kind of every layer. Layers of one kind cost the same and are measured once. Default: class name and number
+        of parameters.
     emits : mapping
-        Per number of a layer, the streams that it emits: name and shape, whose dimension 0 grows with the microbatch
-        where another module takes the stream. Names are unique in a model.
+        Streams that a layer emits, by number of the layer: name and shape. Dimension 0 must grow with the
+        microbatch if another module takes the stream. Names are unique in a model.
     takes : mapping
-        Per number of a layer, names of the streams that it is called with as keywords: emitted by any layer before it,
-        of this module or of one before. Of another module it gets the rows that belong to its part, as with
-        ``upstream``.
+        Names of streams with which a layer is called as keywords, by number of the layer. Any earlier layer of this
+        module or of an earlier one may emit them. From another module it gets the rows that belong to its part, as
+        for ``upstream``.
     parallelize : callable or None
-        For tensor parallelism: called by `Trainer` with each layer of a rank and the `DeviceMesh` of its
-        tensor-parallel ranks, divides the layer in place (`parallelize_module`). A layer that it leaves alone stays
-        whole on all of them. Layers go on taking and returning whole tensors.
+        For tensor parallelism. `Trainer` calls it with each layer of a rank and the `DeviceMesh` of its
+        tensor-parallel ranks. It divides the layer in place (`parallelize_module`). An unchanged layer stays whole
+        on all of them. Layers still take and return whole tensors.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Module:
     spec: ModuleSpec = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Derive the spec; refuse what could never be called."""
+        """Derive the spec. Raises `InputError` for a module that could never be called."""
         if not self.layers:
             raise InputError(f"module {self.name!r}.layers", "is empty", "give at least one layer")
         for i, layer in enumerate(self.layers):
@@ -205,32 +205,31 @@ class Module:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Modules in topological order; the last one's output goes into the loss.
+    """Modules in topological order. The loss takes the output of the last one.
 
-    The loss of an iteration is the sum of its microbatches' losses over the sum of ``num_targets`` of all its
-    samples, so that neither packing nor schedule changes it (PipeTune A.2).
+    The loss of an iteration is the sum of its microbatches' losses over the sum of ``num_targets`` of all its samples,
+    so that neither packing nor schedule changes it (PipeTune A.2).
 
     Attributes
     ----------
-    modules : sequence of Module
     loss : callable
-        From the last module's output and its `Part` to a scalar: a *sum* over the part's targets.
+        Returns a scalar from the last module's output and its `Part`: a *sum* over the part's targets.
     num_targets : callable
-        From one sample to how many targets it counts in the loss; 1 for a mean over samples.
-    name : str
+        Returns the number of targets of a sample in the loss. 1 for a mean over samples.
     targets : str
-        What the targets are, for messages and reports: ``"target tokens"``, ``"samples"``.
+        Name of the targets for messages and reports: ``"target tokens"``, ``"samples"``.
     describe : callable or None
-        From a sample to its metadata, where training is given no other.
+        Returns the metadata of a sample, unless training uses another function.
     examples : callable or None
-        From a module's name to a few samples, made up, of several sizes, in which it has something to do: where the
-        first batches have nothing for it, it is measured on these, as ``describe`` tells their sizes.
+        Returns a few example samples of several sizes for the name of a module that has work in them. The module is
+        measured on them if the first batches have nothing for it. ``describe`` must return their sizes.
     pretrained : Pretrained or None
-        Where the weights of layers lie that are on ``meta``, and how another library reads them when they are trained.
+        Source of the weights of layers on ``meta``, and the format in which another library reads the trained
+        weights.
     tied : tuple of tuple of str
-        Parameters that several layers share, as ``module.layer.parameter`` each.
+        Parameters that several layers share, each as a tuple of names ``module.layer.parameter``.
     excluded : mapping
-        Memory strategies under which its layers do not run, with what fails.
+        Memory strategies with which its layers do not run, and the reason.
     """
 
     modules: Sequence[Module]
@@ -246,7 +245,7 @@ class Model:
     tied: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Derive the spec; refuse modules that feed nothing or cannot be concatenated."""
+        """Derive the spec. Raises `InputError` for modules that feed nothing or cannot be concatenated."""
         object.__setattr__(self, "tied", _tied_names(self.modules))
         object.__setattr__(self, "spec", ModelSpec(self.name, tuple(module.spec for module in self.modules)))
         feeding = {source for module in self.modules for source in module.after}
@@ -266,7 +265,7 @@ class Model:
 
     @property
     def unstated(self) -> str:
-        """The first module whose shapes are not all stated; empty: all are."""
+        """Name of the first module with undeclared shapes. Empty if all are declared."""
         for module in self.modules:
             shapes = [*(module.hidden if isinstance(module.hidden, list) else [module.hidden]), module.output]
             if len(module.layers) == 1:
@@ -276,35 +275,35 @@ class Model:
         return ""
 
     def check_stated(self) -> None:
-        """Refuse a model whose shapes are not known.
-
-        Raises
-        ------
-        InputError
-            Naming the module.
-        """
+        """Raise `InputError` for a model with undeclared shapes. The error names the module."""
         if self.unstated:
             raise InputError(
                 f"module {self.unstated!r}",
-                "states no shape",
+                "has no declared shape",
                 "give `hidden`, `output` and the shapes of `emits`, or call find_shapes(model, samples, metadata)",
             )
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of all layers that are saved, named ``module.layer.parameter``."""
-        found: dict[str, Tensor] = {}
+        """Return parameters and persistent buffers of all layers, named ``module.layer.parameter``."""
+        tensors: dict[str, Tensor] = {}
         for module in self.modules:
             for number, layer in enumerate(module.layers):
-                found |= saved_tensors(layer, f"{module.name}.{number}")
-        return found
+                tensors |= saved_tensors(layer, f"{module.name}.{number}")
+        return tensors
 
     def module(self, name: str) -> Module:
         """Return the module of that name."""
         return find_module(self.modules, name)
 
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the parameter of a name ``module.layer.parameter``."""
+        module, layer, path = name.split(".", 2)
+        parameter: nn.Parameter = self.module(module).layers[int(layer)].get_parameter(path)
+        return parameter
+
 
 def saved_tensors(layer: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Parameters and buffers of a layer that are saved, ``prefix.name`` each."""
+    """Return parameters and persistent buffers of a layer, named ``prefix.name``."""
     return {f"{prefix}.{name}": each for name, each in layer.state_dict().items() if isinstance(each, Tensor)}
 
 
@@ -318,16 +317,14 @@ def _tied_names(modules: Sequence[Module]) -> tuple[tuple[str, ...], ...]:
 
 
 def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], microbatch: int, sub: int) -> Part:
-    """Cut from the samples what one sub-microbatch gives a module; those of a `Dataset` are not loaded yet.
+    """Return a module's part of one sub-microbatch. Samples of a `Dataset` are not loaded yet.
 
     Parameters
     ----------
-    module : ModuleSpec
     packing : Packing
-        Whose ``batch`` has the metadata of ``samples``, in the same order.
+        Packing whose ``batch`` has the metadata of ``samples`` in the same order.
     samples : sequence
         The user's samples of the whole batch.
-    microbatch, sub : int
     """
     chosen = packing.microbatches[microbatch].samples
     cut = packing.parts_of(microbatch, module.name)[sub]
@@ -337,8 +334,8 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
     if end > sum(counts):
         raise InputError(
             f"microbatch {microbatch}.{module.name}[{sub}]",
-            f"wants instances {cut.first}..{end - 1}, there are {sum(counts)}",
-            "pack the same batch that is trained on",
+            f"needs instances {cut.first}..{end - 1}, there are {sum(counts)}",
+            "pack the batch that is trained on",
         )
     if cut.count == 1 == len(chosen):
         instances: tuple[tuple[int, int], ...] = ((0, cut.first),)
@@ -349,17 +346,12 @@ def make_part(module: ModuleSpec, packing: Packing, samples: Sequence[Any], micr
 
 
 def check_emitted(module: Module, layer: int, found: Collection[str]) -> None:
-    """Refuse other streams of a layer than those that its module states.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError` for streams of a layer that its module does not declare."""
     wanted = module.emits.get(layer, {})
     if set(found) != set(wanted):
         raise InputError(
             f"module {module.name!r}.emits[{layer}]",
-            f"states {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
+            f"declares {', '.join(sorted(wanted)) or 'none'}, the layer emitted {', '.join(sorted(found)) or 'none'}",
             "return Emit(output, streams)",
         )
 
@@ -372,18 +364,18 @@ def upstream_rows(
     count: int,
     shape: TensorShape | None = None,
 ) -> tuple[int, int]:
-    """Rows of a module's output, or of a stream, that a part of another one takes: the first, and how many.
+    """Return first row and number of rows of a module's output or stream that a part of another module takes.
 
     Parameters
     ----------
     source, module : ModuleSpec
-        The module that gives and the one that takes.
+        The producing and the consuming module.
     samples : sequence of Sample
-        Metadata of the microbatch whose output it is.
+        Metadata of the microbatch.
     first, count : int
         The part's instances, counted within the microbatch.
     shape : TensorShape or None
-        Of the stream; None: that of the output.
+        Shape of the stream. None is that of the output.
     """
     begin, number = reach(samples, source.reads, module.reads, first, count)
     lengths = tuple(n for sample in samples for n in source.instance_lengths(sample))
@@ -393,18 +385,18 @@ def upstream_rows(
 
 
 def empty_output(shape: TensorShape, device: torch.device) -> Tensor:
-    """Return what is handed on for a microbatch with nothing for it: zero rows of an output's or stream's shape."""
+    """Return zero rows in the shape of an output or stream, for a microbatch without work for a module."""
     return torch.zeros(shape.resolve(Workload(())), dtype=torch_dtype(shape.dtype), device=device)
 
 
 @contextmanager
 def user_code(where: str) -> Iterator[None]:
-    """Run a user's function: what goes wrong in it is said to be the user's, in one line.
+    """Run a user's function, and report its errors in one line as errors of user code.
 
     Raises
     ------
     InputError
-        Naming ``where`` and the error; with ``PIPELOOM_TRACEBACK`` set, the error itself.
+        Names ``where`` and the error. With ``PIPELOOM_TRACEBACK`` set, the error itself is raised.
     """
     try:
         yield
@@ -418,9 +410,18 @@ def user_code(where: str) -> Iterator[None]:
         ) from error
 
 
+def user_arguments(module: Module, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a module's ``inputs`` and ``context``, and return their arguments for its first layer and all layers."""
+    with user_code(f"module {module.name!r}.context"):
+        context = {} if module.context is None else module.context(part)
+    with user_code(f"module {module.name!r}.inputs"):
+        inputs: Any = () if module.inputs is None else module.inputs(part)
+    return inputs if isinstance(inputs, tuple) else (inputs,), context
+
+
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch's dtype of that name, e.g. ``"bfloat16"``."""
+    """Return torch's dtype of a name, e.g. ``"bfloat16"``."""
     dtype = getattr(torch, name, None)
     if name not in DTYPE_BYTES or not isinstance(dtype, torch.dtype):
         raise InputError("dtype", f"{name!r} is not one of {', '.join(sorted(DTYPE_BYTES))}")
@@ -428,7 +429,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a torch dtype as specs and plans write it."""
+    """Return the name of a torch dtype in specs and plans."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -445,15 +446,15 @@ def _names(names: Sequence[str]) -> Sequence[str]:
 
 
 def _streaming(kind: str, layer: int, emits: Sequence[StreamEnd], takes: Sequence[StreamEnd]) -> str:
-    """The kind of a layer with its streams: layers that take others cost otherwise."""
-    # What stands behind two underscores is a number: layers whose streams differ in it alone cost alike.
-    taken = [end.stream.partition("__")[0] for end in takes if end.layer == layer]
-    given = [end.stream.partition("__")[0] for end in emits if end.layer == layer]
-    return kind + (f"({','.join(taken)})" if taken else "") + (f"->{','.join(given)}" if given else "")
+    """Return the kind of a layer with its streams, because layers with other streams have other costs."""
+    # A number follows two underscores. Layers whose streams differ only in it cost the same.
+    inputs = [end.stream.partition("__")[0] for end in takes if end.layer == layer]
+    outputs = [end.stream.partition("__")[0] for end in emits if end.layer == layer]
+    return kind + (f"({','.join(inputs)})" if inputs else "") + (f"->{','.join(outputs)}" if outputs else "")
 
 
 def _as_shape(shape: Shape | None, dtype: str) -> TensorShape:
     if shape is None:
-        # Nobody asks before it was found; it can be joined and cut.
+        # A placeholder until the shape is found. It can be concatenated and split.
         return TensorShape(("tokens",), dtype)
     return shape if isinstance(shape, TensorShape) else TensorShape(dims=tuple(shape), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Pretrained: what a model knows of weights that lie in files of another library."""
+"""Pretrained: weights of a model in files of another library."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ import torch
 from torch import Tensor
 
 Saved = Mapping[str, Mapping[str, Tensor]]
-"""Tensors as a library saves them: from the stem of the files, relative to the folder, to key and tensor."""
+"""Tensors in a library's format: by stem of the file, relative to the folder, then by key."""
 
 
 class Pretrained(Protocol):
-    """Where a model's weights come from, and the form in which another library reads them again.
+    """Source of a model's weights, and the format in which another library reads them again.
 
-    Names are ``module.layer.parameter``, of parameters and of buffers that are saved. `Model.pretrained` has one.
+    Names are ``module.layer.parameter``, of parameters and persistent buffers. See `Model.pretrained`.
     """
 
     origin: str
-    """Library and folder, ``"transformers:/its/folder"``, as checkpoints note it; there may be no folder."""
+    """Library and folder, ``"transformers:/its/folder"``, as stored in checkpoints. The folder may be empty."""
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the weights into tensors of the right shapes, and read nothing else.
+        """Load the weights into tensors of the right shapes, and read nothing else.
 
         Raises
         ------
         InputError
-            When they cannot be read.
+            They cannot be read.
         """
         ...
 
     def pieces(self) -> Sequence[tuple[str, ...]]:
-        """All names that are saved, those together of which the library saves joint tensors."""
+        """Return all saved names, grouped if the library saves joint tensors of them."""
         ...
 
     def saved(self, piece: Mapping[str, Tensor]) -> Saved:
-        """Return the tensors of one piece as the library saves them."""
+        """Return the tensors of one piece in the library's format."""
         ...
 
     def others(self) -> Iterator[Saved]:
-        """Yield, one by one, what is saved and belongs to no layer."""
+        """Yield, one by one, the saved tensors that belong to no layer."""
         ...
 
     def kept(self) -> Mapping[str, str]:
-        """Return small files that every checkpoint keeps, by name: what says of which shapes the model is."""
+        """Return small files by name that every checkpoint keeps. They describe the shapes of the model."""
         ...
 
     def write_beside(self, folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Write what the library wants beside weights, configuration and the like; dtypes are of files, by stem."""
+        """Write the library's other files, such as the configuration. ``dtypes`` are those of weight files, by stem."""
         ...

@@ -1,9 +1,9 @@
 """Random numbers of layers, such as dropout's, that do not depend on the plan.
 
-Drawn one after the other from a rank's generator, they would depend on the order in which the plan runs what draws. So
-the generator is seeded before each forward that draws, from the iteration, the samples, the part of them and the
-layers: whatever the order and the memory strategies, the same numbers fall. After each such forward the generator is as
-it was, so that those who draw from it outside (a loader that shuffles) see nothing of this.
+Drawn in sequence from a rank's generator, they would depend on the order of the plan. The generator is therefore seeded
+before each forward that draws, from the iteration, the samples, the part and the layers. The numbers are then the same
+for any order and any memory strategies. After each such forward the generator is restored, so that other code that
+draws from it, such as a shuffling loader, is not affected.
 """
 
 from __future__ import annotations
@@ -24,52 +24,51 @@ _MASK = 2**63 - 1
 
 @dataclass(slots=True)
 class RandomState:
-    """State of the random generators, so that dropout falls alike when recomputed."""
+    """State of the random generators, for repeating dropout in recomputation."""
 
     cpu: Tensor
     device: Tensor | None = None
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """The state at this moment."""
+        """Return the current state."""
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finaliser
-        # let another thread run that asks for the state, that would wait with the interpreter's lock.
+        # The state is wrapped while the generator is locked. If Python's collector ran in that moment, and a finalizer
+        # let another thread run that requests the state, that thread would deadlock on the interpreter's lock.
         with collector_paused():
             return cls(torch.get_rng_state(), on_gpu)
 
     def equals(self, other: RandomState) -> bool:
-        """Whether the same numbers would come."""
+        """Return whether both states give the same numbers."""
         if not torch.equal(self.cpu, other.cpu):
             return False
         return self.device is None or other.device is None or torch.equal(self.device, other.device)
 
     def set(self, device: torch.device) -> None:
-        """Put the generators into this state."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
 
 
 class ForwardSeeds:
-    """Which chunks of a rank draw random numbers, and their seeds.
+    """Seeds of a rank's chunks, and which of them draw random numbers.
 
-    A chunk is watched in the first iteration in which it runs; where it draws nothing, it costs nothing from then on.
-    Should it begin later, that shows at the end of the iteration, and all chunks are watched again.
+    A chunk is observed in the first iteration in which it runs. If it draws nothing, it costs nothing from then on. If
+    it starts to draw later, this is detected at the end of the iteration, and all chunks are observed again.
 
     Parameters
     ----------
     seed : int
-        Of the run, the same on all ranks.
-    device : torch.device
+        Seed of the run, the same on all ranks.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.silent: set[int] = set()
         """Chunks that draw nothing."""
-        self._watched: dict[int, bool] = {}
-        """Chunks that have run in this iteration, not known to be silent: whether they have drawn."""
+        self._observed: dict[int, bool] = {}
+        """Observed chunks of this iteration, and whether they have drawn."""
         self._drawing: set[int] = set()
         self._bases: dict[int, int] = {}
         self._iteration = 0
@@ -77,17 +76,17 @@ class ForwardSeeds:
         self._outside = RandomState.now(device)
 
     def begin(self, iteration: int, packing: Packing) -> None:
-        """Before the first action of an iteration."""
-        self._iteration, self._packing, self._bases, self._watched = iteration, packing, {}, {}
+        """Prepare for the first action of an iteration."""
+        self._iteration, self._packing, self._bases, self._observed = iteration, packing, {}, {}
         self._outside = RandomState.now(self.device)
 
     def end(self) -> None:
-        """After the last action."""
+        """Finish after the last action of an iteration."""
         if not RandomState.now(self.device).equals(self._outside):
-            # Somebody has drawn whom nobody watched.
+            # A chunk that was not observed has drawn numbers.
             self.silent, self._drawing = set(), set()
             return
-        self.silent |= {chunk for chunk, drew in self._watched.items() if not drew}
+        self.silent |= {chunk for chunk, drew in self._observed.items() if not drew}
 
     @contextmanager
     def seeded(
@@ -98,11 +97,10 @@ class ForwardSeeds:
         where: tuple[int, int],
         own: tuple[int, int] | None = None,
     ) -> Iterator[None]:
-        """Around a forward of a chunk that is not silent.
+        """Seed the generators for a forward of a chunk that is not silent.
 
         Parameters
         ----------
-        chunk : int
         layers : tuple of int
             First and last layer of the chunk.
         column : int
@@ -110,33 +108,33 @@ class ForwardSeeds:
         where : tuple of int
             Microbatch and sub-microbatch.
         own : tuple of int or None
-            First and number of the part's instances that run here, where they are dealt to tensor-parallel ranks; these
-            draw numbers as a part of their own does.
+            First instance and number of instances of this rank under encoder data parallelism. They draw numbers
+            like a separate part.
         """
         assert self._packing is not None
         microbatch, sub = where
         part = self._packing.microbatches[microbatch].parts[column][sub]
         first, count = (part.first, part.count) if own is None else (part.first + own[0], own[1])
-        # A hash of numbers is the same in every process.
+        # The hash of numbers is the same in every process.
         seed = hash((self._base(microbatch), column, layers, first, count)) & _MASK
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)
         if chunk in self._drawing or own is not None:
-            # Of what is dealt, ranks have unlike shares, or none: that one draws nothing says little of the next.
+            # Under encoder data parallelism, ranks have unequal shares or none, so drawing nothing once proves little.
             yield
         else:
             before = RandomState.now(self.device)
             yield
             drew = not RandomState.now(self.device).equals(before)
-            self._watched[chunk] = drew or self._watched.get(chunk, False)
+            self._observed[chunk] = drew or self._observed.get(chunk, False)
             if drew:
                 self._drawing.add(chunk)
         self._outside.set(self.device)
 
     def _base(self, microbatch: int) -> int:
-        """From the run, the iteration and the samples of a microbatch."""
+        """Return the seed of a microbatch from the run, the iteration and its samples."""
         base = self._bases.get(microbatch)
         if base is None:
             assert self._packing is not None

@@ -1,4 +1,4 @@
-"""Gradients of chunks that exist several times: over data-parallel replicas, or on all pipeline ranks."""
+"""Gradients of chunks that exist several times: on data-parallel replicas, or on all pipeline ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
-from pipeloom.runtime.model.sharding import Share, check_row_shards, give_gradient, local_part, take_shares
+from pipeloom.runtime.model.sharding import GradientShare, check_row_shards, give_gradient, local_part, take_shares
 from pipeloom.spec import Layout
 
 Finish = Callable[[], None]
 ReduceGradients = Callable[[int, Sequence[nn.Module]], Finish | None]
-"""Begins to sum the gradients of a chunk's layers over all processes that hold the chunk; what it returns waits
-for that, and leaves the sums in ``.grad``."""
+"""Begins to sum the gradients of a chunk's layers over all processes that hold the chunk. The returned function waits
+for it and leaves the sums in ``.grad``."""
 
 
 def all_reduce_gradients(
@@ -27,30 +27,32 @@ def all_reduce_gradients(
     data: dist.ProcessGroup | None = None,
     tensor: dist.ProcessGroup | None = None,
 ) -> ReduceGradients:
-    """Sum gradients over ``data`` for every chunk, over ``pipeline`` for replicated modules, ``tensor`` for dealt ones.
+    """Sum gradients over replicas of every chunk, pipeline ranks of replicated modules, and tensor ranks
+    (`encoder_dp`).
 
-    A collective is begun as soon as a chunk's last backward is done and waited for before the optimiser step, so
-    that it runs in the cool-down bubbles. Layers under `fully_shard` get their rows of the sum, others all of it.
-    Plans reduce in one order on all replicas, and gradients are already divided by the targets of the global
-    batch, so that they are summed here and not averaged. What was in ``.grad`` before the iteration is summed
-    already: the executor keeps it apart, and adds it again.
+    A collective starts once a chunk's last backward is done and is waited for before the optimizer step, so that it
+    runs in the cool-down. Layers under `fully_shard` get their rows of the sum, others all of it. Plans reduce in one
+    order on all replicas. Gradients are already divided by the targets of the global batch, so they are summed and not
+    averaged. Gradients in ``.grad`` from before the iteration are already summed: the executor keeps them separately
+    and adds them again.
 
     Parameters
     ----------
-    layout : Layout
     pipeline : torch.distributed.ProcessGroup or None
-        The pipeline ranks of this replica; None: the default group. With NCCL another group than that of the
+        The pipeline ranks of this replica. None is the default group. With NCCL, use another group than that of the
         messages.
     data : torch.distributed.ProcessGroup or None
-        The replicas of this pipeline rank; None where there are none.
+        The replicas of this pipeline rank. None if there are none.
     tensor : torch.distributed.ProcessGroup or None
-        The tensor-parallel ranks of this pipeline rank; None where instances of no module are dealt to them.
+        The tensor-parallel ranks of this pipeline rank. None without encoder data parallelism.
     """
     if layout.parallelism.data > 1 and data is None:
         raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
-    dealt = any(layout.deals(module.name) for module in layout.modules)
-    if dealt and tensor is None:
-        raise InputError("tensor", "no group, and instances are dealt to tensor-parallel ranks", "give their group")
+    encoder_dp = any(layout.deals(module.name) for module in layout.modules)
+    if encoder_dp and tensor is None:
+        raise InputError(
+            "tensor", "no group, but modules use encoder data parallelism over tensor ranks", "give their group"
+        )
     num_replicas = layout.parallelism.data if data is not None else 1
     over_data = [data] if num_replicas > 1 else []
     inside: list[list[dist.ProcessGroup | None]] = []
@@ -78,9 +80,9 @@ def all_reduce_gradients(
 
 
 def zero_missing(layers: Iterable[nn.Module]) -> None:
-    """Give layers that a batch had no work for gradients of zero.
+    """Set gradients of zero for layers without work in a batch.
 
-    Sums over replicas have zeros there. Optimisers tell them from no gradient at all: without one they leave out
+    Sums over replicas contain zeros there. Optimizers distinguish them from missing gradients, for which they skip
     momentum and weight decay.
     """
     for layer in layers:
@@ -90,13 +92,13 @@ def zero_missing(layers: Iterable[nn.Module]) -> None:
 
 
 def mesh_gradients(layout: Layout, mesh: Mesh) -> ReduceGradients:
-    """`all_reduce_gradients` over the groups of a mesh."""
+    """Return `all_reduce_gradients` over the groups of a mesh."""
     data = mesh.data if layout.parallelism.data > 1 else None
     tensor = mesh.device_mesh.get_group("tp") if layout.parallelism.tensor > 1 else None
     return all_reduce_gradients(layout, pipeline=mesh.reduction, data=data, tensor=tensor)
 
 
-def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None]) -> Finish:
+def _all_reduce(bucket: list[GradientShare], groups: Sequence[dist.ProcessGroup | None]) -> Finish:
     flat = torch.cat([share.gradient.reshape(-1) for share in bucket])
     parameters = [(share.parameter, share.gradient.shape) for share in bucket]
     work = dist.all_reduce(flat, group=groups[0], async_op=True) if groups else None
@@ -115,9 +117,12 @@ def _all_reduce(bucket: list[Share], groups: Sequence[dist.ProcessGroup | None])
 
 
 def _reduce_scatter(
-    bucket: list[Share], data: dist.ProcessGroup | None, num_replicas: int, then: Sequence[dist.ProcessGroup | None]
+    bucket: list[GradientShare],
+    data: dist.ProcessGroup | None,
+    num_replicas: int,
+    then: Sequence[dist.ProcessGroup | None],
 ) -> Finish:
-    """Each replica gets its rows of every gradient, as `fully_shard` cuts them."""
+    """Give each replica its rows of every gradient, as sharded by `fully_shard`."""
     shapes = []
     for share in bucket:
         rows = -(-share.gradient.shape[0] // num_replicas)
@@ -150,26 +155,26 @@ def _reduce_scatter(
 
 
 def _reduce_scatter_call() -> Any:
-    """Torch renamed it in 2.13 and warns of the old name."""
+    """Return the function, which torch renamed in 2.13 with a warning for the old name."""
     return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _by_type(shares: Iterable[Share]) -> list[list[Share]]:
-    groups: dict[torch.dtype, list[Share]] = {}
+def _by_type(shares: Iterable[GradientShare]) -> list[list[GradientShare]]:
+    groups: dict[torch.dtype, list[GradientShare]] = {}
     for share in shares:
         groups.setdefault(share.gradient.dtype, []).append(share)
     return list(groups.values())
 
 
 def global_targets(num_targets: float, mesh: Mesh) -> float:
-    """Targets of the global batch, from those of this replica's batch: the normaliser of `Executor.run`."""
+    """Return the number of targets of the global batch from this replica's: the normalizer of `Executor.run`."""
     total = torch.tensor(num_targets, dtype=torch.float64, device=mesh.device_mesh.device_type)
     dist.all_reduce(total, group=mesh.data)
     return float(total)
 
 
 class Position(NamedTuple):
-    """Of a process in the pipeline, among the replicas, and among the tensor-parallel ranks."""
+    """Position of a process in the pipeline, among the replicas, and among the tensor-parallel ranks."""
 
     pipeline: int
     data: int = 0
@@ -182,17 +187,15 @@ def counted_parameters(
     position: Position,
     held_before: Collection[str] = (),
 ) -> list[nn.Parameter]:
-    """Parameters whose gradients count on this process in a norm over all, so that every element counts once.
+    """Return the parameters whose gradients count on this process in a global norm, so that every element counts once.
 
-    Shards count everywhere, what tensor-parallel ranks or replicas have alike on the first of them only, and modules
-    replicated over the pipeline on its first rank.
+    Shards count everywhere. Parameters that tensor-parallel ranks or replicas hold alike count only on the first of
+    them, and modules replicated over the pipeline on its first rank.
 
     Parameters
     ----------
     named_parameters : iterable of (str, parameter)
-        As from `Executor.named_parameters`: the module's name first.
-    layout : Layout
-    position : Position
+        As from `Executor.named_parameters`, beginning with the module's name.
     held_before : collection of str
         `Executor.held_before`.
     """
@@ -206,7 +209,7 @@ def counted_parameters(
 
 
 def gradient_squares(parameters: Iterable[nn.Parameter], device: torch.device | str = "cpu") -> Tensor:
-    """Sum of the squares of what this process holds of some gradients: a scalar in double precision."""
+    """Return the sum of squares of this process's parts of some gradients, a scalar in double precision."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -215,7 +218,7 @@ def gradient_squares(parameters: Iterable[nn.Parameter], device: torch.device | 
 
 
 def limit_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients whose norm over all processes is ``norm``, so that it is at most ``max_norm``."""
+    """Scale gradients whose norm over all processes is ``norm`` to at most ``max_norm``."""
     scale = (max_norm / norm).clamp(max=1.0)
     for parameter in {id(p): p for p in parameters}.values():
         if parameter.grad is not None:
@@ -230,25 +233,23 @@ def clip_gradients(
     max_norm: float | None,
     held_before: Collection[str] = (),
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``; all processes call it together.
+    """Scale all gradients such that their global norm is at most ``max_norm``. All processes call it together.
 
     The host does not wait for the device.
 
     Parameters
     ----------
     named_parameters : iterable of (str, parameter)
-        As from `Executor.named_parameters`: the module's name first.
-    layout : Layout
-    mesh : Mesh
+        As from `Executor.named_parameters`, beginning with the module's name.
     max_norm : float or None
-        None: only the norm is wanted.
+        None only computes the norm.
     held_before : collection of str
-        `Executor.held_before`, where parameters are tied over ranks.
+        `Executor.held_before`, if parameters are tied over ranks.
 
     Returns
     -------
     torch.Tensor
-        The norm before scaling, a scalar in double precision, alike on all processes.
+        The norm before scaling, a scalar in double precision, the same on all processes.
     """
     named = list(named_parameters)
     position = Position(mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)

@@ -1,9 +1,9 @@
-"""Layers whose parameters lie in shards: FSDP2 over the replicas, DTensor over the tensor-parallel ranks.
+"""Layers with sharded parameters: FSDP2 over the replicas, DTensor over the tensor-parallel ranks.
 
-Parameters are gathered once an iteration (UNSHARD) and stay whole until their gradients are reduced (REDUCE_GRAD),
-however many microbatches lie between: replicas run different plans with different numbers of microbatches, so that any
-collective inside a forward or a backward would meet another one there, or none. Everything between UNSHARD and
-REDUCE_GRAD is therefore as without FSDP2, split backward and recomputation included, and only public calls are used.
+Parameters are gathered once an iteration (UNSHARD) and stay whole until their gradients are reduced (REDUCE_GRAD), for
+any number of microbatches between. Replicas run different plans with different numbers of microbatches, so a collective
+inside a forward or backward would not match on all of them. Between UNSHARD and REDUCE_GRAD everything is therefore as
+without FSDP2, including split backward and recomputation, and only public calls are used.
 """
 
 from __future__ import annotations
@@ -26,29 +26,23 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor lies in shards.
+    """Return whether a tensor is a DTensor.
 
-    DTensor takes longer to import than most of what asks, and where nobody has imported it nothing is one.
+    DTensor is slow to import. Without an import in this process, no tensor is one.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
-    """Apply `fully_shard` to every layer of this pipeline rank's chunks, over the data-parallel replicas.
+    """Apply `fully_shard` to every layer of this pipeline rank's chunks over the data-parallel replicas.
 
-    Call it after `parallelize_module`, and before the optimiser is made.
-
-    Parameters
-    ----------
-    model : Model
-    layout : Layout
-    mesh : Mesh
+    Call it after `parallelize_module` and before the optimizer is made.
 
     Raises
     ------
     InputError
-        When the layout has no replicas.
+        The layout has no replicas.
     """
     if layout.parallelism.data < 2:
         raise InputError(
@@ -68,11 +62,11 @@ def shard_layers(model: Model, layout: Layout, mesh: Mesh) -> None:
 
 
 def shard_layer(layer: nn.Module, mesh: Mesh, *, frozen: bool) -> None:
-    """Apply `fully_shard` to a layer, over the data-parallel replicas."""
+    """Apply `fully_shard` to a layer over the data-parallel replicas."""
     import torch.distributed.fsdp as fsdp  # slow to import, and seldom needed
 
-    # Torch warns of layers that return views, for fear that its hook before a backward is lost. Parameters are whole
-    # from UNSHARD to REDUCE_GRAD here, so that no such hook is relied on.
+    # Torch warns of layers that return views, because its hook before a backward may be lost. Parameters are whole from
+    # UNSHARD to REDUCE_GRAD here, so no such hook is needed.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     if frozen:
         layer.requires_grad_(False)
@@ -80,7 +74,7 @@ def shard_layer(layer: nn.Module, mesh: Mesh, *, frozen: bool) -> None:
 
 
 def sharded_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
-    """The modules that `fully_shard` was applied to."""
+    """Yield the modules to which `fully_shard` was applied."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for layer in layers:
         for module in layer.modules():
@@ -89,7 +83,7 @@ def sharded_modules(layers: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unshard(layers: Iterable[nn.Module]) -> None:
-    """Begin to gather the parameters, to be whole until `reshard`; the first forward waits for them."""
+    """Begin to gather parameters, which stay whole until `reshard`. The first forward waits for them."""
     for module in sharded_modules(layers):
         module.set_requires_gradient_sync(False, recurse=False)
         module.set_reshard_after_forward(False, recurse=False)
@@ -98,7 +92,7 @@ def unshard(layers: Iterable[nn.Module]) -> None:
 
 
 def reshard(layers: Iterable[nn.Module]) -> None:
-    """Let go of parameters that `unshard` gathered."""
+    """Release parameters gathered by `unshard`."""
     modules = list(sharded_modules(layers))
     _wait_for(modules)
     for module in modules:
@@ -106,26 +100,27 @@ def reshard(layers: Iterable[nn.Module]) -> None:
 
 
 def _wait_for(modules: Iterable[Any]) -> None:
-    """Without work for its layer nothing has waited for a module yet, and the next iteration would find old values."""
+    """Wait for gathered parameters. If a layer had no work, the next iteration would otherwise find old values."""
     for module in modules:
         module.unshard()
 
 
-class Share(NamedTuple):
-    """What this process adds to the gradient of one parameter."""
+class GradientShare(NamedTuple):
+    """Summand of this process of one parameter's gradient."""
 
     parameter: nn.Parameter
-    """Whose ``.grad`` is to be set: a shard where FSDP2 manages it."""
+    """Parameter whose ``.grad`` is set: a shard if FSDP2 manages it."""
     gradient: Tensor
-    """Whole over the replicas; over tensor-parallel ranks this process's shard."""
+    """Whole over the replicas. Over tensor-parallel ranks, this process's shard."""
     sharded: bool
-    """Whether each replica gets its rows of the sum, and not all of it."""
+    """Whether each replica gets its rows of the sum rather than all of it."""
 
 
-def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
+def take_shares(layers: Sequence[nn.Module]) -> list[GradientShare]:
     """Take the gradients of trained parameters out of ``.grad``, and release the whole parameters.
 
-    A parameter without a gradient had no part in this iteration here; others wait for its zeros.
+    A parameter without a gradient was not used in this iteration here. It contributes zeros, because others wait for
+    it.
     """
     _wait_for(sharded_modules(layers))
     whole: list[tuple[str, nn.Parameter, Tensor]] = []
@@ -140,11 +135,14 @@ def take_shares(layers: Sequence[nn.Module]) -> list[Share]:
         for number, layer in enumerate(layers)
         for name, parameter in layer.named_parameters()
     }
-    return [Share(after[name], gradient, sharded=after[name] is not parameter) for name, parameter, gradient in whole]
+    return [
+        GradientShare(after[name], gradient, sharded=after[name] is not parameter)
+        for name, parameter, gradient in whole
+    ]
 
 
 def complete_gradients(layers: Iterable[nn.Module]) -> None:
-    """Lay gradients out as their parameters: one that is still a partial sum over tensor-parallel ranks is summed."""
+    """Redistribute gradients like their parameters. Partial sums over tensor-parallel ranks are summed."""
     for layer in layers:
         for parameter in layer.parameters():
             gradient = parameter.grad
@@ -153,7 +151,7 @@ def complete_gradients(layers: Iterable[nn.Module]) -> None:
 
 
 def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
-    """Set (or add to) a parameter's gradient from the local part of it."""
+    """Set or add to a parameter's gradient from its local part."""
     gradient = local
     if is_dtensor(parameter):
         from torch.distributed.tensor import DTensor
@@ -170,7 +168,7 @@ def give_gradient(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, sharing its memory."""
+    """Return this process's part of a tensor, sharing its memory."""
     if is_dtensor(tensor):
         with torch.no_grad():
             return awaited(tensor.to_local())
@@ -178,12 +176,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """Return a tensor that nobody need wait for: collectives inside DTensor's operations give ones that still run."""
+    """Return a tensor without pending collectives. Operations of DTensor may return asynchronous ones."""
     return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def check_row_shards(parameter: nn.Parameter, rows: int) -> None:
-    """Refuse shards that are not made of rows over one mesh dimension."""
+    """Raise `ExecutionError` for shards that do not consist of rows over one mesh dimension."""
     if local_part(parameter).dim() == 0 or local_part(parameter).shape[0] > rows:
         raise ExecutionError(
             f"a parameter of shape {tuple(parameter.shape)} is sharded otherwise than by rows over the replicas; "
@@ -203,5 +201,5 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor, or this rank's part of it, is a view of."""
+    """Return the start of the memory of which a tensor, or this rank's part of it, is a view."""
     return local_part(awaited(tensor)).untyped_storage().data_ptr()

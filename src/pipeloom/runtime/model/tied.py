@@ -1,7 +1,7 @@
-"""Tied parameters: one `Parameter` in several layers, such as an embedding that is the output head too.
+"""Tied parameters: one `Parameter` in several layers, such as an embedding that is also the output head.
 
-On one rank autograd adds up what all its layers give to the gradient. Where its layers lie on several ranks, each of
-them holds a copy: their gradients are summed at the end of an iteration, so that all copies take the same step.
+On one rank, autograd sums the gradients of all its layers. If its layers are on several ranks, each of them holds a
+copy. Their gradients are summed at the end of an iteration, so that all copies take the same step.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from pipeloom.runtime.model.model import Model
 from pipeloom.spec import Layout
 
 SumOver = Callable[[tuple[int, ...], Tensor], None]
-"""Sums a tensor in place over some pipeline ranks, of which this is one."""
+"""Sums a tensor in place over some pipeline ranks, including this one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tied:
-    """A parameter whose layers lie on several pipeline ranks.
+class TiedParameter:
+    """A parameter whose layers are on several pipeline ranks.
 
     Attributes
     ----------
     names : tuple of str
-        ``module.layer.parameter``, in model order.
+        Names ``module.layer.parameter`` in model order.
     ranks : tuple of int
         Pipeline ranks that hold it, ascending.
-    parameter : torch.nn.Parameter
     """
 
     names: tuple[str, ...]
@@ -40,26 +39,26 @@ class Tied:
     parameter: nn.Parameter
 
 
-def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
-    """Trained parameters that a layout divides over several ranks.
+def tied_over_ranks(model: Model, layout: Layout) -> tuple[TiedParameter, ...]:
+    """Return the trained parameters that a layout places on several ranks.
 
     Raises
     ------
     InputError
-        When a tied parameter is frozen in one module and trained in another, is in a replicated module and in a
-        pipelined one, or was torn apart after the model was made.
+        A tied parameter is frozen in one module and trained in another, is in a replicated module and in a
+        pipelined one, or is not shared anymore.
     """
     rank_of = {
         (chunk.module, layer): chunk.rank
         for chunk in layout.chunks
         for layer in range(chunk.layers[0], chunk.layers[1] + 1)
     }
-    found = []
+    tied = []
     for names in model.tied:
-        places = [_place(name) for name in names]
+        places = [name.split(".", 2) for name in names]
         modules = [layout.module(module) for module, _, _ in places]
-        first, *others = (_parameter(model, place) for place in places)
-        where, same = f"parameter {names[0]!r}", f"is one with {', '.join(map(repr, names[1:]))}"
+        first, *others = (model.parameter(name) for name in names)
+        where, same = f"parameter {names[0]!r}", f"is tied to {', '.join(map(repr, names[1:]))}"
         if len({module.frozen for module in modules}) > 1:
             raise InputError(where, f"{same}, frozen in one module and trained in another", "freeze both or neither")
         if modules[0].frozen or not first.requires_grad:
@@ -67,31 +66,31 @@ def tied_over_ranks(model: Model, layout: Layout) -> tuple[Tied, ...]:
         if any(other is not first for other in others):
             raise InputError(
                 where,
-                f"{same}, but something has torn them apart since the model was made",
+                f"{same}, but they were separated after the model was made",
                 "leave tied layers out of fully_shard and parallelize_module",
             )
         everywhere = {module.on_ranks == "replicated" and layout.num_ranks > 1 for module in modules}
         if everywhere == {True, False}:
             raise InputError(
-                where, f"{same}, but one module lies on all ranks and the other is pipelined", "lay both out alike"
+                where, f"{same}, but one module is on all ranks and the other is pipelined", "place both alike"
             )
-        ranks = tuple(sorted({rank_of[module, layer] for module, layer, _ in places}))
+        ranks = tuple(sorted({rank_of[module, int(layer)] for module, layer, _ in places}))
         if everywhere == {False} and len(ranks) > 1:
-            found.append(Tied(names, ranks, first))
-    return tuple(found)
+            tied.append(TiedParameter(names, ranks, first))
+    return tuple(tied)
 
 
 def sums_over_ranks(
     model: Model, layout: Layout, timeout: timedelta | None = None, device_type: str = "cpu"
 ) -> SumOver | None:
-    """Make the groups over which tied parameters are summed; all processes of the default group call it together.
+    """Make the groups over which tied parameters are summed. All processes of the default group call it together.
 
     Processes are arranged as by `make_mesh`.
 
     Returns
     -------
     callable or None
-        For `Executor`; None where no parameter is tied over ranks.
+        For `Executor`. None if no parameter is tied over ranks.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     beside = layout.parallelism.data * layout.parallelism.tensor
@@ -113,7 +112,7 @@ def sums_over_ranks(
     return sum_over
 
 
-def sum_tied(tied: Iterable[Tied], sum_over: SumOver) -> None:
+def sum_tied(tied: Iterable[TiedParameter], sum_over: SumOver) -> None:
     """Sum the gradients of tied parameters of this rank; all ranks that hold them call it together."""
     by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for each in tied:
@@ -133,15 +132,3 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
     for parameter in parameters:
         parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
         begin += parameter.numel()
-
-
-def _place(name: str) -> tuple[str, int, str]:
-    """Module, layer and path within the layer."""
-    module, layer, path = name.split(".", 2)
-    return module, int(layer), path
-
-
-def _parameter(model: Model, place: tuple[str, int, str]) -> nn.Parameter:
-    module, layer, path = place
-    found: nn.Parameter = model.module(module).layers[layer].get_parameter(path)
-    return found

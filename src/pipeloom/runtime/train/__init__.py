@@ -1,1 +1,1 @@
-"""The training loop: one plan for each batch, evaluation, learning rates."""
+"""The training loop: a plan for each batch, evaluation, learning rates."""

@@ -1,8 +1,8 @@
-"""A rank's layers divided over processes: over tensor-parallel ranks as the model says, over replicas by FSDP2.
+"""Division of a rank's layers over processes: over tensor-parallel ranks by the model's function, over replicas by
+FSDP2.
 
-What is divided is a copy of each layer of this rank's chunks. The user's own layer lends it its weights and is
-without any while training runs; afterwards the whole weights are brought together in it again, so that what the
-user evaluates or saves is the plain model.
+Copies of the layers of this rank's chunks are divided. The user's own layers give their weights to the copies during
+training. Afterwards the whole weights are gathered in them again, so that the user evaluates or saves the plain model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeloom.runtime.model.weights import give_weights_to
 from pipeloom.spec import Layout, Parallelism
 
 Sharding = Literal["fsdp"]
-"""How replicas hold their layers in shards."""
+"""How replicas shard their layers."""
 
 
 def divide_model(
@@ -36,36 +36,35 @@ def divide_model(
     *,
     fill: bool = True,
 ) -> Model:
-    """Return the model that this process runs; all processes call it together, before the optimiser is made.
+    """Return the model that this process runs. All processes call it together, before the optimizer is made.
 
-    Layers that share a parameter with another layer stay whole and the user's own, as do those of other ranks. Layers
-    that are on ``meta`` are given weights one after the other, and divided before the next: a process never holds
-    more than one of them whole. Those that are not divided are left to `give_weights`.
+    Layers that share a parameter with another layer stay whole and are the user's own, like those of other ranks.
+    Layers on ``meta`` get weights and are divided one after the other, so that a process never holds more than one
+    whole layer. Undivided layers are left to `give_weights`.
 
     Parameters
     ----------
     model : Model
-        Its modules' ``parallelize`` divides their layers where the layout has tensor parallelism, and does not deal
-        their instances.
-    layout : Layout
+        The ``parallelize`` of its modules divides their layers if the layout has tensor parallelism, except in
+        modules with encoder data parallelism.
     mesh : Mesh or None
-        None where the layout has neither replicas nor tensor parallelism.
+        None if the layout has neither replicas nor tensor parallelism.
     shard : "fsdp" or None
-        Apply `fully_shard` to every layer, over the replicas.
+        Apply `fully_shard` to every layer over the replicas.
     device : torch.device or str
-        To which the layers of this rank are moved.
+        Device to which the layers of this rank are moved.
     fill : bool
-        As of `give_weights`.
+        As in `give_weights`.
 
     Returns
     -------
     Model
-        The model itself where nothing is to be divided.
+        The model itself if nothing is divided.
 
     Raises
     ------
     InputError
-        When there is nothing to divide over, no module says how to divide, or a parameter cannot be divided evenly.
+        There is nothing to divide over, no module has ``parallelize``, or a parameter cannot be divided evenly.
     """
     check_divisible(model, layout.parallelism, shard)
     tensor = layout.parallelism.tensor
@@ -102,37 +101,33 @@ def _has_parameters(layer: nn.Module) -> bool:
 
 
 def check_divisible(model: Model, parallelism: Parallelism, shard: Sharding | None) -> None:
-    """Refuse, before any process is started, what no process could divide.
+    """Raise `InputError` if no module has ``parallelize``, or there is only one replica to shard over.
 
-    Raises
-    ------
-    InputError
-        When no module says how to divide its layers, or there is one replica to shard over.
+    Called before any process is started.
     """
     if shard is not None and parallelism.data < 2:
         raise InputError(
             "shard",
             f"{shard!r} shards over replicas, and parallelism.data is {parallelism.data}",
-            "let it be 2 or more, or leave shard out",
+            "set it to 2 or more, or remove shard",
         )
     if parallelism.tensor > 1 and all(module.parallelize is None for module in model.modules):
         raise InputError(
             f"model {model.name!r}",
-            f"does not say how its layers are divided over {parallelism.tensor} tensor-parallel ranks",
-            "give at least one Module parallelize=, or do without tensor parallelism",
+            f"has no `parallelize` for {parallelism.tensor} tensor-parallel ranks",
+            "give at least one Module parallelize=, or use no tensor parallelism",
         )
 
 
 def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> None:
-    """Bring the whole weights of this pipeline rank's layers together in the user's own layers, on the CPU.
+    """Gather the whole weights of this pipeline rank's layers in the user's own layers on the CPU.
 
     All processes of the pipeline rank call it together.
 
     Parameters
     ----------
     model, running : Model
-        The user's, and what `divide_model` made of it; the same one where nothing was divided.
-    layout : Layout
+        The user's model, and the result of `divide_model`. They may be the same.
     stage : int
         This pipeline rank.
     """
@@ -145,19 +140,19 @@ def gather_layers(model: Model, running: Model, layout: Layout, stage: int) -> N
             own.to_empty(device="cpu")
             tensors = dict(_tensors(own))
             for name, tensor in _tensors(divided):
-                # What was gathered counts on every process: all of them take part, whatever they do with it.
+                # Gathering is collective, so every process takes part.
                 tensors[name].copy_(tensor.full_tensor() if is_dtensor(tensor) else tensor)
 
 
 def _lend(layer: nn.Module) -> nn.Module:
-    """Return a copy; the layer itself keeps its form but no memory."""
+    """Return a copy of a layer. The layer itself moves to ``meta``."""
     copied = copy.deepcopy(layer)
     layer.to("meta")
     return copied
 
 
 def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
-    """Call ``parallelize`` on a layer of this rank; returns how many parameters are divided."""
+    """Call ``parallelize`` on a layer of this rank. Returns the number of divided parameters."""
     if module.parallelize is None:
         return 0
     layer, where, over = module.layers[number], f"module {module.name!r}.layers[{number}]", mesh.device_mesh["tp"]
@@ -165,12 +160,12 @@ def _over_tensor_ranks(module: Module, number: int, mesh: Mesh) -> int:
     with user_code(f"{where}: parallelize"):
         module.parallelize(layer, over)
     if [name for name, _ in layer.named_parameters()] != names:
-        raise InputError(where, "has parameters of other names after parallelize", "divide them in place")
+        raise InputError(where, "has renamed parameters after parallelize", "divide them in place")
     return _check_even(layer, where, over.size())
 
 
 def _check_divided(num_divided: int, tensor: int) -> None:
-    """See that ``parallelize`` did something somewhere."""
+    """Raise `InputError` if ``parallelize`` has divided nothing anywhere."""
     total = torch.tensor(num_divided)
     dist.all_reduce(total)
     if not int(total):
@@ -182,7 +177,7 @@ def _check_divided(num_divided: int, tensor: int) -> None:
 
 
 def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
-    """Refuse parts of unequal size; return how many parameters are divided."""
+    """Raise `InputError` for shards of unequal size. Returns the number of divided parameters."""
     from torch.distributed.tensor import Shard  # slow to import, and seldom needed
 
     count = 0
@@ -198,21 +193,21 @@ def _check_even(layer: nn.Module, where: str, num_ranks: int) -> int:
                     f"{where}.{name}",
                     f"has {extent} in dimension {placement.dim}, not a multiple of the {num_ranks} tensor-parallel "
                     "ranks",
-                    "take a degree that divides it, or leave this parameter whole",
+                    "use a degree that divides it, or leave this parameter whole",
                 )
             count += 1
     return count
 
 
 def _of_rank(layout: Layout, module: str, stage: int) -> Iterator[int]:
-    """Numbers of a module's layers on a pipeline rank."""
+    """Yield the numbers of a module's layers on a pipeline rank."""
     for chunk in layout.chunks:
         if chunk.module == module and chunk.rank == stage:
             yield from range(chunk.layers[0], chunk.layers[1] + 1)
 
 
 def layers_with_tied(model: Model) -> set[tuple[str, int]]:
-    """Module and number of every layer that shares a parameter with another one."""
+    """Return module and number of every layer that shares a parameter with another one."""
     places = (name.split(".", 2) for names in model.tied for name in names)
     return {(module, int(number)) for module, number, _ in places}
 

@@ -1,7 +1,7 @@
-"""The loss on batches that are not trained on: plans of forwards alone, run by the same ranks between two iterations.
+"""Evaluation of the loss between two training iterations: the same ranks run plans of forwards.
 
-A layout in which every module is frozen has no backward anywhere. So its task graphs, plans, proofs and messages are of
-forwards alone, and the executor runs such a plan as it runs a frozen encoder: without graphs, holding nothing.
+In a layout whose modules are all frozen there is no backward. Its task graphs, plans, proofs and messages contain only
+forwards, and the executor runs such a plan like a frozen encoder, without autograd graphs.
 """
 
 from __future__ import annotations
@@ -22,33 +22,30 @@ from torch import nn
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.batches import bound
-from pipeloom.runtime.data.contents import batch_digest
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
+from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.launch.coordination import SameBatch, hand_out, together
+from pipeloom.runtime.launch.coordination import BatchComparison, hand_out, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
 from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.random_state import RandomState
 from pipeloom.spec import Batch
 
 PlanForwards = Callable[[Batch], Delivery]
-"""From a batch to a plan of its forwards, for `Layout.forward_only`; called on the first rank of each replica."""
+"""Returns a plan of a batch's forwards for `Layout.forward_only`. Called on the first rank of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an evaluation came to.
+    """Result of an evaluation.
 
     Attributes
     ----------
     iteration : int
-        How many iterations had been trained.
+        Number of iterations trained before.
     loss : float
         Sum over all targets of all evaluation batches, divided by their number.
-    num_batches, num_samples : int
-    num_targets : float
-    elapsed_s : float
     weights : str
         ``"trained"`` or ``"ema"``.
     """
@@ -63,11 +60,11 @@ class Evaluated:
 
 
 def forwards_of(executor: Executor) -> Executor:
-    """Return an executor of plans of forwards alone, on the layers, device and transport of one that trains."""
+    """Return an executor of forward-only plans on the layers, device and transport of a training executor."""
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     model = executor.model
-    made = type(executor)(
+    evaluator = type(executor)(
         replace(model, modules=[replace(module, frozen=True) for module in model.modules]),
         executor.layout.forward_only(),
         executor.rank,
@@ -77,23 +74,11 @@ def forwards_of(executor: Executor) -> Executor:
     )
     for parameter, needs_gradient in trained:
         parameter.requires_grad_(needs_gradient)
-    return made
+    return evaluator
 
 
 class Evaluator:
-    """Evaluates over the ranks of a training; all of them use it alike.
-
-    Parameters
-    ----------
-    executor : Executor
-        The one that trains.
-    model : Model
-        The user's.
-    membership : Membership
-    describe : callable or None
-    loads : callable or None
-        What the samples of a batch weigh when replicas divide them.
-    """
+    """Evaluates over the ranks of a training, see `Trainer`. All of them use it alike."""
 
     def __init__(
         self,
@@ -109,24 +94,9 @@ class Evaluator:
     def run(
         self, batches: Iterable[Sequence[Any]], plan: PlanForwards, iteration: int, most: int | None = None
     ) -> Evaluated:
-        """Evaluate on every batch; layers are in evaluation mode, and random states afterwards as they were before.
+        """Evaluate on every batch, see `Trainer.evaluate`.
 
-        Parameters
-        ----------
-        batches : iterable of sequence of samples
-            The same on every rank.
-        plan : callable
-        iteration : int
-            How many iterations have been trained.
-        most : int or None
-            How many batches are taken at most; None: all.
-
-        Raises
-        ------
-        InputError
-            When there is no batch, or ranks have different ones; then on all of them.
-        ExecutionError
-            When the loss is no number, a rank cannot run its plan, or another rank has died.
+        Layers are in evaluation mode, and random states are restored.
         """
         begin = time.monotonic()
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
@@ -134,8 +104,8 @@ class Evaluator:
         with random_kept(self.executor.device), evaluating(layers):
             source = iter(bound(batches, self.model))
             try:
-                while num_batches != most and (given := self._next(source, num_batches)) is not None:
-                    samples, batch = given
+                while num_batches != most and (taken := self._next(source, num_batches)) is not None:
+                    samples, batch = taken
                     loss_sum += self._loss_sum(samples, batch, plan)
                     with user_code("num_targets"):
                         num_targets += count_targets(self.model, samples)
@@ -152,24 +122,24 @@ class Evaluator:
         loss = float(total) / num_targets
         if not math.isfinite(loss):
             raise ExecutionError(
-                f"the evaluation after {iteration} iterations: the loss is {loss}; look for the sample that does it, "
-                "or go on from an earlier checkpoint"
+                f"the evaluation after {iteration} iterations: the loss is {loss}; find the sample that causes it, "
+                "or resume from an earlier checkpoint"
             )
         return Evaluated(iteration, loss, num_batches, num_samples, num_targets, time.monotonic() - begin)
 
     def _next(self, source: Iterator[Sequence[Any]], number: int) -> tuple[Sequence[Any], Batch] | None:
-        """The next batch with its metadata, the same on all ranks; None after the last."""
+        """Return the next batch with its metadata, the same on all ranks, or None after the last."""
         with user_code("evaluation batches"):
             samples = next_samples(source, _named(number))
         batch = None
         if samples is not None:
             with _named_errors(number):
                 batch = batch_of(samples, self._describe, number)
-        SameBatch(None if batch is None else batch_digest(batch)).check(_named(number))
+        BatchComparison(None if batch is None else batch_digest(batch)).check(_named(number))
         return None if samples is None or batch is None else (samples, batch)
 
     def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
-        """What this process has of a batch's sum of losses."""
+        """Return this process's part of a batch's sum of losses."""
         here, number = self.membership, whole.iteration
         with _named_errors(number):
             mine = here.share(whole, self.model.spec, self._loads)
@@ -193,7 +163,7 @@ def _named(number: int) -> str:
 
 @contextmanager
 def _named_errors(number: int) -> Iterator[None]:
-    """What is wrong with a batch is said to be."""
+    """Add the number of the batch to input errors."""
     try:
         yield
     except InputError as error:
@@ -202,7 +172,7 @@ def _named_errors(number: int) -> Iterator[None]:
 
 @contextmanager
 def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers in evaluation mode; afterwards every part of them is in the mode in which it was."""
+    """Set layers to evaluation mode, and restore the mode of each submodule afterwards."""
     modes = [(module, module.training) for layer in layers for module in layer.modules()]
     try:
         for module, _ in modes:
@@ -215,7 +185,7 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def random_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, afterwards the generators of torch, numpy and Python are as they were."""
+    """Restore the random generators of torch, numpy and Python afterwards."""
     state, of_python, of_numpy = RandomState.now(device), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield

@@ -1,10 +1,10 @@
-"""Learning rates of an optimiser over a run: a scheduler of torch's, at any iteration."""
+"""Optimizers and learning rates: a scheduler of torch that can start at any iteration."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +15,16 @@ from pipeloom.errors import InputError
 from pipeloom.runtime.model.model import user_code
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
-"""From a rank's parameters to its optimiser. One whose parameter is called ``named_parameters`` gets pairs of a name,
-``module.layer.parameter``, and the parameter."""
+"""Returns the optimizer of a rank's parameters. If its parameter is called ``named_parameters``, it receives pairs of a
+name, ``module.layer.parameter``, and the parameter."""
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
-"""From a rank's optimiser to its scheduler, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
-Evaluations = Sequence[tuple[int, float]]
-"""Of every evaluation, after how many iterations it was made, and the loss."""
+"""Returns the scheduler of a rank's optimizer, e.g. ``functools.partial(LinearLR, total_iters=100)``."""
 
 
 def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
-    """Make the optimiser of a rank's trained parameters; None where there are none.
+    """Make the optimizer of a rank's trained parameters. Returns None without parameters.
 
-    Raises
-    ------
-    InputError
-        When the user's function raises, or returns no optimiser.
+    Raises `InputError` if the user's function raises, or does not return an optimizer.
     """
     if not named:
         return None
@@ -45,29 +40,30 @@ def make_optimizer(make: MakeOptimizer, named: list[tuple[str, nn.Parameter]]) -
 
 
 class Rates:
-    """The learning rates of a rank's optimiser.
+    """Learning rates of a rank's optimizer.
 
-    A scheduler's state is not saved: `begin` makes it anew and takes the steps that it took, which is exact for
-    whatever goes by its own count, and by evaluations, in any layout.
+    The scheduler's state is not saved. `begin` makes it anew and repeats its steps. This is exact in any layout for
+    schedulers that depend only on their own step count and on evaluations.
 
     Parameters
     ----------
     make : callable or None
-        From the optimiser to its scheduler; None: rates stay as the optimiser has them.
-    optimizer : torch.optim.Optimizer or None
+        Returns the scheduler of the optimizer. None keeps the optimizer's rates.
     """
 
     def __init__(self, make: MakeScheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._make, self._optimizer = make, optimizer
+        self.evaluations: tuple[tuple[int, float], ...] = ()
+        """Iteration and loss of every evaluation so far."""
         self._scheduler: LRScheduler | None = None
         self._groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
         if make is not None:
             for group in self._groups:
-                # A checkpoint may have another one.
+                # A checkpoint may contain another one.
                 group.setdefault("initial_lr", float(group["lr"]))
 
-    def begin(self, iteration: int, evaluations: Evaluations = ()) -> None:
-        """Come to an iteration, after the optimiser's own state was read."""
+    def begin(self, iteration: int) -> None:
+        """Set the rates of an iteration, after the optimizer's own state was loaded."""
         if self._make is None or self._optimizer is None:
             return
         for group in self._groups:
@@ -82,27 +78,28 @@ class Rates:
             raise InputError("scheduler", f"returned a {what}", "return a scheduler of torch.optim.lr_scheduler")
         self._scheduler = made
         with warnings.catch_warnings():
-            # The steps of the optimiser were taken before.
+            # Torch warns because the optimizer's steps were made before.
             warnings.simplefilter("ignore")
             if isinstance(made, ReduceLROnPlateau):
-                for after, loss in evaluations:
+                for after, loss in self.evaluations:
                     if after <= iteration:
-                        self.evaluated(loss)
+                        made.step(loss)
                 return
             for _ in range(iteration):
                 made.step()
 
     def step(self) -> None:
-        """After every step of the optimiser."""
+        """Step the scheduler after a step of the optimizer."""
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
 
-    def evaluated(self, loss: float) -> None:
-        """After every evaluation."""
+    def evaluated(self, iteration: int, loss: float) -> None:
+        """Record the loss of an evaluation after an iteration, and pass it to a `ReduceLROnPlateau`."""
+        self.evaluations = (*self.evaluations, (iteration, loss))
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)
 
     @property
     def now(self) -> float | None:
-        """Rate of the first group of this rank; None without one."""
+        """Learning rate of this rank's first parameter group, or None without one."""
         return float(self._groups[0]["lr"]) if self._groups and "lr" in self._groups[0] else None

@@ -1,4 +1,4 @@
-"""The training loop: every iteration runs the plan that was made for its own batch."""
+"""The training loop, in which every iteration runs the plan that was made for its batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from pipeloom.cost import Correction
 from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError, check_positive
-from pipeloom.plan import BACKENDS, Answer, Delivery, backend_of, verify
-from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.plan import BACKENDS, Answer, Backend, Delivery, backend_of, verify
 from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.checkpoint.save_pretrained import save_pretrained
@@ -27,74 +26,66 @@ from pipeloom.runtime.checkpoint.saver import Saver
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, close_reading
-from pipeloom.runtime.data.read_ahead import Ahead, Coming, tell_dealing
+from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast_assignment
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import ExecutorOptions
-from pipeloom.runtime.execute.result import Calibrator, Replicas, StepReport, gather_times
-from pipeloom.runtime.launch.coordination import (
-    FirstPlan,
-    HandedOut,
-    Patience,
-    SameBatch,
-    SharedClock,
-    hand_out,
-    together,
-)
-from pipeloom.runtime.launch.host_links import find_hosts
+from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
+from pipeloom.runtime.launch.coordination import BatchComparison, DeliveredPlan, FirstPlan, Patience, hand_out, together
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
 from pipeloom.runtime.model.model import Model, user_code
-from pipeloom.runtime.model.reduce import Position, counted_parameters, gradient_squares, limit_gradients
 from pipeloom.runtime.model.tied import sums_over_ranks
 from pipeloom.runtime.model.weights import give_memory, give_weights
 from pipeloom.runtime.train.divide import Sharding, divide_model, gather_layers
 from pipeloom.runtime.train.evaluate import Evaluated, Evaluator, PlanForwards
-from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
+from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
+from pipeloom.runtime.train.update import WeightUpdate
 from pipeloom.spec import Batch, Layout
 
 _LOG = logging.getLogger(__name__)
 
 
 class PlanSource(Protocol):
-    """Where plans come from; `pipeloom.Planner` is one."""
+    """Source of plans, such as `pipeloom.Planner`."""
 
     def start(self) -> None:
-        """Called once, on the rank that talks to the planner, before the first batch."""
+        """Start. Called once on the rank that talks to the planner, before the first batch."""
         ...
 
     def submit(self, batch: Batch, correction: Correction) -> None:
-        """Hand over the metadata of a coming batch; returns at once."""
+        """Submit the metadata of an upcoming batch. Returns at once."""
         ...
 
     def collect(self, iteration: int) -> Delivery:
-        """Return a plan for a submitted batch; never waits beyond its deadline."""
+        """Return a plan for a submitted batch. Never waits beyond its deadline."""
         ...
 
     def close(self) -> None:
-        """Called once, after the last batch."""
+        """Close. Called once after the last batch."""
         ...
 
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A `PlanSource` that also deals batches to replicas, by what their shares will take; `pipeloom.Planner` does."""
+    """A `PlanSource` that also assigns samples of batches to replicas, such as `pipeloom.Planner`."""
 
     def look_ahead(self, batch: Batch, corrections: Sequence[Correction] = ()) -> None:
-        """Called on rank 0 before `submit`, with the global batch after the submitted one, and how replicas are.
+        """Pass the global batch after the next submitted one, with the corrections of the replicas.
 
-        The answer to the submitted one may say how this one is dealt (`Answer.dealt`).
+        Called on rank 0 before `submit`. The answer to the submitted batch may assign the samples of this one
+        (`Answer.dealt`).
         """
         ...
 
 
-class _Asked(NamedTuple):
-    """A batch for which a plan was asked, and what the plan will have been made with.
+class _PlanRequest(NamedTuple):
+    """A batch for which a plan was requested, with the correction for its plan.
 
-    ``whole`` is the batch of all replicas, ``samples`` and ``batch`` are this one's share.
+    ``whole`` is the batch of all replicas. ``samples`` and ``batch`` are this replica's share.
     """
 
-    whole: Coming
+    whole: UpcomingBatch
     samples: Sequence[Any]
     batch: Batch
     correction: Correction
@@ -102,54 +93,55 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """How a `Trainer` trains, where the defaults do not fit."""
+    """Options of a `Trainer`."""
 
     scheduler: MakeScheduler | None = None
-    """From a rank's optimiser to torch's scheduler of it, which takes a step after each of the optimiser; None leaves
-    the optimiser's rates. It is made anew when training goes on, and takes the steps that it took."""
+    """Returns torch's scheduler of a rank's optimizer, which steps after each step of the optimizer. None keeps the
+    optimizer's rates. When training resumes, it is made anew and repeats its steps."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights, of which an iteration leaves this share; None: none."""
+    """Keep an exponential moving average of the weights with this decay. None keeps none."""
     clip_norm: float | None = None
-    """Largest norm of the gradient over all ranks; None: any."""
+    """Largest norm of the gradient over all ranks. None does not clip."""
     checkpoints: Checkpoints | None = None
-    """Where training is saved, and goes on from after `Trainer.resume`; None: nowhere."""
+    """Where checkpoints are saved, and from where `Trainer.resume` loads them. None saves none."""
     on_checkpoint: Callable[[int, Path], None] | None = None
-    """Called after a checkpoint with the iteration to go on with, and the folder."""
+    """Called after a checkpoint with the iteration to resume at and the folder."""
     ends_after: Callable[[int], bool] | None = None
-    """Asked on all ranks together after a checkpoint was begun, with the iteration to go on with: whether `Trainer.run`
-    ends there, the checkpoint being whole. So another trainer can go on with it under another layout."""
+    """Called on all ranks together when a checkpoint was started, with the iteration to resume at. If it returns True,
+    `Trainer.run` completes the checkpoint and ends, so that another trainer can continue with another layout."""
     record: Sequence[Path] = ()
-    """Files in which rank 0 keeps the run's history; hosts that do not share them get them with each checkpoint."""
+    """Files in which rank 0 keeps the run's history. Hosts that do not share them receive them with each checkpoint."""
     count_flops: bool = False
-    """Report the operations of every iteration (`StepReport.flops`); not with tensor parallelism, where torch's counter
-    says nothing of parts."""
+    """Report the operations of every iteration (`StepReport.flops`). Not with tensor parallelism, because torch's
+    counter does not handle sharded operations."""
     timeout_s: float | None = None
-    """With replicas or divided layers: after which a rank that waits for another gives up; None: torch's own. On GPUs
-    also after which an iteration that comes to no further action has failed."""
+    """With replicas or divided layers, seconds after which a rank that waits for another one gives up. None is torch's
+    default. On GPUs, also the seconds without a further action after which an iteration fails."""
     loads: BatchLoads | None = None
-    """With replicas: what the samples of a batch weigh when they are divided, the same on every rank
-    (`pipeloom.packing.cost_loads`); None: their tokens."""
+    """With replicas, computes the load of each sample by which a batch is divided, the same on every rank
+    (`pipeloom.packing.cost_loads`). None counts tokens."""
     compare_contents: int = 0
-    """Of so many batches ranks compare what is in the samples too, not their ids and sizes alone; of a `Dataset`, whose
-    samples every rank loads in part, nothing more."""
+    """Number of first batches of which ranks compare the contents of samples, not only ids and sizes. No effect for a
+    `Dataset`, of whose samples every rank loads only parts."""
     transport: TransportName = "direct"
-    """``"host"``: messages by way of the host's memory, so that ranks may share a GPU; the default group serves that
-    by gloo."""
+    """``"host"`` sends messages through host memory, so that ranks may share a GPU. The default group must then serve
+    GPUs by gloo."""
     device: torch.device | str = "cpu"
-    """On which this process computes. On ``"cuda"`` messages go by NCCL, and the planner's setup says so with
-    ``backend="nccl"``; the default group must serve both, see `pipeloom.runtime.launch`."""
+    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planner's setup needs
+    ``backend="nccl"``. The default group must serve both devices, see `pipeloom.runtime.launch`."""
     autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype; the shapes that modules state must then have the
-    dtypes that come out of it."""
+    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
+    resulting dtypes."""
     workers: int = 2
-    """Threads of every rank that load samples of a `Dataset` ahead; 0: none."""
+    """Number of threads of every rank that load samples of a `Dataset` ahead. 0 loads without threads."""
     random_seed: int | None = 0
-    """Of what layers draw at random, see `ExecutorOptions`."""
+    """Seed of random numbers in layers, see `ExecutorOptions`."""
     shard: Sharding | None = None
-    """With replicas: ``"fsdp"`` holds parameters, gradients and optimiser state in shards over them (`fully_shard`);
-    None: every replica holds all of its layers."""
+    """With replicas, ``"fsdp"`` shards parameters, gradients and optimizer state over them (`fully_shard`). With None,
+    every replica holds all of its layers."""
     resumes: bool = False
-    """`Trainer.resume` will find a checkpoint: weights of layers on ``meta`` are not read from the model's folder."""
+    """Whether `Trainer.resume` will find a checkpoint. Weights of layers on ``meta`` are then not read from the model's
+    folder."""
 
     def __post_init__(self) -> None:
         for name in ("clip_norm", "timeout_s"):
@@ -159,34 +151,32 @@ class TrainerOptions:
 
 
 class Trainer:
-    """Trains a model over the processes of the default group: a pipeline, or several replicas of it.
+    """Trains a model over the processes of the default group: one pipeline or several replicas of it.
 
-    Every rank iterates the same batches; replicas (``layout.parallelism.data``) divide the samples of each, plan for
-    themselves, and sum their gradients; tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all run its
-    plan, on layers divided by `Module.parallelize`. One batch ahead is read, so that the planner plans iteration
-    ``i + 1`` while ``i`` runs.
+    Every rank iterates the same batches. Replicas (``layout.parallelism.data``) divide the samples of each batch, plan
+    for themselves, and sum their gradients. The tensor-parallel ranks (``layout.parallelism.tensor``) of a replica all
+    run its plan, on layers divided by `Module.parallelize`. Each batch is read one iteration ahead, so that the planner
+    plans iteration ``i + 1`` while ``i`` runs.
 
     Parameters
     ----------
     model : Model
-        Built alike on every rank; each trains the layers of its chunks.
-    layout : Layout
+        The model, built alike on every rank. Each rank trains the layers of its chunks.
     planner : PlanSource
-        Used on the first rank of each replica; the others receive its plans.
+        Used on the first rank of each replica. The others receive its plans.
     describe : callable or None
-        From one sample to its metadata, see `Describe`; None: the model's own, or batches are `Prefetched`.
+        Returns the metadata of a sample, see `Describe`. None uses the model's own, or the metadata of `Prefetched`
+        batches.
     optimizer : callable
-        From a rank's parameters to its optimiser; from pairs of name and parameter where its own first parameter is
+        Returns the optimizer of a rank's parameters. Receives pairs of name and parameter if its first parameter is
         called ``named_parameters``. Its groups keep their rates, which the scheduler scales.
     options : TrainerOptions
         Learning rate, clipping, checkpoints, device, precision, sharding.
 
     Attributes
     ----------
-    rank : int
-        Of this process in the default group.
     membership : Membership
-        Its pipeline rank, replica and groups.
+        Pipeline rank, replica and groups of this process.
     """
 
     def __init__(
@@ -199,11 +189,8 @@ class Trainer:
         optimizer: MakeOptimizer,
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
-        self.options, self.device = options, torch.device(options.device)
-        self._backend = BACKENDS[backend_of(self.device.type if options.transport == "direct" else "cpu")]
-        self.rank, self.membership = dist.get_rank(), join_groups(layout, options.timeout_s, self.device.type)
-        self._is_planner_rank = self.membership.is_planner_rank
-        self.model, self.layout = model, layout
+        self.options, self.model, self.layout = options, model, layout
+        self.membership = join_groups(layout, options.timeout_s, self.device.type)
         self._running = self._make_running()
         self._planner, self._describe = planner, describe or model.describe
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
@@ -223,46 +210,54 @@ class Trainer:
                 tensor_group=self.membership.tensor_group,
             ),
         )
-        trained = self._executor.trained_parameters()
-        self._parameters = [parameter for _, parameter in trained]
-        self._counted = counted_parameters(
-            self._executor.named_parameters(),
-            layout,
-            Position(self.membership.stage, self.membership.replica, self.membership.tensor_rank),
-            self._executor.held_before,
-        )
         if options.count_flops and layout.parallelism.tensor == 1:
             self._executor.flops = FlopCounts(layout)
-        self._optimizer = make_optimizer(optimizer, trained)
-        self._rates = Rates(options.scheduler, self._optimizer)
-        self._averages = None if options.ema_decay is None else Averages(trained, options.ema_decay)
+        self._update = WeightUpdate(
+            self._executor,
+            self.membership,
+            optimizer,
+            options.scheduler,
+            ema_decay=options.ema_decay,
+            clip_norm=options.clip_norm,
+        )
         self._evaluator: Evaluator | None = None
-        self._evaluations: tuple[tuple[int, float], ...] = ()
-        hosts = find_hosts()
-        # Of this replica's pipeline, nothing where there is one host.
-        pipeline = self.membership.collectives
-        members = range(len(hosts)) if pipeline is None else dist.get_process_group_ranks(pipeline)
-        self._hosts = tuple(hosts[each] for each in members) if max(hosts) else ()
-        self._calibrator = Calibrator(Correction(hosts=self._hosts))
-        self._learned_of = Replicas(layout)
-        self._clock = SharedClock(self.membership.collectives)
+        self._calibration = Calibration(layout, self.membership)
         self._saver = Saver(
-            options.checkpoints, self._executor, self._optimizer, self._averages, options.record, options.on_checkpoint
+            options.checkpoints,
+            self._executor,
+            self._update.optimizer,
+            self._update.averages,
+            options.record,
+            options.on_checkpoint,
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Device on which this process computes."""
+        return torch.device(self.options.device)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the default group."""
+        return dist.get_rank()
+
+    @property
+    def _backend(self) -> Backend:
+        return BACKENDS[backend_of(self.device.type if self.options.transport == "direct" else "cpu")]
+
     def _make_running(self) -> Model:
-        """Divide the layers of this rank, and give those that are on ``meta`` memory and weights."""
+        """Divide the layers of this rank, and give those on ``meta`` memory and weights."""
         here, shard, fill = self.membership, self.options.shard, not self.options.resumes
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
-        patience = Patience() if on_meta else None
+        barrier = Patience() if on_meta else None
         running = divide_model(self.model, self.layout, here.mesh, shard, self.device, fill=fill)
         give_weights(running, self.layout, here.stage, self.device, fill=fill)
-        if patience is not None:
-            patience.wait("reading the weights")
+        if barrier is not None:
+            barrier.wait("reading the weights")
         return running
 
     def _make_transport(self) -> Transport:
-        """What carries the messages of plans between the ranks of this replica."""
+        """Return the transport of plan messages between the ranks of this replica."""
         kind: type[TorchTransport] = BatchedTransport if self._backend.joins else TorchTransport
         if self.options.transport == "host":
             kind = HostTransport
@@ -273,113 +268,111 @@ class Trainer:
 
     @property
     def learned(self) -> Calibrator:
-        """What was learned of costs while training ran, on the first rank of each replica."""
-        return self._calibrator
+        """Corrections of costs learned during training, on the first rank of each replica."""
+        return self._calibration.calibrator
 
     def resume(self, learned: Calibrator | None = None) -> int:
-        """Read the newest checkpoint; all ranks call it together, before `run`.
+        """Load the newest checkpoint. All ranks call it together before `run`.
 
         Parameters
         ----------
         learned : Calibrator or None
-            Of another trainer of the same processes, whatever its layout; None: what the checkpoint has of it.
+            Corrections learned by another trainer of the same processes with any layout. None uses those of the
+            checkpoint.
 
         Returns
         -------
         int
-            The iteration to go on with; 0 where there is no checkpoint.
+            The iteration to resume at. 0 if there is no checkpoint.
 
         Raises
         ------
         InputError
-            When the checkpoint is of another model.
+            The checkpoint is of another model.
         """
         state = self._saver.load(must=self.options.resumes)
         if state is None:
             return 0
-        self._evaluations = state.evaluations
-        known = state.correction
-        # Ranks of another layout are others, and so are links of other hosts.
-        slowness = known.slowness if state.layout == self.layout.digest else ()
-        links = known.links if known.hosts == self._hosts else ()
-        correction = Correction(known.modules, known.link, slowness, self._hosts, links)
-        self._calibrator = learned or Calibrator(correction, state.num_measured)
+        self._update.rates.evaluations = state.evaluations
+        same_layout = state.layout == self.layout.digest
+        self._calibration.resume(state.correction, state.num_measured, learned, same_layout=same_layout)
         return state.iteration
 
     def skip_trained(self, batches: Iterable[Sequence[Any]], count: int) -> Iterator[Sequence[Any]]:
-        """Leave out batches that were trained before the checkpoint, the last of them being the newest trained.
+        """Skip batches that were trained before the checkpoint. The last of them is the most recently trained one.
 
         Raises
         ------
         InputError
-            When that one is not the batch that was trained then: the data has changed, and going on would train some
-            samples twice and others never.
+            The last skipped batch differs from the one trained then. The data has changed, and training would
+            repeat some samples and miss others.
         """
         source = iter(bound(batches, self.model))
-        return self._saver.skip_trained(source, count, lambda b, i: Coming(b, i, self._describe).digest)
+        return self._saver.skip_trained(source, count, lambda b, i: UpcomingBatch(b, i, self._describe).digest)
 
     def run(self, batches: Iterable[Sequence[Any]], first_iteration: int = 0) -> Iterator[StepReport]:
-        """Train on every batch, yielding a report after each.
+        """Train on every batch, and yield a report after each.
 
         A checkpoint is written after the report of its last iteration was taken.
 
         Parameters
         ----------
         batches : iterable of sequence of samples
-            Those of ``first_iteration`` and all later ones, the same on every rank.
+            The batches from ``first_iteration`` on, the same on every rank.
         first_iteration : int
-            After `resume`: what it returned.
+            The result of `resume`.
 
         Raises
         ------
         InputError
-            When a batch's metadata is impossible, or ranks have different batches; then on all of them.
+            The metadata of a batch are invalid, or ranks have different batches. Raised on all ranks.
         ExecutionError
-            When a rank cannot run its plan or another rank has died.
+            A rank cannot run its plan, or another rank is lost.
         """
-        # Where there are replicas, a batch is dealt while the one before it is planned.
-        ahead = Ahead(
+        # With replicas, a batch is assigned to them while the previous one is planned.
+        ahead = ReadAhead(
             bound(batches, self.model), first_iteration, self._describe, int(self.membership.num_replicas > 1)
         )
         iteration = first_iteration
         first: FirstPlan | None = FirstPlan()
-        same: SameBatch | None = None
-        self._rates.begin(first_iteration, self._evaluations)
+        comparison: BatchComparison | None = None
+        self._update.rates.begin(first_iteration)
+        is_planner_rank = self.membership.is_planner_rank
         try:
-            if self._is_planner_rank:
+            if is_planner_rank:
                 self._planner.start()
-            asked = self._submit(ahead.take(), (), ahead.following)
+            requested = self._submit(ahead.take(), (), ahead.following)
             while True:
                 begin = time.monotonic()
-                following = None if asked is None else ahead.take()
-                delivery = self._planner.collect(iteration) if self._is_planner_rank and asked is not None else None
+                following = None if requested is None else ahead.take()
+                delivery = self._planner.collect(iteration) if is_planner_rank and requested is not None else None
                 if first is not None:
                     first.wait()
                     first = None
-                if same is None:
-                    # The first plan may be waited for longer than a rank, so this comes after it.
-                    same = self._same_batch(asked, first_iteration)
-                same.check(iteration)
-                if asked is None:
+                if comparison is None:
+                    # Made after the first plan, which may take longer than the timeout of other waits.
+                    comparison = self._compare_batch(requested, first_iteration)
+                comparison.check(iteration)
+                if requested is None:
                     return
-                given = self._hand_out(asked.batch, delivery, iteration == first_iteration)
-                dealt = tell_dealing(delivery, iteration) if self.membership.num_replicas > 1 else ()
+                delivered = self._broadcast_plan(requested.batch, delivery, iteration == first_iteration)
+                assignment = broadcast_assignment(delivery, iteration) if self.membership.num_replicas > 1 else ()
                 iteration += 1
-                current, asked = asked, self._submit(following, dealt, ahead.following)
-                same = self._same_batch(asked, first_iteration)
-                report = self._step(current, delivery, given)
+                current, requested = requested, self._submit(following, assignment, ahead.following)
+                comparison = self._compare_batch(requested, first_iteration)
+                report = self._step(current, delivery, delivered)
                 yield replace(report, step_s=time.monotonic() - begin)
-                saved = self._saver.after(iteration, partial(self._state, current), is_last=asked is None)
-                if saved and asked is not None and self._ends_after(iteration):
-                    same.check(iteration)
+                saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
+                if saved and requested is not None and self._ends_after(iteration):
+                    comparison.check(iteration)
                     self._saver.end()
                     return
         except GeneratorExit:
-            # Whoever stops here wants what was trained.
+            # Complete the checkpoint when the caller stops early.
             try:
                 self._saver.end()
             except PipeloomError as error:
-                # Where the loop was left, Python would ignore the exception and print its traceback.
+                # Python would ignore an exception here and print its traceback.
                 _LOG.error("%s", error)
             raise
         finally:
@@ -387,7 +380,7 @@ class Trainer:
             self._executor.loader.close()
             if first is not None:
                 first.cancel()
-            if self._is_planner_rank:
+            if is_planner_rank:
                 self._planner.close()
 
     def evaluate(
@@ -399,45 +392,45 @@ class Trainer:
         most: int | None = None,
         averaged: bool = False,
     ) -> Evaluated:
-        """Measure the loss on other batches, forward only; all ranks call it together, between iterations.
+        """Compute the loss on other batches, forward only. All ranks call it together between iterations.
 
-        Training goes on as if it had not been: random states and the modes of layers are put back.
+        Training is not affected: random states and the modes of layers are restored.
 
         Parameters
         ----------
         batches : iterable of sequence of samples
-            The same on every rank.
+            The evaluation batches, the same on every rank.
         plan : callable
-            From a batch to a plan of its forwards, called on the first rank of each replica.
+            Returns a plan of a batch's forwards. Called on the first rank of each replica.
         iteration : int
-            How many iterations have been trained.
+            Number of iterations trained so far.
         most : int or None
-            How many batches are taken at most; None: all.
+            Largest number of batches to take. None takes all.
         averaged : bool
-            With the average of the weights in their place.
+            Whether to evaluate the averaged weights.
 
         Raises
         ------
         InputError
-            When there is no batch, ranks have different ones, or no average is kept.
+            There is no batch, ranks have different batches, or no average is kept.
         ExecutionError
-            When a rank cannot run its plan or another rank has died.
+            A rank cannot run its plan, or another rank is lost.
         """
         if self._evaluator is None:
             loads, described = self.options.loads, self._describe
             self._evaluator = Evaluator(self._executor, self.model, self.membership, described, loads)
-        if averaged and self._averages is None:
-            raise InputError("averaged", "is asked for, and no average is kept", "give options.ema_decay")
-        with nullcontext() if not averaged or self._averages is None else self._averages.in_place():
-            found = self._evaluator.run(batches, plan, iteration, most)
-        self._evaluations = (*self._evaluations, (iteration, found.loss))
-        self._rates.evaluated(found.loss)
-        return replace(found, weights="ema" if averaged else "trained")
+        averages = self._update.averages
+        if averaged and averages is None:
+            raise InputError("averaged", "is set, but no average is kept", "give options.ema_decay")
+        with nullcontext() if not averaged or averages is None else averages.in_place():
+            result = self._evaluator.run(batches, plan, iteration, most)
+        self._update.rates.evaluated(iteration, result.loss)
+        return replace(result, weights="ema" if averaged else "trained")
 
     def gather_model(self) -> None:
         """Give every rank the trained weights of all layers on the CPU, e.g. to evaluate the whole model.
 
-        After training: a layer that was on a GPU is there no more, and one that was shapes alone has memory.
+        Call it after training. It moves layers from the GPU to the CPU, and gives layers on ``meta`` memory.
         """
         with together("gathering the model"):
             gather_layers(self.model, self._running, self.layout, self.membership.stage)
@@ -450,82 +443,85 @@ class Trainer:
                         dist.broadcast(tensor.data, group=self.membership.collectives, group_src=chunk.rank)
 
     def save_pretrained(self, folder: Path | str, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write the trained weights into a folder that the model's own library reads; all processes call it together.
+        """Write the trained weights to a folder in the format of the model's own library. All processes call it
+        together.
 
-        For a model of `pipeloom.from_transformers` or `from_diffusers`: safetensors with the library's keys, its
-        configuration, and files of processor or pipeline of the folder that the model came from. Every rank
-        writes its own layers.
+        For models of `pipeloom.from_transformers` or `from_diffusers`. Writes safetensors with the library's keys, its
+        configuration, and processor or pipeline files from the model's original folder. Every rank writes its own
+        layers.
 
         Parameters
         ----------
         folder : path
-            New or empty; all processes share it.
+            A new or empty folder that all processes share.
         shard_bytes : int
-            Most bytes of one file.
+            Largest size of one file in bytes.
 
         Raises
         ------
         InputError
-            When the folder is not empty, or the model is of no library. Training can go on.
+            The folder is not empty, or the model is of no library. Training can continue.
         """
         writes = self.membership.replica == 0 and self.membership.tensor_rank == 0
         save_pretrained(self.model, self._executor, writes, Path(folder), shard_bytes)
 
-    def _same_batch(self, asked: _Asked | None, first_iteration: int) -> SameBatch:
-        if asked is None:
-            return SameBatch(None)
-        number = asked.batch.iteration - first_iteration
-        return SameBatch(asked.whole.compared(number < self.options.compare_contents))
+    def _compare_batch(self, requested: _PlanRequest | None, first_iteration: int) -> BatchComparison:
+        if requested is None:
+            return BatchComparison(None)
+        number = requested.batch.iteration - first_iteration
+        return BatchComparison(requested.whole.compared(number < self.options.compare_contents))
 
     def _ends_after(self, iteration: int) -> bool:
         return self.options.ends_after is not None and self.options.ends_after(iteration)
 
-    def _state(self, asked: _Asked) -> TrainerState:
-        """What a checkpoint after an iteration has of this trainer."""
+    def _state(self, requested: _PlanRequest) -> TrainerState:
+        """Return this trainer's part of a checkpoint after an iteration."""
         return TrainerState(
-            asked.batch.iteration + 1,
-            # Of all replicas together: their number may be another when training goes on.
-            asked.whole.digest,
+            requested.batch.iteration + 1,
+            # The digest covers all replicas, because their number may change when training resumes.
+            requested.whole.digest,
             self.layout.digest,
-            self._calibrator.num_measured,
-            self._calibrator.correction,
-            self._evaluations,
+            self.learned.num_measured,
+            self.learned.correction,
+            self._update.rates.evaluations,
             origin="" if self.model.pretrained is None else self.model.pretrained.origin,
         )
 
-    def _submit(self, whole: Coming | None, dealt: tuple[int, ...], following: Coming | None) -> _Asked | None:
-        """Ask for a plan of this replica's share, and on rank 0 how to deal the batch after it."""
+    def _submit(
+        self, whole: UpcomingBatch | None, assignment: tuple[int, ...], following: UpcomingBatch | None
+    ) -> _PlanRequest | None:
+        """Request a plan for this replica's share, and on rank 0 an assignment of the next batch to replicas."""
         if whole is None:
             return None
-        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, dealt)
+        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, assignment)
         own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
-        asked = _Asked(whole, own, whole.batch.part(mine), self._calibrator.correction)
-        if self._is_planner_rank:
-            deals = following is not None and len(following.samples) >= self.membership.num_replicas
-            if deals and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
-                # What is wrong with it is told by all ranks when its time has come.
+        request = _PlanRequest(whole, own, whole.batch.part(mine), self.learned.correction)
+        if self.membership.is_planner_rank:
+            assigns = following is not None and len(following.samples) >= self.membership.num_replicas
+            if assigns and following is not None and self.rank == 0 and isinstance(self._planner, LooksAhead):
+                # All ranks report an invalid batch when its iteration comes.
                 with suppress(InputError):
-                    self._planner.look_ahead(following.batch, self._learned_of.corrections)
-            self._planner.submit(asked.batch, asked.correction)
-        return asked
+                    self._planner.look_ahead(following.batch, self._calibration.replicas.corrections)
+            self._planner.submit(request.batch, request.correction)
+        return request
 
-    def _hand_out(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> HandedOut:
-        """The first rank hands its plan to all of its replica, to each its own actions."""
+    def _broadcast_plan(self, batch: Batch, delivery: Delivery | None, is_first: bool) -> DeliveredPlan:
+        """Send each rank of this replica its own actions of the plan."""
         if delivery is not None and is_first and self._backend.serial:
-            # Before the others have it, so that none begins what rank 0 refuses.
+            # Checked before the broadcast, so that no rank starts a plan that rank 0 rejects.
             _check_serial(delivery.answer)
         team = self.membership
         with together(f"iteration {batch.iteration}: the plan's delivery"):
             return hand_out(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
 
-    def _step(self, asked: _Asked, delivery: Delivery | None, given: HandedOut) -> StepReport:
-        batch, correction, packing = asked.batch, asked.correction, given.packing
+    def _step(self, request: _PlanRequest, delivery: Delivery | None, delivered: DeliveredPlan) -> StepReport:
+        batch, correction, packing = request.batch, request.correction, delivered.packing
         with user_code("num_targets"):
-            normaliser = count_targets(self.model, asked.whole.samples)
-        counts = self.membership.counts(asked.whole.batch)
+            normaliser = count_targets(self.model, request.whole.samples)
+        counts = self.membership.counts(request.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(given.plan, packing, asked.samples, normaliser=normaliser, counts=counts)
+            result = self._executor.run(delivered.plan, packing, request.samples, normaliser=normaliser, counts=counts)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
@@ -536,30 +532,29 @@ class Trainer:
         done = torch.tensor(
             0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64
         )
-        sums = torch.stack((loss, gradient_squares(self._counted, self.device).cpu(), done))
-        totals = torch.cat((sums, self._learned_of.row(self.membership, self._calibrator.correction)))
+        sums = torch.stack((loss, self._update.gradient_squares(), done))
+        replicas = self._calibration.replicas
+        totals = torch.cat((sums, replicas.row(self.membership, self.learned.correction)))
         with together(f"iteration {batch.iteration}: the sum of losses"):
             dist.all_reduce(totals)
         norm = totals[1].sqrt()
-        self._learned_of.take(totals[len(sums) :])
+        replicas.take(totals[len(sums) :])
         # Every rank has the same sums, so all of them stop here together.
         for what, value in (("loss", float(totals[0])), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
                 raise ExecutionError(
                     f"iteration {batch.iteration}: the {what} is {value}; lower the learning rate, clip the gradient, "
-                    "or look for the sample that does it"
+                    "or find the sample that causes it"
                 )
-        learning_rate = self._rates.now
-        self._update(norm)
+        learning_rate = self._update.rates.now
+        self._update.step(norm)
         with together(f"iteration {batch.iteration}: measured times"):
-            plan = given.plan if delivery is None else delivery.answer.plan
-            measured = gather_times(
-                plan, result.moments_ns, cpu_ns, self.membership.collectives, self._clock.offset_ns()
-            )
+            plan = delivered.plan if delivery is None else delivery.answer.plan
+            measured = self._calibration.gather(plan, result.moments_ns, cpu_ns)
         makespan, share, answer = 0, 0.0, None if delivery is None else delivery.answer
         if measured is not None and answer is not None:
             makespan, share = measured.makespan_ns(answer.plan), measured.bubble_share(answer.plan)
-            self._calibrator.learn(answer, correction, measured)
+            self.learned.learn(answer, correction, measured)
         return StepReport(
             iteration=batch.iteration,
             loss=float(totals[0]),
@@ -571,35 +566,24 @@ class Trainer:
             lead_s=0.0 if delivery is None else delivery.lead_s,
             reason="" if delivery is None else delivery.reason,
             answer=answer,
-            batch=batch if self._is_planner_rank else None,
+            batch=batch if self.membership.is_planner_rank else None,
             correction=correction,
-            replicas=self._learned_of.corrections,
+            replicas=replicas.corrections,
             measured=measured,
             learning_rate=learning_rate,
             flops=float(totals[2]),
-            num_tokens=sum(sample.sequence_tokens for sample in asked.whole.batch.samples),
-            num_skipped=getattr(asked.whole.samples, "num_skipped", 0),
+            num_tokens=sum(sample.sequence_tokens for sample in request.whole.batch.samples),
+            num_skipped=getattr(request.whole.samples, "num_skipped", 0),
         )
-
-    def _update(self, norm: torch.Tensor) -> None:
-        if self._optimizer is None:
-            return
-        if self.options.clip_norm is not None:
-            limit_gradients(self._parameters, norm, self.options.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._rates.step()
-        if self._averages is not None:
-            self._averages.update()
 
 
 def _check_serial(answer: Answer) -> None:
-    """Refuse a planner that makes plans for another backend; one plan shows it."""
+    """Raise `InputError` for a planner that plans for another backend. One plan is enough to detect it."""
     try:
         verify(answer.plan, serial=True)
     except PlanError as error:
         raise InputError(
             "planner",
-            f"makes plans that NCCL may not finish ({str(error).splitlines()[0]})",
+            f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
             'give its Setup backend="nccl"',
         ) from error

@@ -1,0 +1,54 @@
+"""The weight update of a rank: gradient norm, clipping, optimizer step, learning rates and averages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipeloom.runtime.checkpoint.ema import Averages
+from pipeloom.runtime.execute.executor import Executor
+from pipeloom.runtime.model.membership import Membership
+from pipeloom.runtime.model.reduce import Position, counted_parameters, gradient_squares, limit_gradients
+from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, make_optimizer
+
+
+class WeightUpdate:
+    """Updates the trained parameters of a rank. For the parameters see `Trainer` and `TrainerOptions`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        membership: Membership,
+        make: MakeOptimizer,
+        scheduler: MakeScheduler | None,
+        *,
+        ema_decay: float | None,
+        clip_norm: float | None,
+    ) -> None:
+        trained = executor.trained_parameters()
+        self.clip_norm, self.device = clip_norm, executor.device
+        self.parameters = [parameter for _, parameter in trained]
+        self.counted = counted_parameters(
+            executor.named_parameters(),
+            executor.layout,
+            Position(membership.stage, membership.replica, membership.tensor_rank),
+            executor.held_before,
+        )
+        self.optimizer = make_optimizer(make, trained)
+        self.rates = Rates(scheduler, self.optimizer)
+        self.averages = None if ema_decay is None else Averages(trained, ema_decay)
+
+    def gradient_squares(self) -> Tensor:
+        """Return the sum of squares of the gradients that count on this process, on the CPU."""
+        return gradient_squares(self.counted, self.device).cpu()
+
+    def step(self, norm: Tensor) -> None:
+        """Update the parameters and clear their gradients, whose norm over all ranks is ``norm``."""
+        if self.optimizer is None:
+            return
+        if self.clip_norm is not None:
+            limit_gradients(self.parameters, norm, self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.rates.step()
+        if self.averages is not None:
+            self.averages.update()
