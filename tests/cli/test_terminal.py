@@ -169,7 +169,7 @@ SLOW = ("train", "export", "profile", "calibrate", "planner")
 def test_no_argument_of_any_command_controls_the_terminal(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeloom.runtime.launch.processes.end_with_starter", lambda **_: None)
+    monkeypatch.setattr("pipeloom.forks.end_with_starter", lambda **_: None)
     for line in hostile_lines(command):
         code = run(line)
         told = capsys.readouterr()

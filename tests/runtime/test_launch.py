@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.
 
 STARTER = """
 import subprocess, sys
-child = "import time; from pipeloom.runtime.launch.processes import end_with_starter as end; "
+child = "import time; from pipeloom.forks import end_with_starter as end; "
 child += "end('gone'); print(1, flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child]).wait()
 """

@@ -20,10 +20,10 @@ is in the environment variable PIPELOOM_STORE_SECRET.
 
 def planner(store: str = typer.Option(..., help="Address of the trainer's store, HOST:PORT.")) -> None:
     from pipeloom.errors import PlannerError
+    from pipeloom.forks import end_with_starter
     from pipeloom.planner import serve
     from pipeloom.planner.process import STARTER, STORE_SECRET
     from pipeloom.runtime import TcpPlanStore
-    from pipeloom.forks import end_with_starter
 
     # The store shows only at its next use, after a search, that the trainer is gone.
     end_with_starter(starter=int(os.environ.get(STARTER, 0)))

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.forks import can_fork, environment, ignore_interrupts, interrupts_held
-from pipeloom.forks import end_with_starter as end_with_starter
+from pipeloom.forks import can_fork, end_with_starter, environment, ignore_interrupts, interrupts_held
 from pipeloom.forks import process as new_process
 from pipeloom.outputs import REMEDIES
 from pipeloom.printing import escape_logs
