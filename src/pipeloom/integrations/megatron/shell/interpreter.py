@@ -25,8 +25,10 @@ from pipeloom.integrations.megatron.shell.values import (
 MOST_ITERATIONS = 10_000
 MOST_DECISIONS = 100
 _HARMLESS = frozenset(
-    ": true echo mkdir rm cp mv ln touch ls cat wget curl tar unzip pip pip3 sleep chmod kill pkill killall tee wait "
-    "date ulimit git".split()
+    (
+        *(":", "true", "echo", "mkdir", "rm", "cp", "mv", "ln", "touch", "ls", "cat", "wget", "curl", "tar", "unzip"),
+        *("pip", "pip3", "sleep", "chmod", "kill", "pkill", "killall", "tee", "wait", "date", "ulimit", "git"),
+    )
 )
 """Programs that change nothing in the script that runs them, however they end."""
 

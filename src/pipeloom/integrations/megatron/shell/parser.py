@@ -6,28 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from pipeloom.integrations.megatron.shell.syntax import (
-    AndOr,
-    Assignment,
-    Case,
-    Command,
-    Condition,
-    Count,
-    Document,
-    For,
-    Function,
-    Group,
-    If,
-    Opaque,
-    Pipeline,
-    Redirected,
-    Sequence,
-    Simple,
-    Test,
-    Text,
-    While,
-    Word,
-)
+from pipeloom.integrations.megatron.shell import syntax
+from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Command, Condition, Sequence, Text, Word
 from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
 
 Token: TypeAlias = tuple[str, tuple[Word, ...]]
@@ -43,7 +23,7 @@ _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)", re.ASCII)
 _NAMED_FUNCTION = re.compile(r"[ \t]*([^\s();&|<>]+)[ \t]*(?:\([ \t]*\))?")
 _FILE_TESTS = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOS")
 _UNARY = frozenset((*_FILE_TESTS, "-z", "-n", "-v", "-o"))
-_BINARY = frozenset("= == != < > =~ -eq -ne -lt -le -gt -ge -nt -ot -ef".split())
+_BINARY = frozenset(("=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot", "-ef"))
 _TOKEN = re.compile(r"[;&|()<>]+|\S+")
 _IN_CONDITION = re.compile(r"&&|\|\||[()]|[<>](?!\()|!(?=[\s;&|()<>]|$)")
 
@@ -53,7 +33,7 @@ class Parser(WordReader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._documents: list[tuple[str, bool, Document]] = []
+        self._documents: list[tuple[str, bool, syntax.Document]] = []
 
     def script(self) -> Iterator[AndOr]:
         """Yield commands one by one. A syntax error is raised only where bash gets there."""
@@ -146,7 +126,7 @@ class Parser(WordReader):
             self.skip_lines()
             found.append((operator, self._pipeline()))
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> syntax.Pipeline:
         negated = False
         while (word := self._peek()) in ("!", "time"):
             self.at += len(word)
@@ -161,7 +141,7 @@ class Parser(WordReader):
             self.skip_lines()
             commands.append(self._command())
             self.skip_space()
-        return Pipeline(tuple(commands), negated)
+        return syntax.Pipeline(tuple(commands), negated)
 
     # ------------------------------------------------------------------ compound commands
 
@@ -172,7 +152,7 @@ class Parser(WordReader):
         silent = False
         while (streams := self._redirect()) is not None:
             silent |= streams[1]
-        return Redirected(found) if silent else found
+        return syntax.Redirected(found) if silent else found
 
     def _compound(self) -> Command | None:
         line, start, word = self.line(), self.at, self._peek()
@@ -185,7 +165,7 @@ class Parser(WordReader):
             case "if":
                 return self._if()
             case "while" | "until":
-                return While(self._list(), self._do(), word == "until")
+                return syntax.While(self._list(), self._do(), word == "until")
             case "for":
                 return self._for(line)
             case "case":
@@ -196,21 +176,21 @@ class Parser(WordReader):
                     raise self.fail("'function' has no name")
                 return self._function(found[1])
             case "[[":
-                return Test(line, self._condition())
+                return syntax.Test(line, self._condition())
             case "{":
-                return Group(self._block("}"), subshell=False)
+                return syntax.Group(self._block("}"), subshell=False)
         self.at = start
         if self.skip("(("):
             expression = self.arithmetic("))")
             if expression is not None:
-                return Test(line, expression)
+                return syntax.Test(line, expression)
             self.at = start
         if self.skip("("):
-            return Group(self.commands(")"), subshell=True)
+            return syntax.Group(self.commands(")"), subshell=True)
         found = self.take(_FUNCTION)
         return None if found is None else self._function(found[1])
 
-    def _if(self) -> If:
+    def _if(self) -> syntax.If:
         branches: list[tuple[Sequence, Sequence]] = []
         while True:
             condition = self._block("then")
@@ -220,7 +200,7 @@ class Parser(WordReader):
         if self._accept("else"):
             branches.append(((), self._list()))
         self._expect("fi")
-        return If(tuple(branches))
+        return syntax.If(tuple(branches))
 
     def _do(self) -> Sequence:
         self.skip_lines()
@@ -237,7 +217,7 @@ class Parser(WordReader):
                 raise self.fail("the header of 'for ((' is not closed")
             first, condition, step = (part or () for part in header)
             self._end_of_header()
-            return Count(line, (first, condition, step), self._do())
+            return syntax.Count(line, (first, condition, step), self._do())
         name = self.take(_ASSIGNMENT)
         if name is None:
             raise self.fail(f"{self._token()} is no name of a variable")
@@ -251,13 +231,13 @@ class Parser(WordReader):
                 words.append(self.word())
                 self.skip_space()
         self._end_of_header()
-        return For(name[1], None if words is None else tuple(words), self._do())
+        return syntax.For(name[1], None if words is None else tuple(words), self._do())
 
     def _end_of_header(self) -> None:
         self.skip_space()
         self.skip(";")
 
-    def _case(self, line: int) -> Case:
+    def _case(self, line: int) -> syntax.Case:
         self.skip_space()
         subject = self.word()
         self._expect("in")
@@ -265,7 +245,7 @@ class Parser(WordReader):
         while True:
             self.skip_lines()
             if self._accept("esac"):
-                return Case(line, subject, tuple(clauses))
+                return syntax.Case(line, subject, tuple(clauses))
             self.skip("(")
             patterns: list[Word] = []
             while not patterns or self.skip("|"):
@@ -280,12 +260,12 @@ class Parser(WordReader):
                 raise self.fail("'esac' is missing")
             clauses.append((tuple(patterns), body, end or ";;"))
 
-    def _function(self, name: str) -> Function:
+    def _function(self, name: str) -> syntax.Function:
         self.skip_lines()
         body = self._compound()
         if body is None:
             raise self.fail(f"the function {name} has no body")
-        return Function(name, body)
+        return syntax.Function(name, body)
 
     def _condition(self) -> Condition:
         """Read the rest of ``[[ ]]``, whose words, operators and patterns have rules of their own."""
@@ -315,7 +295,7 @@ class Parser(WordReader):
 
     # ------------------------------------------------------------------ simple commands
 
-    def _simple(self) -> Simple:
+    def _simple(self) -> syntax.Simple:
         line, start = self.line(), self.at
         assignments: list[Assignment] = []
         words: list[Word | Assignment] = []
@@ -339,7 +319,7 @@ class Parser(WordReader):
             raise self.fail("'(' is unexpected; quote it where it belongs to a value")
         if self.at == start:
             raise self._unexpected()
-        return Simple(line, tuple(assignments), tuple(words), stdin, silent)
+        return syntax.Simple(line, tuple(assignments), tuple(words), stdin, silent)
 
     def _index(self) -> Word | None:
         """Read an index behind its ``[``; return None where it is not closed."""
@@ -395,11 +375,11 @@ class Parser(WordReader):
             return (*target, Text("\n", quoted=True)), False
         if found[1] in ("<<", "<<-"):
             delimiter = re.sub(r"\\(.)|[\"']", r"\1", raw)
-            document = Document(literal=raw != delimiter)
+            document = syntax.Document(literal=raw != delimiter)
             self._documents.append((delimiter, found[1] == "<<-", document))
             return (document,), False
         if "<" in found[1]:
-            return (Opaque(f"< {raw}"),), False
+            return (syntax.Opaque(f"< {raw}"),), False
         return None, found[0][0] in ">&1"
 
     def _read_documents(self) -> None:
@@ -461,9 +441,9 @@ class _ConditionParser:
         if not words:
             raise Wrong("an operand is missing")
         negates = operator == "!" and len(words) > 1
-        if len(words) == 3 and self.text(1) in _BINARY and words[0] and words[2]:
-            if not (negates and self.at + 4 == len(self.tokens) and self.text(2) in _BINARY):
-                return self.test(self.text(1), 3, words[0] + words[2])
+        negates_binary = negates and self.at + 4 == len(self.tokens) and self.text(2) in _BINARY
+        if self.text(1) in _BINARY and len(words) == 3 and words[0] and words[2] and not negates_binary:
+            return self.test(self.text(1), 3, words[0] + words[2])
         if negates:
             self.at += 1
             return Condition("!", (self.primary(),))

@@ -21,7 +21,7 @@ from pipeloom.io.files import read_text
 MOST_CALLS = 40
 _MOST_SOURCED_BYTES = 1_000_000
 _ENVIRONMENTS = frozenset(
-    "activate conda.sh .bashrc bashrc .bash_profile .profile profile setvars.sh set_env.sh".split()
+    ("activate", "conda.sh", ".bashrc", "bashrc", ".bash_profile", ".profile", "profile", "setvars.sh", "set_env.sh")
 )
 """Files that are sourced for paths and libraries only."""
 

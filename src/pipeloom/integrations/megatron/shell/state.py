@@ -14,9 +14,12 @@ Array: TypeAlias = dict[str, str]
 """Elements by index. The indices of an indexed array are decimal numbers; the index "" stands for unknown elements."""
 
 _FROM_THE_SHELL = frozenset(
-    "HOME PWD OLDPWD USER LOGNAME PATH HOSTNAME HOSTTYPE OSTYPE MACHTYPE SHELL RANDOM SRANDOM SECONDS EPOCHSECONDS "
-    "EPOCHREALTIME UID EUID PPID BASHPID FUNCNAME BASH BASH_VERSION BASH_VERSINFO SHLVL SHELLOPTS BASHOPTS LANG TERM "
-    "BASH_COMMAND".split()
+    (
+        *("HOME", "PWD", "OLDPWD", "USER", "LOGNAME", "PATH", "HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "SHELL"),
+        *("RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "UID", "EUID", "PPID", "BASHPID"),
+        *("FUNCNAME", "BASH", "BASH_VERSION", "BASH_VERSINFO", "SHLVL", "SHELLOPTS", "BASHOPTS", "LANG", "TERM"),
+        "BASH_COMMAND",
+    )
 )
 """Variables that every shell has, with values of its own."""
 

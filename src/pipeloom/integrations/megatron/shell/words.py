@@ -5,16 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 
-from pipeloom.integrations.megatron.shell.syntax import (
-    Arithmetic,
-    Opaque,
-    Parameter,
-    Part,
-    Sequence,
-    Substitution,
-    Text,
-    Word,
-)
+from pipeloom.integrations.megatron.shell import syntax
+from pipeloom.integrations.megatron.shell.syntax import Parameter, Part, Sequence, Text, Word
 
 MOST_DEPTH = 40
 """Most levels of nested expansions and commands."""
@@ -116,11 +108,11 @@ class WordReader(ABC):
         parts: list[Part] = []
         start = self.at
         if self.skip("~"):
-            parts.append(Opaque("~", quoted=False))
+            parts.append(syntax.Opaque("~", quoted=False))
         elif self.starts("<(", ">(") and "(" in self.ends:
             self.at += 2
             self.commands(")")
-            parts.append(Opaque(self.text[start : self.at]))
+            parts.append(syntax.Opaque(self.text[start : self.at]))
         while self.char and self.char not in self.ends:
             if self.char == "\r" and self.text[self.at + 1 : self.at + 2] in ("\n", ""):
                 self.at += 1  # a file of Windows
@@ -184,11 +176,11 @@ class WordReader(ABC):
             if self.skip("$(("):
                 expression = self.arithmetic("))")
                 if expression is not None:
-                    return Arithmetic(expression, self.text[start : self.at], quoted)
+                    return syntax.Arithmetic(expression, self.text[start : self.at], quoted)
                 self.at = start
             if self.skip("$("):
                 body = self.commands(")")
-                return Substitution(body, self.text[start : self.at], quoted)
+                return syntax.Substitution(body, self.text[start : self.at], quoted)
             if self.starts("$["):
                 raise self.fail("$[ ] is not read; write $(( ))")
             if self.skip("${"):
@@ -208,7 +200,7 @@ class WordReader(ABC):
         inner = type(self)(re.sub(r'\\([$`\\"])' if quoted else r"\\([$`\\])", r"\1", found[1]))
         inner.depth = self.depth
         try:
-            return Substitution(inner.commands(""), found[0], quoted)
+            return syntax.Substitution(inner.commands(""), found[0], quoted)
         except SyntaxProblem as error:
             raise self.fail(error.problem, found.start()) from None
 
