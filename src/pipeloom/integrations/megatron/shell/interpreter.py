@@ -166,7 +166,7 @@ class Interpreter(SimpleCommands):
             shell._sequence(part.body)
 
         try:
-            self.status = self.subshell(run, output)
+            self.status = self.substituted = self.subshell(run, output)
             text = "".join(output).rstrip("\n")
         except Undetermined:
             text = self.unknowns.make(part.source, "output")

@@ -45,6 +45,8 @@ class SimpleCommands(Expansion):
         super().__init__(script, unknowns)
         self.started = started
         self.calls = self.loops = 0
+        self.substituted: Status = 0
+        """Status of the last command substitution, which is that of an assignment."""
 
     @abstractmethod
     def run(self, items: Iterable[syntax.AndOr]) -> Status:
@@ -67,8 +69,9 @@ class SimpleCommands(Expansion):
             return self._declare(declares[0], command.words[1:])
         arguments = self.fields([word for word in command.words if isinstance(word, tuple)])
         if not arguments:
-            self.status = self.status if command.words else 0
+            self.substituted = self.status if command.words else 0
             self._assign_all(command.assignments)
+            self.status = self.substituted
             return self.status
         kept: dict[str, str | Array | None] = {}
         for one in command.assignments:
