@@ -1,4 +1,4 @@
-"""What a search came to: now and best side by side, and the text to paste."""
+"""The result of a search: the current and the best setup, and the text to paste."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from pipeloom.spec.hardware import ClusterSpec
 
 @dataclass(frozen=True, eq=False)
 class MegatronAnswer:
-    """The pipeline as it is now, and the fastest that was found. All times are emulated.
+    """The current setup of a pipeline, and the fastest that was found. All times are emulated.
 
     Attributes
     ----------
-    run : MegatronRun
-    cluster : ClusterSpec
-    timing : Timing
     now, best : Timed
-        ``now`` may not fit into memory; ``best`` does.
+        ``best`` fits into memory; ``now`` may not.
     evaluations : int
-        Iterations that were simulated.
+        Number of simulated iterations.
     """
 
     run: MegatronRun
@@ -34,15 +31,15 @@ class MegatronAnswer:
 
     @property
     def gain(self) -> float:
-        """By how much the best is faster: time now over its time, less one."""
+        """Speedup of the best setup: the current time over its time, minus one."""
         return self.now.iteration_s / self.best.iteration_s - 1
 
     def arguments(self) -> tuple[str, ...]:
-        """Lines to write in place of `MegatronRun.replaced`: arguments, or fields where the source is a recipe."""
+        """Return the lines that replace `MegatronRun.replaced`: arguments, or fields if the source is a recipe."""
         return self.best.setup.fields if self.run.is_recipe else self.best.setup.arguments
 
     def document(self) -> dict[str, Any]:
-        """All of it for ``--json``."""
+        """Return the document of ``--json``."""
         return {
             "source": self.run.source,
             "cluster": self.cluster.name,

@@ -1,4 +1,4 @@
-"""Refuse files of other programs that were given in place of Megatron's arguments."""
+"""Reject files of other programs in place of Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ def check_form(source: str, text: str) -> None:
 
 
 def check_program(source: str, document: Mapping[Any, Any]) -> None:
-    """Raise `InputError` for settings of another program.
-
-    Raises
-    ------
-    InputError
-        Naming the program.
-    """
+    """Raise `InputError`, which names the program, for settings of another program."""
     kind = kind_of_settings(document)
     if kind in MODELS:
         raise InputError(source, f"is {kind}", f"pipeloom compare {source} reads it; or {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Bytes of gradients and optimizer states, as Megatron's arguments have their data types."""
+"""Read the bytes of gradients and optimizer states from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = {
     **dict.fromkeys(("fp8", "uint8"), 1),
 }
 _MOMENTS = {"sgd": 1, "lion": 1}
-"""Of an optimizer that does not have two for each parameter, as Adam has."""
+"""Moments per parameter of optimizers that do not have two, as Adam does."""
 
 
 def read_state(arguments: Arguments) -> StateBytes:
@@ -51,5 +51,5 @@ def _bytes(arguments: Arguments, name: str) -> int:
     text = arguments.text(name) or "fp32"
     number = _BYTES.get(text.removeprefix("torch."))
     if number is None:
-        raise arguments.refuse(name, f"{text!r} is none of fp32, bf16, fp16, fp8")
+        raise arguments.refuse(name, f"{text!r} is not one of fp32, bf16, fp16, fp8")
     return number

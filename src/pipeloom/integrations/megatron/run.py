@@ -1,4 +1,4 @@
-"""A run of Megatron as it is described now: model, degrees, batch, and how its pipeline is set up."""
+"""Read a run of Megatron from its arguments: model, parallelism, batch, and the current setup of the pipeline."""
 
 from __future__ import annotations
 
@@ -35,29 +35,26 @@ _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """What a source of Megatron's arguments says.
+    """A run of Megatron, read from its arguments.
 
     Attributes
     ----------
-    source : str
-    model : GptModel
-    degrees : Degrees
     micro_batch_size, global_batch_size : int
         Sequences of a microbatch, and of an iteration on all replicas.
     seq_length : int
         Tokens of every sequence.
     now : Setup
-        The pipeline as it is set up now.
+        The current setup of the pipeline.
     recomputable : tuple of str
-        Modules that selective recomputation can take here, and that hold something worth it.
+        Modules that selective recomputation supports here.
     rules : Rules
-        What Megatron accepts beside the other arguments.
+        Setups that other arguments exclude.
     replaced : tuple of str
-        Arguments that say how the pipeline is set up now.
+        Arguments of the current setup.
     is_recipe : bool
-        Whether the source is a recipe of Megatron Bridge, which has fields of a configuration.
+        Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
-        Arguments that were read; those that change nothing here; and what is emulated otherwise than it runs.
+        Arguments that were read; those without effect here; and what is emulated only approximately.
     """
 
     source: str
@@ -77,22 +74,22 @@ class MegatronRun:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica's iteration."""
+        """Number of microbatches of one replica in an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.degrees.data)
 
     @property
     def workload(self) -> Workload:
-        """One microbatch."""
+        """Workload of one microbatch."""
         return Workload((self.seq_length,) * self.micro_batch_size)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, multi-token prediction not counted."""
+        """Number of decoder layers, without multi-token prediction."""
         return len(self.model.blocks)
 
     @property
     def architecture(self) -> Architecture:
-        """The model as the emulator and other commands read it, decoder layers whole, all predictions one layer."""
+        """The model for the emulator and other commands; all prediction layers are one layer."""
         embedding, head = self.model.embedding, self.model.head
         layers: list[Layer] = [embedding, *(block.whole for block in self.model.blocks)]
         if self.model.predictors:
@@ -113,28 +110,28 @@ def read_megatron(
         A file: an argument list, a shell script that has one, Megatron-LM's YAML, or a saved recipe of Megatron
         Bridge; or the arguments themselves.
     num_devices : int or None
-        Devices of the job; None: what the source says (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
+        Number of devices; None to read it from the source (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
     default_devices : int or None
-        Where neither says; None: as many as one replica and the experts need.
+        Used if the number is unknown; None for as many as one replica and the experts need.
 
     Raises
     ------
     InputError
-        An argument that Megatron does not know, a size that is missing, degrees that contradict each other or the
-        number of devices, a layout of another model.
+        An argument is unknown to Megatron, a size is missing, degrees contradict each other or the number of devices,
+        or the layout is of another model.
     """
     arguments = read_arguments(source)
     check_rejected(arguments)
     degrees = _degrees(arguments, num_devices, default_devices)
     model = gpt_model(arguments, degrees.tensor)
     if degrees.pipeline < 2:
-        raise arguments.refuse("pipeline-model-parallel-size", "1 is no pipeline", "there is nothing to lay out")
+        raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
     micro = arguments.size("micro-batch-size")
     batch = arguments.size("global-batch-size", micro * degrees.data)
     if batch % (micro * degrees.data):
         raise arguments.refuse(
             "global-batch-size",
-            f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
+            f"{batch} is not a multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
     count = batch // (micro * degrees.data)
@@ -147,7 +144,7 @@ def read_megatron(
         ("tensor-model-parallel-size", degrees.tensor),
     ):
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
-            raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
+            raise arguments.refuse("seq-length", f"{length} is not a multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
     size = arguments.size(GROUP, degrees.pipeline)
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
@@ -174,7 +171,7 @@ def read_megatron(
 
 
 def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
-    """Modules that Megatron could recompute alone; without Transformer Engine it can none of these."""
+    """Return the modules that Megatron can recompute separately; none without Transformer Engine."""
     if arguments.text("transformer-impl") == "local":
         return ()
     found = ["layernorm"]
@@ -230,7 +227,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
 
 
 def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbatches: int) -> None:
-    """Refuse what Megatron's schedules refuse."""
+    """Reject setups that Megatron's schedules reject."""
     if now.virtual > 1:
         entity = f"{arguments.source}: {arguments.label(GROUP)}"
         remedy = "use a larger --global-batch-size"
@@ -243,7 +240,7 @@ def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbat
     if now.recompute.granularity == "full" and rules.full:
         raise arguments.refuse(rules.full, "does not go with full recomputation", "leave one")
     for module in now.recompute.modules:
-        # What a graph can recompute depends on its scope: a run that recomputes now is taken to work.
+        # What a graph can recompute depends on its scope, so the current recomputation is assumed to work.
         if module in rules.modules and "graph" not in rules.modules[module]:
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 

@@ -22,7 +22,7 @@ REMEDY = "give the final argument list in a text file"
 
 
 @dataclass(frozen=True, slots=True)
-class StartedWord:
+class ProgramWord:
     """An argument of a program, in which unknown parts stand as the script writes them.
 
     ``unknown`` is what is unknown of it. ``gone`` is a variable behind it that is not set, and leaves no word.
@@ -34,11 +34,11 @@ class StartedWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class Program:
     """A program that the script starts."""
 
     line: int
-    words: tuple[StartedWord, ...]
+    words: tuple[ProgramWord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,20 @@ class Path:
     ----------
     decisions : mapping
         What was decided without being known, and which way was taken.
-    started : list of Started
+    started : list of Program
         The programs that the script starts on this way, in order.
     unset : mapping
         Variables that were read as empty since the script does not set them, with the line.
     """
 
     decisions: dict[Unknown, int]
-    started: list[Started]
+    started: list[Program]
     unset: dict[str, int]
     ended: int = 0
     """Line of the ``exit`` that ended the script; 0 where none did."""
 
 
-def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[Path]:
+def follow(source: str, text: str, succeeds: Callable[[Program], bool]) -> list[Path]:
     """Return every way through a script.
 
     Parameters
@@ -95,14 +95,14 @@ def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[
     return found
 
 
-def list_words(source: str, text: str) -> tuple[StartedWord, ...]:
+def list_words(source: str, text: str) -> tuple[ProgramWord, ...]:
     """Return the words of an argument list, in which brackets and bars are characters."""
     _check_text(source, text)
     unknowns = Unknowns()
     shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: False)
     parser = Parser(text)
     parser.ends = " \t\n"
-    found: list[StartedWord] = []
+    found: list[ProgramWord] = []
     with _input_errors(source, unknowns):
         parser.skip_lines()
         while parser.char:
@@ -137,14 +137,14 @@ def _input_errors(source: str, unknowns: Unknowns) -> Iterator[None]:
 
 
 def _follow(
-    source: str, items: Iterable[AndOr], unknowns: Unknowns, choices: Choices, succeeds: Callable[[Started], bool]
+    source: str, items: Iterable[AndOr], unknowns: Unknowns, choices: Choices, succeeds: Callable[[Program], bool]
 ) -> Path:
-    started: list[Started] = []
+    started: list[Program] = []
     trainings = 0
 
     def record(line: int, arguments: list[str]) -> bool:
         nonlocal trainings
-        started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
+        started.append(Program(line, tuple(_word(word, unknowns) for word in arguments)))
         if not succeeds(started[-1]):
             return False
         trainings += 1
@@ -163,7 +163,7 @@ def _follow(
     return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected), ended)
 
 
-def _word(word: str, unknowns: Unknowns) -> StartedWord:
+def _word(word: str, unknowns: Unknowns) -> ProgramWord:
     gone: Unknown | None = None
     unknown: Unknown | None = None
     for one in unknowns.within(word):
@@ -171,4 +171,4 @@ def _word(word: str, unknowns: Unknowns) -> StartedWord:
             gone = one
         elif unknown is None or one.kind == "list":
             unknown = one
-    return StartedWord(unknowns.shown(word), unknown, gone)
+    return ProgramWord(unknowns.shown(word), unknown, gone)
