@@ -124,7 +124,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _num_stages(parallelism: Any, num_ranks: int, num_layers: int) -> int:
-    """Return torchtitan's number of stages: by layers per stage; else one per rank, or two if a schedule has several."""
+    """Return torchtitan's number of stages: by layers per stage; else one per rank, two if interleaved."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     per_stage = parallelism.pipeline_parallel_layers_per_stage

@@ -71,8 +71,8 @@ class _Evaluator:
     def evaluate(self, node: Condition) -> bool | Unknown:
         self.shell.unknowns.charge()
         if node.operator == "!":
-            found = self.evaluate(node.nodes[0])
-            return negated(found) if isinstance(found, Unknown) else not found
+            opposite = self.evaluate(node.nodes[0])
+            return negated(opposite) if isinstance(opposite, Unknown) else not opposite
         if node.nodes:
             decided = node.operator in ("||", "-o")
             results: list[bool | Unknown] = []
@@ -81,18 +81,15 @@ class _Evaluator:
                 if results[-1] is decided and not self.integers:
                     break
             return any_true(results, decided)
-        words = [self.shell.string(word) for word in node.words]
+        first, *others = words = [self.shell.string(word) for word in node.words]
         try:
-            found = self.unary(node.operator, words[0]) if len(words) == 1 else self.binary(node, *words)
+            found = self.binary(node, first, others[0]) if others else self.unary(node.operator, first)
         except arithmetic.Failure as error:
             raise Wrong(str(error)) from None
         except Undetermined:
             found = None
-        if found is None:
-            return unknown_test(
-                self.shell, *((node.operator, *words) if len(words) == 1 else (words[0], node.operator, words[1]))
-            )
-        return found
+        words.insert(len(others), node.operator)
+        return unknown_test(self.shell, *words) if found is None else found
 
     def unary(self, operator: str, word: str) -> bool | None:
         """Test one word; return None where only a running shell knows."""

@@ -225,7 +225,7 @@ class Expansion(State):
             text = self.unknowns.make(error.unknown.source, "list") if is_list else self.unknowns.derive(error.unknown)
             return [(text, part.quoted)]
         if mark == "pieces":
-            return list(values)
+            return [value for value in values if not isinstance(value, str)]
         texts = [value if isinstance(value, str) else "" for value in values]
         if not mark:
             return [(self._one_word(texts[0], part.quoted and part.index is None), part.quoted)]
@@ -305,7 +305,7 @@ class Expansion(State):
     def _slice(self, part: Parameter, values: list[str]) -> list[str]:
         offset, length = self._offsets(part)
         self._check_count(values)
-        numbers = map(int, self.keys(part.name)) if part.name not in "@*" else itertools.count()
+        numbers: Iterable[int] = map(int, self.keys(part.name)) if part.name not in "@*" else itertools.count()
         values = [self.script, *values] if part.name in "@*" else values
         numbered = list(zip(numbers, values, strict=False))
         if offset < 0:

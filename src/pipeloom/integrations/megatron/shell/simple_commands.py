@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.shell import syntax
@@ -223,7 +224,7 @@ class SimpleCommands(Expansion):
             self.write(self.unknowns.derive(error.unknown))
             return Unknown(f"{name} {error.unknown.source}", self.unknowns.line, "text")
 
-    def _jump(self, name: str, rest: list[str]) -> None:
+    def _jump(self, name: str, rest: list[str]) -> NoReturn:
         try:
             number = int(self.unknowns.known(rest[0])) if rest else None
         except Undetermined as error:
