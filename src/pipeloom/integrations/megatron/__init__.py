@@ -5,9 +5,8 @@
 `MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed.
 """
 
-from pipeloom.integrations.megatron.answer import MegatronAnswer
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
-from pipeloom.integrations.megatron.search import best_layout
+from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.integrations.megatron.timing import Timed, Timing
 

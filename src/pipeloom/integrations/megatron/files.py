@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
+from pipeloom.integrations.foreign import MODELS, SUFFIXES, json_document, kind_of_settings
 from pipeloom.integrations.megatron.arguments import JOINED, Argument, Arguments, UnknownText, check_known
 from pipeloom.integrations.megatron.effects import known_fields, known_names
-from pipeloom.integrations.megatron.foreign import check_form, check_program
 from pipeloom.integrations.megatron.launches import argument_words, assumed, launches, merged
 from pipeloom.integrations.megatron.shell.paths import list_words
 from pipeloom.integrations.megatron.yaml_files import read_yaml
@@ -76,6 +76,7 @@ _INVERTED = {
 _REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
 """Arguments for the values false and true of the field ``grad_reduce_in_fp32``."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_REMEDY = "give Megatron's arguments: a text file, a shell script, or YAML of Megatron-LM or Megatron Bridge"
 
 
 def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
@@ -93,10 +94,39 @@ def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
         text = read_text(path)
     except InputError as error:
         raise InputError(error.entity, error.problem, "give a file of Megatron's arguments") from error
-    check_form(str(source), text)
+    _check_form(str(source), text)
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(str(source), text)
     return _from_text(str(source), text)
+
+
+def _check_form(source: str, text: str) -> None:
+    """Raise `InputError` for a file that cannot hold Megatron's arguments, by its name or as JSON."""
+    suffix = Path(source).suffix.lower()
+    if suffix == ".py":
+        recipe = "save a recipe of Megatron Bridge with ConfigContainer.to_yaml, or give the argument list"
+        raise InputError(source, f"is {SUFFIXES[suffix]}", recipe)
+    if suffix == ".toml":
+        remedy = "pipeloom compare MODEL --now FILE reads torchtitan's"
+        raise InputError(source, "is TOML, in which Megatron has no arguments", remedy)
+    if suffix in SUFFIXES:
+        raise InputError(source, f"is {SUFFIXES[suffix]}, not a list of arguments", _REMEDY)
+    if suffix != ".json" and not text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return
+    document = json_document(text)
+    if isinstance(document, dict):
+        _check_program(source, document)
+    if document is not None or suffix == ".json":
+        raise InputError(source, "is JSON, in which Megatron has no arguments", _REMEDY)
+
+
+def _check_program(source: str, document: Mapping[Any, Any]) -> None:
+    """Raise `InputError`, which names the program, for settings of another program."""
+    kind = kind_of_settings(document)
+    if kind in MODELS:
+        raise InputError(source, f"is {kind}", f"pipeloom compare {source} reads it; or {_REMEDY}")
+    if kind:
+        raise InputError(source, f"is {kind}, not of Megatron", _REMEDY)
 
 
 # ------------------------------------------------------------------ argument lists
@@ -170,7 +200,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
     document = read_yaml(source, text)
     if not isinstance(document, dict):
         raise InputError(source, "is not a table of settings", "give a recipe, or an argument list")
-    check_program(source, document)
+    _check_program(source, document)
     listed = document.get("MODEL_ARGS")
     if isinstance(listed, dict):
         return _checked(source, _given(_argument_words(listed)))
