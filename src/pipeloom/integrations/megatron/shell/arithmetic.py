@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from typing import Protocol
 
+from pipeloom.integrations.megatron.shell.state import State
 from pipeloom.integrations.megatron.shell.values import Refusal
 
 _TOKEN = re.compile(
@@ -24,22 +24,12 @@ class Failure(Exception):
     """The expression is wrong; bash prints a message and the command fails."""
 
 
-class Variables(Protocol):
-    """Where names get their values."""
-
-    def get_number(self, name: str, index: str | None) -> str:
-        """Return the text of a variable or element; empty where it is not set."""
-
-    def set_number(self, name: str, index: str | None, value: int) -> None:
-        """Assign to a variable or element."""
-
-
 def wrapped(number: int) -> int:
     """Return a number as 64 bits hold it."""
     return (number + 2**63) % 2**64 - 2**63
 
 
-def evaluate(text: str, variables: Variables, line: int, depth: int = 0) -> int:
+def evaluate(text: str, variables: State, line: int, depth: int = 0) -> int:
     """Return the value of an expression.
 
     Raises
@@ -59,7 +49,7 @@ def evaluate(text: str, variables: Variables, line: int, depth: int = 0) -> int:
 class _Evaluator:
     """Evaluates by recursive descent; parts that bash skips are read with ``live`` false."""
 
-    def __init__(self, text: str, variables: Variables, line: int, depth: int) -> None:
+    def __init__(self, text: str, variables: State, line: int, depth: int) -> None:
         self.variables, self.line, self.depth = variables, line, depth
         self.tokens: list[str] = []
         self.at = self.nested = self.start = 0
@@ -148,7 +138,7 @@ class _Evaluator:
             value = self.assignment(live)
             if live:
                 value = value if assigns == "=" else _apply(assigns[:-1], self.number(*target), value)
-                self.variables.set_number(*target, value)
+                self.assign(target, value)
             return value
         step = self.take("++", "--")
         return self.step(target, step, live)[0] if step else self.number(*target) if live else 0
@@ -172,8 +162,11 @@ class _Evaluator:
             return 0, 0
         old = self.number(*target)
         new = wrapped(old + (1 if symbol == "++" else -1))
-        self.variables.set_number(*target, new)
+        self.assign(target, new)
         return old, new
+
+    def assign(self, target: tuple[str, str | None], value: int) -> None:
+        self.variables.set(target[0], str(value), target[1])
 
     def number(self, name: str, index: str | None) -> int:
         text = self.variables.get_number(name, index)

@@ -385,17 +385,14 @@ class Parser(WordReader):
     def _read_documents(self) -> None:
         """Read the bodies of here-documents whose line has just ended."""
         for delimiter, tabs, document in self._documents:
-            body = []
-            while self.at < len(self.text):
-                end = self.text.find("\n", self.at)
-                end = len(self.text) if end < 0 else end
-                line = self.text[self.at : end]
-                line = line.lstrip("\t") if tabs else line
-                self.at = min(end + 1, len(self.text))
-                if line.removesuffix("\r") == delimiter:
-                    break
-                body.append(f"{line}\n")
-            document.text = "".join(body)
+            indent = r"\t*" if tabs else ""
+            last = re.compile(rf"^{indent}{re.escape(delimiter)}\r?$\n?|\Z", re.MULTILINE)
+            end = last.search(self.text, self.at)
+            assert end is not None
+            body = self.text[self.at : end.start()]
+            body = body if body.endswith("\n") or not body else f"{body}\n"
+            document.text = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if tabs else body
+            self.at = end.end()
         self._documents.clear()
 
 

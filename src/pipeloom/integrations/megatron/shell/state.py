@@ -146,17 +146,11 @@ class State:
             if value is not None:
                 self.variables[name] = value
 
-    # ------------------------------------------------------------------ arithmetic
-
     def get_number(self, name: str, index: str | None) -> str:
-        """As `arithmetic.Variables` has it."""
+        """Return the text of a variable or element in an expression; empty where it is not set."""
         self.unknowns.charge()
         value = self.get(name, index)
         return self.unknowns.known(self.missing(f"${name}") if value is None else value).strip()
-
-    def set_number(self, name: str, index: str | None, value: int) -> None:
-        """As `arithmetic.Variables` has it."""
-        self.set(name, str(value), index)
 
     def write(self, text: str) -> None:
         """Print a text."""
