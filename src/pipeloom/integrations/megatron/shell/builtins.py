@@ -41,7 +41,9 @@ def _printf(shell: Expansion, arguments: list[str]) -> Status:
     except Undetermined as error:
         text = shell.unknowns.derive(error.unknown)
     except ValueError:
-        raise Refusal(shell.unknowns.line, f"printf {shell.unknowns.shown(arguments[0])[:40]!r} is not read") from None
+        raise Refusal(
+            shell.unknowns.line, f"printf {shell.unknowns.shown(arguments[0])[:40]!r} is not supported"
+        ) from None
     if target is None:
         shell.write(text)
         return 0
@@ -167,7 +169,7 @@ def _let(shell: Expansion, arguments: list[str]) -> Status:
 
 def _getopts(shell: Expansion, arguments: list[str]) -> Status:
     if len(arguments) > 2 or shell.positional:
-        raise Refusal(shell.unknowns.line, "getopts with arguments is not read")
+        raise Refusal(shell.unknowns.line, "getopts with arguments is not supported")
     shell.set(arguments[1], "?")
     return 1
 
@@ -183,7 +185,7 @@ def _dirname(shell: Expansion, arguments: list[str]) -> Status:
 def _basename(shell: Expansion, arguments: list[str]) -> Status:
     words = [shell.unknowns.without_unset(word) for word in arguments if word != "--"]
     if words and words[0].startswith("-"):
-        raise Refusal(shell.unknowns.line, "basename with options is not read")
+        raise Refusal(shell.unknowns.line, "basename with options is not supported")
     if not 1 <= len(words) <= 2:
         return 1
     name = words[0].rstrip("/").rsplit("/", 1)[-1]
@@ -202,7 +204,7 @@ def _path(shell: Expansion, arguments: list[str]) -> Status:
 def _seq(shell: Expansion, arguments: list[str]) -> Status:
     numbers = [shell.unknowns.known(word) for word in arguments]
     if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"-?\d{1,15}", number) for number in numbers):
-        raise Refusal(shell.unknowns.line, f"seq {' '.join(numbers)[:40]} is not read")
+        raise Refusal(shell.unknowns.line, f"seq {' '.join(numbers)[:40]} is not supported")
     first, *middle, last = map(int, numbers if len(numbers) > 1 else ["1", *numbers])
     step = middle[0] if middle else 1
     if step == 0:
@@ -216,7 +218,7 @@ def _seq(shell: Expansion, arguments: list[str]) -> Status:
 def _expr(shell: Expansion, arguments: list[str]) -> Status:
     words = [shell.unknowns.known(word) for word in arguments]
     if not all(re.fullmatch(r"-?\d+|[-+*/%()]", word) for word in words):
-        raise Refusal(shell.unknowns.line, f"expr {' '.join(words)[:40]} is not read")
+        raise Refusal(shell.unknowns.line, f"expr {' '.join(words)[:40]} is not supported")
     value = _calculated(shell, " ".join(words))
     shell.write(f"{value}\n")
     return int(value == 0)
@@ -258,7 +260,7 @@ def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Sta
         if set(word[1:]) & set("dnNu"):
             stdin = None
     if not all(map(is_name, names + [array] * bool(array))):
-        raise Refusal(shell.unknowns.line, "read into an element of an array is not read")
+        raise Refusal(shell.unknowns.line, "read into an element of an array is not supported")
     text = None if stdin is None else shell.unknowns.without_unset(shell.string(stdin))
     if text is None or (not raw and "\\" in text) or has_unknown(text):
         for name in names or ["REPLY"]:

@@ -126,7 +126,7 @@ class _Evaluator:
         if not self.integers:
             return arithmetic.evaluate(text, self.shell, self.shell.unknowns.line)
         if re.fullmatch(r"\s*[-+]?\d{1,19}\s*", text) is None:
-            raise Wrong(f"{text[:40]!r} is no integer")
+            raise Wrong(f"{text[:40]!r} is not an integer")
         return int(text)
 
     def regex(self, text: str, expression: str) -> bool | None:

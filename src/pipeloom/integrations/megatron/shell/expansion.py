@@ -74,7 +74,7 @@ class Expansion(State):
         pattern = "".join(found)
         self.unknowns.check_length(len(pattern))
         if re.search(r"(?:^|[^\\])[@?*+!]\(", pattern) and not is_regex:
-            raise Refusal(self.unknowns.line, "extended patterns such as @(a|b) are not read")
+            raise Refusal(self.unknowns.line, "extended patterns such as @(a|b) are not supported")
         return pattern
 
     def number(self, word: Word) -> int:
@@ -104,7 +104,7 @@ class Expansion(State):
         """Return the index of an element."""
         if name in self.associative:
             return self.unknowns.known(self.string(word))
-        return str(self.needed_number(word, f"the index of {name} is no number"))
+        return str(self.needed_number(word, f"the index of {name} is not a number"))
 
     def _pieces(self, word: Word) -> list[Piece]:
         found: list[Piece] = []
@@ -157,7 +157,7 @@ class Expansion(State):
                 if i % 2 == 0:
                     current = (current or "") + text if text else current
                     continue
-                # A separator that is no blank ends a field even where it is empty.
+                # A separator other than a blank ends a field even where it is empty.
                 if current is not None or text.strip(" \t\n"):
                     found.append((current or "", made))
                 current, made = None, False
@@ -279,7 +279,7 @@ class Expansion(State):
         text = self.unknowns.known(name or "")
         found = _INDIRECT.fullmatch(text)
         if found is None:
-            raise Refusal(self.unknowns.line, f"{part.source} names {text!r}, which is no variable")
+            raise Refusal(self.unknowns.line, f"{part.source} names {text!r}, which is not a variable")
         return replace(part, name=found[1], index=None if found[2] is None else (Text(found[2], False),), prefix="")
 
     def _default(self, part: Parameter, value: str | None, index: str | None) -> list[Piece] | None:
@@ -341,7 +341,7 @@ class Expansion(State):
             change = str.upper if operator[0] == "^" else str.lower
             return change(text) if len(operator) == 2 else change(text[:1]) + text[1:]
         if operator != ":":
-            raise Refusal(self.unknowns.line, f"{part.source} is not read")
+            raise Refusal(self.unknowns.line, f"{part.source} is not supported")
         offset, length = self._offsets(part)
         if offset < 0:
             offset += len(text)

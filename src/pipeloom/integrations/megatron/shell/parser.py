@@ -159,7 +159,7 @@ class Parser(WordReader):
         if word in _ENDERS:
             raise self._unexpected()
         if word in ("select", "coproc"):
-            raise self.fail(f"{word!r} is not read")
+            raise self.fail(f"{word!r} is not supported")
         self.at += len(word)
         match word:
             case "if":
@@ -220,7 +220,7 @@ class Parser(WordReader):
             return syntax.Count(line, (first, condition, step), self._do())
         name = self.take(_ASSIGNMENT)
         if name is None:
-            raise self.fail(f"{self._token()} is no name of a variable")
+            raise self.fail(f"{self._token()} is not a variable name")
         self.at = name.end(1)
         words = None
         self.skip_lines()
@@ -284,7 +284,7 @@ class Parser(WordReader):
                 if not word:
                     raise self._unexpected(" in [[ ]]")
                 if self.char == "(":
-                    raise self.fail("extended patterns such as @(a|b) are not read")
+                    raise self.fail("extended patterns such as @(a|b) are not supported")
                 plain = word[0].text if isinstance(word[0], Text) and not word[0].quoted and len(word) == 1 else ""
                 tokens.append((plain, (word,)))
             self.skip_lines()

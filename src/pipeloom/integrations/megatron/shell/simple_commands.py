@@ -99,7 +99,7 @@ class SimpleCommands(Expansion):
         self.unknowns.charge()
         if one.items is not None:
             if one.index is not None:
-                raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not read")
+                raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not supported")
             self._assign_items(one, one.items)
             return
         try:
@@ -144,7 +144,7 @@ class SimpleCommands(Expansion):
                 if text[:1] in ("-", "+"):
                     options |= set(text[1:])
                     if options & set("nlu"):
-                        raise Refusal(self.unknowns.line, f"{kind} {text} is not read")
+                        raise Refusal(self.unknowns.line, f"{kind} {text} is not supported")
                 elif is_name(name):
                     self._declare_one(kind, name, options)
                     if options & set("aA"):
@@ -165,7 +165,7 @@ class SimpleCommands(Expansion):
 
     def _as_integer(self, one: Assignment) -> Assignment:
         try:
-            value = str(self.needed_number(one.value, f"the value of {one.name} is no number"))
+            value = str(self.needed_number(one.value, f"the value of {one.name} is not a number"))
         except Undetermined as error:
             return Assignment(one.name, one.append, one.index, (syntax.Opaque(error.unknown.source),))
         return Assignment(one.name, one.append, one.index, (Text(value, quoted=True),))

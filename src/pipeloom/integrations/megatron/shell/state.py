@@ -120,7 +120,7 @@ class State:
             return [] if found is None else ["0"]
         self.unknowns.charge(len(found) // 10)
         if name in self.associative and len(found) > 1:
-            raise Refusal(self.unknowns.line, f"the order of the elements of {name} is bash's own")
+            raise Refusal(self.unknowns.line, f"the order of the elements of {name} is up to bash")
         return list(found) if name in self.associative else sorted(found, key=lambda key: int(key or 0))
 
     def set(self, name: str, value: str, index: str | None = None) -> None:

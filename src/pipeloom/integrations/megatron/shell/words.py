@@ -182,7 +182,7 @@ class WordReader(ABC):
                 body = self.commands(")")
                 return syntax.Substitution(body, self.text[start : self.at], quoted)
             if self.starts("$["):
-                raise self.fail("$[ ] is not read; write $(( ))")
+                raise self.fail("$[ ] is not supported; write $(( ))")
             if self.skip("${"):
                 return self._braced(start, quoted)
         finally:
@@ -229,7 +229,7 @@ class WordReader(ABC):
         prefix = self.take(_PREFIX)
         name = self.take(_PARAMETER)
         if name is None:
-            raise self.fail(f"{self.text[start : start + 20]} is not read", start)
+            raise self.fail(f"{self.text[start : start + 20]} is not supported", start)
         index: Word | None = None
         if self.skip("["):
             index = self.operand("]", quoted=False)
