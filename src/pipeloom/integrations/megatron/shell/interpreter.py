@@ -35,31 +35,29 @@ _HARMLESS = frozenset(
 
 @dataclass(slots=True)
 class Choices:
-    """Which way is taken where a decision depends on something unknown.
+    """Decisions that depend on something unknown, and whether each was taken as true.
 
-    ``made`` has, for each decision, what decides, among how many ways, and which was taken.
+    The first ones follow ``prefix``; all others are taken as true.
     """
 
-    prefix: tuple[int, ...] = ()
-    made: list[tuple[Unknown, int, int]] = field(default_factory=list)
+    prefix: tuple[bool, ...] = ()
+    made: dict[Unknown, bool] = field(default_factory=dict)
 
-    def take(self, unknown: Unknown, alternatives: int) -> int:
-        """Take an alternative; the same question has the same answer."""
-        for asked, _, taken in self.made:
-            if asked == unknown:
-                return taken
-        if len(self.made) == MOST_DECISIONS:
-            raise WorkLimit(unknown.line, f"more than {MOST_DECISIONS} decisions depend on something unknown")
-        taken = self.prefix[len(self.made)] if len(self.made) < len(self.prefix) else 0
-        self.made.append((unknown, alternatives, taken))
-        return taken
+    def take(self, unknown: Unknown) -> bool:
+        """Decide whether an unknown status is a success; the same question has the same answer."""
+        if unknown not in self.made:
+            number = len(self.made)
+            if number == MOST_DECISIONS:
+                raise WorkLimit(unknown.line, f"more than {MOST_DECISIONS} decisions depend on something unknown")
+            self.made[unknown] = self.prefix[number] if number < len(self.prefix) else True
+        return self.made[unknown]
 
-    def following(self) -> tuple[int, ...] | None:
+    def following(self) -> tuple[bool, ...] | None:
         """Return the next combination of decisions, depth first; None after the last."""
-        for at, (_, alternatives, taken) in reversed(list(enumerate(self.made))):
-            if taken + 1 < alternatives:
-                return (*(each[2] for each in self.made[:at]), taken + 1)
-        return None
+        taken = tuple(self.made.values())
+        while taken and not taken[-1]:
+            taken = taken[:-1]
+        return (*taken[:-1], False) if taken else None
 
 
 class Interpreter(SimpleCommands):
@@ -109,7 +107,7 @@ class Interpreter(SimpleCommands):
             return status == 0
         if status.source.startswith("! "):
             return not self._truth(negated(status))
-        return self.choices.take(status, 2) == 0
+        return self.choices.take(status)
 
     def _condition(self, sequence: Sequence) -> Status:
         self.checked += 1

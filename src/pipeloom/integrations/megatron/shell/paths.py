@@ -48,14 +48,14 @@ class Path:
     Attributes
     ----------
     decisions : mapping
-        What was decided without being known, and which way was taken.
+        What was decided without being known, and whether it was taken as true.
     started : list of Program
         The programs that the script starts on this way, in order.
     unset : mapping
         Variables that were read as empty since the script does not set them, with the line.
     """
 
-    decisions: dict[Unknown, int]
+    decisions: dict[Unknown, bool]
     started: list[Program]
     unset: dict[str, int]
     ended: int = 0
@@ -80,7 +80,7 @@ def follow(source: str, text: str, succeeds: Callable[[Program], bool]) -> list[
     _check_text(source, text)
     script = Parser(text).script()
     found: list[Path] = []
-    prefix: tuple[int, ...] | None = ()
+    prefix: tuple[bool, ...] | None = ()
     steps = 0
     while prefix is not None:
         if len(found) == MOST_PATHS:
@@ -160,7 +160,7 @@ def _follow(
     except LoopLimit:
         if not started:
             raise
-    return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected), ended)
+    return Path(choices.made, started, dict(unknowns.inspected), ended)
 
 
 def _word(word: str, unknowns: Unknowns) -> ProgramWord:
