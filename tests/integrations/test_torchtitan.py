@@ -44,7 +44,7 @@ def test_costs_that_are_not_given_are_reckoned_in_the_unit_of_those_that_are() -
 
 
 def test_costs_of_what_the_model_has_not_are_refused() -> None:
-    with pytest.raises(InputError, match=r"costs\['layers.6'\]: is not a part of the model; its parts are vision_encoder"):
+    with pytest.raises(InputError, match=r"costs\['layers.6'\]: is not a part of the model; its parts are vision"):
         completed({"layers.6": 1.0}, COSTS)
 
 
