@@ -33,8 +33,8 @@ _NOT_READ = {
     "pipeloom.cost.profile.StrategyMeasurement",
     "pipeloom.emulator.fit.Measurement",
     "pipeloom.integrations.pipelining.planning.Order",
-    "pipeloom.integrations.pipelining.telling.StepMessage",
-    "pipeloom.integrations.pipelining.telling.StepReport",
+    "pipeloom.integrations.pipelining.control.StepMessage",
+    "pipeloom.integrations.pipelining.control.StepReport",
     "pipeloom.spec.batch.Workload",
     "pipeloom.training.one_call.FitSettings",
 }

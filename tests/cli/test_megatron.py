@@ -98,8 +98,8 @@ def test_only_a_setup_that_is_faster_or_fits_is_offered(
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("--num-layer 3", [], "--num-layer: is no argument of Megatron; did you mean --num-layers?"),
-        (None, ["--gpus", "12"], "--global-batch-size: 16 is no multiple of 1 sequences a microbatch on 3 replicas"),
+        ("--num-layer 3", [], "--num-layer: is not an argument of Megatron; did you mean --num-layers?"),
+        (None, ["--gpus", "12"], "--global-batch-size: 16 is not a multiple of 1 sequences a microbatch on 3 replicas"),
         (None, ["--gpus", "6"], "degrees: tensor 1 x pipeline 4 x context 1 = 4 does not divide 6 devices"),
         (None, ["--budget", "-1"], "--budget: -1 is not between"),
         (None, ["--cluster", "nowhere"], "nowhere"),

@@ -33,7 +33,7 @@ def test_an_encoder_that_cannot_be_cut_is_weighed_whole() -> None:
 
 
 def test_more_stages_than_parts_are_refused() -> None:
-    with pytest.raises(InputError, match="asks for 9 stages, the model has 8 parts to cut"):
+    with pytest.raises(InputError, match="asks for 9 stages, the model has 8 parts to split"):
         split_by_costs(COSTS, 9)
 
 
@@ -44,7 +44,7 @@ def test_costs_that_are_not_given_are_reckoned_in_the_unit_of_those_that_are() -
 
 
 def test_costs_of_what_the_model_has_not_are_refused() -> None:
-    with pytest.raises(InputError, match=r"costs\['layers.6'\]: is no part of the model; its parts are vision_encoder"):
+    with pytest.raises(InputError, match=r"costs\['layers.6'\]: is not a part of the model; its parts are vision"):
         completed({"layers.6": 1.0}, COSTS)
 
 

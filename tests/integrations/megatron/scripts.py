@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pipeloom.integrations.megatron.shell.paths import StartedWord, follow
+from pipeloom.integrations.megatron.shell.paths import ProgramWord, follow
 
 ANY = "\x01any"
 """Stands for any number of arguments."""
@@ -167,7 +167,7 @@ _PROBED_CONDITIONS = [
 ]
 
 
-def _text(word: StartedWord) -> str | None:
+def _text(word: ProgramWord) -> str | None:
     if word.unknown is None:
         return word.text
     # bash reads a variable that is not set as empty; Pipeloom remembers its name.

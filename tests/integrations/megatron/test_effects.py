@@ -239,7 +239,7 @@ def test_bytes_of_gradients_and_optimizer_states(changes, state) -> None:
     ("changes", "message"),
     [
         ({"use_precision_aware_optimizer": True}, "goes with --optimizer adam and --use-distributed-optimizer alone"),
-        ({"main_grads_dtype": "int4"}, "--main-grads-dtype: 'int4' is none of fp32, bf16, fp16, fp8"),
+        ({"main_grads_dtype": "int4"}, "--main-grads-dtype: 'int4' is not one of fp32, bf16, fp16, fp8"),
     ],
 )
 def test_optimizers_that_megatron_rejects(changes, message) -> None:
@@ -288,7 +288,7 @@ def test_sections_of_a_recipe(tmp_path) -> None:
     assert run.ignored == ("logger.*",)
     assert beside_defaults(run.notes) == (
         "mixed_precision.*: bfloat16 is emulated in its place; the emulated time and memory are too high",
-        "optimizer.sparkle: not known, and emulated without",
+        "optimizer.sparkle: unknown, and emulated without",
     )
     file.write_text(plain + "mixed_precision: bf16_mixed\n")
     assert beside_defaults(read_megatron(file).notes) == ()

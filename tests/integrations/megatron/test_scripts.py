@@ -83,6 +83,22 @@ def test_many_random_scripts_pass_what_bash_passes(tmp_path):
     assert compare_unknown(range(1000, 1300), tmp_path) >= 280
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "false; s=$?; torchrun $s; x=$(false) y=$?; torchrun $? $y",
+        "x=7b; case $x in [[:digit:]]*) torchrun 1;; *) torchrun 2;; esac; torchrun ${x#[[:digit:]]} ${x//[0-9]b/y}",
+        "x=abc y=; torchrun ${x/#/pre} ${x/%/post} ${x//} ${y/*/Z} ${x%%b*} ${x##*[!c]} ${x/[b-]/-}",
+        "c=(4 5 6) a=1; torchrun $((c[a++] + 10)) $a $((a = a > 1 ? c[0] : 2)) $((-2 ** 2)) $((1 || (a = 9))) $a",
+        'x=$(cat <<E\na \\"b\\" \\$x\nE\n)\ntorchrun "$x"',
+        "[ ! = = 3 ]; torchrun $?; [ a -a '' -o b ]; torchrun $?; [ a b ]; torchrun $?; [ ]; torchrun $?",
+        '[[ ! ( a == b || c < d ) ]]; torchrun $?; [[ ab =~ ^(a)(b)$ ]] && torchrun "${BASH_REMATCH[@]}"',
+    ],
+)
+def test_details_are_those_of_bash(tmp_path, script):
+    assert passed_by_us(script) == [passed_by_bash(script, tmp_path)]
+
+
 # ------------------------------------------------------------------ what runs, and what does not
 
 
@@ -275,6 +291,10 @@ def test_variables_that_are_not_set_are_noted(tmp_path):
         (
             "NL=8\nif [ -f big ]; then NL=32; fi\ntorchrun a.py --num-layers $NL REST",
             r"--num-layers: depends on `\[ -f big \]`, which is known only when the script runs \(line 2\)",
+        ),
+        (
+            "if OUT=$(nvidia-smi -L); then NL=8; else NL=32; fi\ntorchrun a.py --num-layers $NL REST",
+            r"--num-layers: depends on `nvidia-smi -L`, which is known only when the script runs \(line 1\)",
         ),
         (
             "case $(hostname) in a*) NL=8;; *) NL=32;; esac\ntorchrun a.py --num-layers $NL REST",

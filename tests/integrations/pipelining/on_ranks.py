@@ -223,7 +223,7 @@ def changing(several: bool) -> dict[str, Any]:
         if ranks[0] != here:
             mine["arg_mbs"] = None
         outputs = schedule.step(**mine, losses=losses)
-        unknown.append(sum(b.foretell((2, 9, WIDTH, 8)) is None for b in schedule._boundaries[1:]))
+        unknown.append(sum(b.predict((2, 9, WIDTH, 8)) is None for b in schedule._boundaries[1:]))
         assert error(taken(whole, ranks), wanted, ranks, whole) <= ENOUGH
         if ranks[-1] == here:
             assert [float(value) for value in losses] == losses_wanted

@@ -52,8 +52,8 @@ def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
         "target: is not given on the rank of the last stage; give target or target_mbs there",
         "rank 1: target_mbs: has 1 microbatches, the step 2; give one for each",
         "nothing",
-        "rank 1: runs forwards alone, the rank of the first stage a training step; call step or eval on all ranks",
-        "sizes, microbatch 0: 'nan' is not a finite number; give tokens, or what costs grow with",
+        "rank 1: runs forwards only, the rank of the first stage a training step; call step or eval on all ranks",
+        "sizes, microbatch 0: 'nan' is not a finite number; give tokens, or another number that costs grow with",
         "step(): needs gradients, and they are switched off; call eval()",
         "target: is not given on the rank of the last stage; give target or target_mbs there",
     ]

@@ -49,46 +49,46 @@ def test_several_tensors_travel_as_one(kinds: list[tuple[torch.dtype, list[int]]
         assert torch.equal(found, wanted)
 
 
-def test_how_tensors_lie_over_a_mesh_is_told_and_foretold() -> None:
+def test_how_tensors_lie_over_a_mesh_is_told_and_predicted() -> None:
     spread = Spread(("dp_shard", "tp"), (-2, 1))
     metas = (Meta((2, 7), F32, spread), Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,))))
     assert read_header(header(metas)) == metas
     boundary = Boundary()
     for length in (7, 40):
         boundary.learn((2, length), (Meta((2, length), F32, spread),))
-    assert boundary.foretell((2, 11)) == (Meta((2, 11), F32, spread),)
+    assert boundary.predict((2, 11)) == (Meta((2, 11), F32, spread),)
 
 
-def test_shapes_are_foretold_where_all_rules_agree() -> None:
+def test_shapes_are_predicted_where_all_rules_agree() -> None:
     boundary = Boundary()
-    assert boundary.foretell((2, 7)) is None
+    assert boundary.predict((2, 7)) is None
     boundary.learn((2, 7), of(2, 7, 16))
-    assert boundary.foretell((2, 7)) == of(2, 7, 16)
+    assert boundary.predict((2, 7)) == of(2, 7, 16)
     # It may be 7 always, or the length.
-    assert boundary.foretell((2, 40)) is None
+    assert boundary.predict((2, 40)) is None
     boundary.learn((2, 40), of(2, 40, 16))
-    assert boundary.foretell((2, 11)) == of(2, 11, 16)
+    assert boundary.predict((2, 11)) == of(2, 11, 16)
     # Nothing was seen of other numbers of rows.
-    assert boundary.foretell((3, 11)) is None
+    assert boundary.predict((3, 11)) is None
 
 
-def test_what_no_rule_explains_is_not_foretold() -> None:
+def test_what_no_rule_explains_is_not_predicted() -> None:
     boundary = Boundary()
     for length in (3, 8, 4):
         boundary.learn((length,), of(length * length % 11, 2))
-    assert boundary.foretell((5,)) is None
+    assert boundary.predict((5,)) is None
 
 
 @given(st.integers(2, 5), st.integers(0, 3), st.lists(st.integers(9, 89), min_size=9, max_size=12, unique=True))
-def test_what_is_foretold_is_true(divisor: int, apart: int, lengths: list[int]) -> None:
-    boundary, foretold = Boundary(), 0
+def test_what_is_predicted_is_true(divisor: int, apart: int, lengths: list[int]) -> None:
+    boundary, predicted = Boundary(), 0
     for length in (8, 90, *lengths):
         true = of(2, -(-length // divisor), length + apart, 3 * length)
-        found = boundary.foretell((2, length))
+        found = boundary.predict((2, length))
         assert found in (None, true)
-        foretold += found is not None
+        predicted += found is not None
         boundary.learn((2, length), true)
-    assert foretold
+    assert predicted
 
 
 @pytest.mark.parametrize(("tensor", "size"), [(torch.zeros(2, 3, dtype=torch.long), 6), (torch.zeros(2, 3, 4), 6)])

@@ -1,13 +1,12 @@
-"""Megatron: a run read from its arguments, and the fastest pipeline that Megatron can be told.
+"""Megatron: read a run from its arguments, and find the fastest pipeline that Megatron supports.
 
 `read_megatron` reads an argument list, a shell script, Megatron-LM's YAML or a saved recipe of Megatron Bridge;
-`best_layout` searches layout, virtual stages, group size and recomputation under Megatron's own order, and
-`MegatronAnswer.arguments` is the text to paste. Neither torch nor Megatron is needed.
+`best_layout` searches layout, virtual stages, group size and recomputation for Megatron's schedule.
+`MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed.
 """
 
-from pipeloom.integrations.megatron.answer import MegatronAnswer
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
-from pipeloom.integrations.megatron.search import best_layout
+from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.integrations.megatron.timing import Timed, Timing
 

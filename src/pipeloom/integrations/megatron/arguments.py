@@ -1,4 +1,4 @@
-"""Megatron's arguments by name, wherever they were written, and what is asked of them."""
+"""Megatron's arguments by name, from any source, and typed access to their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.spec.architecture import MOST_SIZE
 from pipeloom.spec.model import MOST_LAYERS
 
 JOINED = ("pipeline-model-parallel-layout", "moe-layer-freq", "window-attn-skip-freq", "window-size")
-"""Arguments whose value may hold brackets and bars, which a shell would part."""
+"""Arguments whose value may have brackets and bars, at which a shell splits."""
 _LAYERS = ("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 _MOST: Mapping[str, int] = {
     **dict.fromkeys(_LAYERS, MOST_LAYERS),
@@ -22,70 +22,70 @@ _MOST: Mapping[str, int] = {
     **dict.fromkeys(("vocab-size", "padded-vocab-size", "global-batch-size"), MOST_SIZE),
     "micro-batch-size": MAX_IN_MICROBATCH,
 }
-"""Most that an argument may be, beside others of ordinary size; of those not listed 2^20."""
+"""Largest values of arguments; 2^20 for those not listed."""
 _OFF = ("none", "null", "false")
-"""Words that switch nothing on."""
+"""Values that switch an argument off."""
 
 
 class UnknownText(str):
-    """A value that a script does not say, as the script writes it."""
+    """A value that is unknown from a script, as the script writes it."""
 
     reason: str
     words: Literal["none", "one", "any"]
-    """How many words it is; ``none``: a variable that is not set. If ``any``, it may be other arguments too."""
+    """Number of words; ``none`` for a variable that is not set. ``any`` may include other arguments."""
 
     def __new__(cls, text: str, reason: str, words: Literal["none", "one", "any"]) -> UnknownText:
-        """Make a value with the reason why it is unknown."""
+        """Make a value, with the reason why it is unknown."""
         made = super().__new__(cls, text)
         made.reason, made.words = reason, words
         return made
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """One argument as it was written: what it is called there, and its values (none: a flag)."""
+class Argument:
+    """One argument as it was written, with its values; a flag has none."""
 
     label: str
     values: tuple[str, ...] = ()
     clash: tuple[str, ...] | None = None
-    """Other values that it was given too."""
+    """Other values, if it was given twice."""
     undecided: str = ""
-    """What decides whether it is given, or with which values, where a script leaves that open."""
+    """What decides about it and its values, if that is unknown from a script; otherwise empty."""
 
 
 @dataclass(slots=True)
 class Arguments:
-    """Arguments of one source, asked by Megatron's name without dashes in front; remembers what was asked for.
+    """Arguments of one source, read by Megatron's name without leading dashes. Notes which were read.
 
     Attributes
     ----------
     source : str
         File, for messages.
     given : mapping
-        By name, with dashes between words.
+        Arguments by name, with dashes between words.
     is_recipe : bool
-        Whether the source is a recipe of Megatron Bridge, which has fields of a configuration.
+        Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     """
 
     source: str
-    given: Mapping[str, Given]
+    given: Mapping[str, Argument]
     is_recipe: bool = False
     notes: tuple[str, ...] = ()
-    """What was assumed while reading."""
+    """Assumptions made while reading."""
     asked: set[str] = field(default_factory=set)
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Labels of what was given and asked for."""
+        """Labels of the arguments that were read."""
         return tuple(self.given[name].label for name in self.given if name in self.asked)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Labels of what was given and never asked for."""
+        """Labels of the arguments that were not read."""
         return tuple(self.given[name].label for name in self.given if name not in self.asked)
 
     def label(self, name: str) -> str:
-        """What an argument is called in the source, for messages."""
+        """Return the name of an argument in the source, for messages."""
         return self.given[name].label if name in self.given else f"--{name}"
 
     def refuse(self, name: str, problem: str, remedy: str = "") -> InputError:
@@ -93,12 +93,12 @@ class Arguments:
         return InputError(f"{self.source}: {self.label(name)}", problem, remedy)
 
     def values(self, name: str) -> tuple[str, ...] | None:
-        """Its values; None where it is not given.
+        """Return the values of an argument; None if it is not given.
 
         Raises
         ------
         InputError
-            It is given twice, with different values, or depends on what the source does not say.
+            It is given twice with different values, or depends on something unknown from the source.
         """
         self.asked.add(name)
         if name not in self.given:
@@ -114,7 +114,7 @@ class Arguments:
         return one.values
 
     def text(self, name: str) -> str | None:
-        """Its value, without what follows; what an unquoted bracket or bar has parted is joined again."""
+        """Return the first value of an argument; parts that an unquoted bracket or bar has split are joined."""
         values = self.values(name)
         if values is None:
             return None
@@ -132,7 +132,7 @@ class Arguments:
                 raise self.refuse(name, each.reason, "write its value in its place")
 
     def flag(self, name: str) -> bool:
-        """Whether it is given, or given as true."""
+        """Return whether a flag is given, and not as false."""
         values = self.values(name)
         self._check_known(
             name, [one for one in values or () if not isinstance(one, UnknownText) or one.words != "none"]
@@ -140,7 +140,7 @@ class Arguments:
         return values is not None and (not values or values[0].lower() != "false")
 
     def on(self, name: str) -> bool:
-        """Whether it is given with a value that switches something on."""
+        """Return whether an argument is given with a value that switches it on."""
         values = self.values(name)
         if values is None or not values:
             return values is not None
@@ -150,7 +150,7 @@ class Arguments:
             return values[0].lower() not in _OFF
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int | None:
-        """Its value, a whole number."""
+        """Return the value of an argument as an integer."""
         value = self.text(name)
         if value is None:
             return default
@@ -166,14 +166,14 @@ class Arguments:
         return number
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Its value, which there must be where nothing stands for it."""
+        """Return the value of an argument as an integer; raise `InputError` if there is none."""
         found = self.count(name, default)
         if found is None:
             self.missing(name)
         return found
 
     def missing(self, name: str, remedy: str = "") -> NoReturn:
-        """Refuse a source that lacks an argument."""
+        """Raise `InputError` for a missing argument."""
         remedy = remedy or "add it" + (
             "; a Megatron Bridge recipe has all of them once it is saved with ConfigContainer.to_yaml"
             if self.is_recipe
@@ -182,9 +182,9 @@ class Arguments:
         raise self.refuse(name, "is missing", remedy)
 
     def pattern(self, name: str, num_layers: int) -> tuple[bool, ...] | None:
-        """What Megatron writes as a frequency of layers, as an entry for each layer.
+        """Return a frequency of layers as one boolean per layer.
 
-        It is ``N``, every N-th from the first, or a list such as ``([0]*3+[1]*5)``.
+        Megatron writes it as ``N``, every N-th from the first, or as a list such as ``([0]*3+[1]*5)``.
         """
         value = self.text(name)
         if value is None:
@@ -192,7 +192,7 @@ class Arguments:
         try:
             found = _number_or_list(ast.parse(value.strip(), mode="eval").body)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise self.refuse(name, f"{value!r} is no number and no list of 0 and 1") from None
+            raise self.refuse(name, f"{value!r} is neither a number nor a list of 0 and 1") from None
         if isinstance(found, int):
             if found < 1:
                 raise self.refuse(name, f"{found} is below 1")
@@ -203,7 +203,7 @@ class Arguments:
 
 
 def _number_or_list(node: ast.expr) -> int | list[int]:
-    """Whole numbers and lists of them, added and repeated."""
+    """Evaluate integers and lists of integers, with addition and repetition."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return int(node.value)
     if isinstance(node, ast.List):
@@ -222,18 +222,9 @@ def _number_or_list(node: ast.expr) -> int | list[int]:
 
 
 def check_known(labels: Iterable[tuple[str, str]], known: frozenset[str], source: str) -> None:
-    """Refuse an argument that Megatron does not know, naming the nearest that it does.
+    """Raise `InputError` for an argument that Megatron does not know, with the nearest known name.
 
-    Parameters
-    ----------
-    labels : pairs of name and label
-    known : set of str
-    source : str
-
-    Raises
-    ------
-    InputError
-        Naming source and argument.
+    ``labels`` are pairs of name and label.
     """
     for name, label in labels:
         if name not in known:
@@ -241,17 +232,17 @@ def check_known(labels: Iterable[tuple[str, str]], known: frozenset[str], source
             advice = f"did you mean {_styled(near, label)}? " if near else ""
             raise InputError(
                 f"{source}: {label}",
-                "is no argument of Megatron",
-                f"{advice}leave out what only a script of your own knows",
+                "is not an argument of Megatron",
+                f"{advice}leave out arguments of your own script",
             )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that is most like a given one, if any is."""
+    """Return the known name most similar to another, if any is similar."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return found[0] if found else None
 
 
 def _styled(name: str, label: str) -> str:
-    """A name written as the label is: with two dashes, or as a field."""
+    """Return a name in the style of a label: with two dashes, or as a field."""
     return f"--{name}" if label.startswith("--") else name.replace("-", "_")

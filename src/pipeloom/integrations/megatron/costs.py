@@ -1,4 +1,4 @@
-"""Seconds and bytes of Megatron's stages, emulated."""
+"""Emulate time and memory of Megatron's stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ PS_PER_NS = PS_PER_S // 1_000_000_000
 
 
 class StageNumbers(NamedTuple):
-    """One virtual stage on one microbatch: nanoseconds, bytes held between its passes, bytes that a pass needs."""
+    """Time and memory of one virtual stage for one microbatch.
+
+    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass.
+    """
 
     forward_ns: int
     backward_ns: int
@@ -35,9 +38,9 @@ class StageNumbers(NamedTuple):
 
 
 class RankNumbers(NamedTuple):
-    """What lies on a rank: weights, gradients and optimiser state, and what an iteration's end takes for them.
+    """Static memory of a rank (weights, gradients, optimizer state), and time of the update.
 
-    That is: gradients reduced over the replicas, weights updated, and gathered where they are divided.
+    The update reduces gradients over the replicas, updates weights, and gathers them if they are sharded.
     """
 
     static_bytes: int
@@ -45,26 +48,21 @@ class RankNumbers(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A layer of a stage: a template, and what it is made of where it is one of the decoder's."""
+    """A layer of a stage; ``block`` is None unless it is a decoder layer."""
 
     template: LayerTemplate
     block: Block | None = None
     shares: bool = False
-    """Whether another layer of the stage has its weights."""
+    """Whether it shares the weights of another layer of the stage."""
 
 
 class StageCosts:
-    """Costs of any stage of a run on a cluster; remembered by what the stage is made of.
-
-    Parameters
-    ----------
-    run : MegatronRun
-    cluster : ClusterSpec
+    """Costs of the stages of a run on a cluster, cached by the parts of a stage.
 
     Notes
     -----
-    Embedding and loss are never recomputed. The last stage has weights of its own for the product with the vocabulary,
-    also where they are tied to the embedding: it lies on another rank. A multi-token prediction layer is an embedding,
+    Embedding and loss are never recomputed. The last stage has its own weights for the product with the vocabulary,
+    even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is an embedding,
     a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
     weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
     of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
@@ -87,21 +85,21 @@ class StageCosts:
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of hidden states that go from stage to stage, on one device."""
+        """Bytes of hidden states sent from stage to stage, on one device."""
         return self._blocks[0].template.on(self.run.workload).output_bytes
 
     def sent_bytes(self, setup: Setup) -> tuple[int, ...]:
-        """Bytes that every stage but the last sends on, on one device: with the states of predictions from theirs."""
+        """Return the bytes that each stage but the last sends, on one device, with the states of prediction layers."""
         counts = itertools.accumulate(stage.count("m") for stage in setup.stages[:-1])
         return tuple(self.boundary_bytes * (1 + count) for count in counts)
 
     @property
     def delay_ns(self) -> int:
-        """Nanoseconds of a message of hidden states."""
+        """Nanoseconds to send hidden states."""
         return self.message_ns(self.boundary_bytes)
 
     def message_ns(self, num_bytes: int) -> int:
-        """Nanoseconds of a message over the slowest link that one takes."""
+        """Return the nanoseconds to send a message over the slowest link of the pipeline."""
         return self.placement.send_ps(num_bytes, self.placement.slowest_pipeline_link) // PS_PER_NS
 
     @property
@@ -113,7 +111,7 @@ class StageCosts:
         return self._embedding.template.num_parameters + blocks + joining + head
 
     def model_flops(self) -> float:
-        """Operations of one microbatch's products on one device, forward and backward, recomputation not counted."""
+        """Return the FLOPs of matrix products for one microbatch on one device, without recomputation."""
         work = self.run.workload
         parts = [*self._blocks, self._head]
         for part in self._predictors:
@@ -121,13 +119,13 @@ class StageCosts:
         return 3 * sum(part.template.on(work).model_flops for part in parts)
 
     def of(self, setup: Setup) -> tuple[StageNumbers, ...]:
-        """Numbers of every stage."""
+        """Return the numbers of every stage."""
         with self._sizes_named():
             return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
 
     @contextmanager
     def _sizes_named(self) -> Iterator[None]:
-        """Name the run's sizes where they give times or bytes that are too large together."""
+        """Name the run's sizes in an error about times or bytes that are too large."""
         run = self.run
         try:
             yield
@@ -187,12 +185,12 @@ class StageCosts:
             cost.duration_ps["F"] // PS_PER_NS,
             (cost.duration_ps.get("B", 0) + saving.more_ps) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
-            # What is made again in the backward is in memory while one layer needs it.
+            # Recomputed activations are in memory while one layer's backward runs.
             stage.workspace_bytes(work) + most,
         )
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
-        """What recomputing some modules of a block takes and frees."""
+        """Return the cost and the saved memory of recomputing modules of a block."""
         key = (block, modules)
         if key not in self._savings:
             attention, feed_forward = (
@@ -202,7 +200,7 @@ class StageCosts:
         return self._savings[key]
 
     def of_ranks(self, setup: Setup) -> tuple[RankNumbers, ...]:
-        """Numbers of every rank."""
+        """Return the numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
         for i, parts in enumerate(self._parts(setup)):
             mine[i % setup.num_ranks] += [part.template for part in parts if not part.shares]

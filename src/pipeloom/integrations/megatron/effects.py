@@ -1,6 +1,6 @@
-"""What the emulator makes of each of Megatron's arguments: modelled, without effect, noted, or rejected.
+"""Classify Megatron's arguments by how they are emulated: modeled, without effect, noted, or rejected.
 
-The files in ``names`` have every argument once.
+The files in ``names`` list every argument once.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _ONLY_WITH = {
     "tp-comm-": ("tensor-model-parallel-size", 2),
     "distribute-saved-": ("tensor-model-parallel-size", 2),
 }
-"""Arguments, by how their names begin, that do something only where another argument has at least a value."""
+"""Arguments, by the prefix of their names, that have an effect only if another argument has at least a value."""
 
 
 class Note(NamedTuple):
-    """What is emulated in place of an argument, and what follows for the emulated numbers."""
+    """How an argument is emulated, and how this changes the emulated numbers."""
 
     text: str
     direction: str
     unless: frozenset[str]
-    """Values of the argument that are emulated as they are."""
+    """Values of the argument that are emulated exactly."""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """Names by their effect: each is in one of these.
+    """Names of arguments by their effect.
 
     Attributes
     ----------
     modelled : set of str
-        Read, and part of what is emulated.
+        Arguments that are emulated.
     harmless : mapping
-        Without effect on time and memory, with the reason.
+        Arguments without effect on time and memory, with the reason.
     noted : mapping
-        Emulated otherwise than they run.
+        Arguments that are emulated only approximately.
     rejected : mapping
-        What no emulation stands for, with the reason.
+        Arguments that cannot be emulated, with the reason.
     """
 
     modelled: frozenset[str]
@@ -54,19 +54,19 @@ class Effects:
     noted: Mapping[str, Note]
     rejected: Mapping[str, str]
     absent: Mapping[tuple[str, str], tuple[str, ...]]
-    """Names whose absence is noted, by what is emulated and what follows for the numbers."""
+    """Names whose absence is noted, by how it is emulated and how this changes the numbers."""
     implied: Mapping[str, tuple[str, ...]]
-    """Names that switch off what the absence of a name leaves on."""
+    """Names that switch off what is on by default without a name."""
 
     @property
     def names(self) -> frozenset[str]:
-        """All of them."""
+        """All names."""
         return self.modelled.union(self.harmless, self.noted, self.rejected)
 
 
 @functools.cache
 def effects_of(file: str) -> Effects:
-    """Read one of the files ``arguments`` and ``fields``."""
+    """Read the file ``arguments`` or ``fields``."""
     text = resources.files(__package__).joinpath("names", f"{file}.toml").read_text("utf-8")
     tables = tomllib.loads(text)
     unless = {name: frozenset(values.split()) for name, values in tables.get("unless", {}).items()}
@@ -98,18 +98,18 @@ def _by_name(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """Names of Megatron-LM's arguments, with dashes: those of release 0.16.1 up to the main branch of August 2026."""
+    """Return the names of Megatron-LM's arguments, with dashes (release 0.16.1 to the main branch of August 2026)."""
     return effects_of("arguments").names
 
 
 @functools.cache
 def known_fields() -> frozenset[str]:
-    """The same, with fields that only configuration files have."""
+    """Return the names of arguments, and of fields that only configuration files have."""
     return known_names() | effects_of("fields").names
 
 
 def check_rejected(arguments: Arguments) -> None:
-    """Raise `InputError` for an argument that makes another model or run of it than can be emulated."""
+    """Raise `InputError` for an argument that cannot be emulated."""
     for file in ("arguments", "fields"):
         for name, why in effects_of(file).rejected.items():
             if name in arguments.given and arguments.on(name):
@@ -117,9 +117,9 @@ def check_rejected(arguments: Arguments) -> None:
 
 
 def notes_of(arguments: Arguments) -> list[str]:
-    """Return a note for every argument that is emulated otherwise than it runs, with what follows for the numbers.
+    """Return a note for every argument that is emulated only approximately.
 
-    It is also noted where Megatron's default is not what is emulated.
+    Defaults of Megatron that are emulated only approximately are noted too.
     """
     found = []
     for file in ("arguments", "fields"):
@@ -141,7 +141,7 @@ def notes_of(arguments: Arguments) -> list[str]:
             found.append(f"without {' '.join(missing)}: {text}; {direction}")
     unknown = [name for name in arguments.given if name not in known_fields() | arguments.asked]
     if unknown:
-        found.append(f"{' '.join(map(arguments.label, unknown))}: not known, and emulated without")
+        found.append(f"{' '.join(map(arguments.label, unknown))}: unknown, and emulated without")
         arguments.asked.update(unknown)
     return found
 

@@ -1,8 +1,8 @@
-"""Argument lists and configuration files of Megatron, as `Arguments`.
+"""Read argument lists and configuration files of Megatron as `Arguments`.
 
-Read are: a text file of arguments; a shell script, of which the arguments count that it would pass to Megatron;
-Megatron-LM's YAML (``--yaml-cfg``), the ``MODEL_ARGS`` of NVIDIA's test recipes, and a recipe of Megatron Bridge as
-``ConfigContainer.to_yaml`` writes it.
+Sources are: a text file of arguments; a shell script, which is evaluated for the arguments that it passes to Megatron;
+Megatron-LM's YAML (``--yaml-cfg``); the ``MODEL_ARGS`` of NVIDIA's test recipes; and a recipe of Megatron Bridge,
+written by ``ConfigContainer.to_yaml``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.arguments import JOINED, Arguments, Given, UnknownText, check_known
+from pipeloom.integrations.foreign import MODELS, SUFFIXES, json_document, kind_of_settings
+from pipeloom.integrations.megatron.arguments import JOINED, Argument, Arguments, UnknownText, check_known
 from pipeloom.integrations.megatron.effects import known_fields, known_names
-from pipeloom.integrations.megatron.foreign import check_form, check_program
 from pipeloom.integrations.megatron.launches import argument_words, assumed, launches, merged
 from pipeloom.integrations.megatron.shell.paths import list_words
 from pipeloom.integrations.megatron.yaml_files import read_yaml
@@ -30,7 +30,7 @@ _LAUNCHER = frozenset(
         *("log-dir", "local-ranks-filter"),
     )
 )
-"""What ``torchrun`` takes; its numbers of processes and nodes are the job's."""
+"""Options of ``torchrun``; the numbers of processes and nodes are read."""
 _LIST = re.compile(r"(?:\s|#[^\n]*\n)*(?:-|$)")
 """The start of an argument list."""
 _MULTIMODAL = re.compile(
@@ -57,7 +57,7 @@ _RENAMED = {
     "cpu-offloading": "cpu-offloading-num-layers",
     "skip-getting-attention-mask-from-dataset": "no-create-attention-mask-in-dataloader",
 }
-"""Fields that are arguments under another name."""
+"""Fields with another name than their arguments."""
 _INVERTED = {
     "add-bias-linear": "disable-bias-linear",
     "share-embeddings-and-output-weights": "untie-embeddings-and-output-weights",
@@ -72,10 +72,11 @@ _INVERTED = {
     "pad-vocab-size": "no-pad-vocab-size",
     "check-for-nan-in-grad": "no-check-for-nan-in-loss-and-grad",
 }
-"""Fields whose argument says the opposite."""
+"""Fields whose argument is the opposite."""
 _REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
-"""Arguments that say what the field ``grad_reduce_in_fp32`` does, by its value."""
+"""Arguments for the values false and true of the field ``grad_reduce_in_fp32``."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_REMEDY = "give Megatron's arguments: a text file, a shell script, or YAML of Megatron-LM or Megatron Bridge"
 
 
 def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
@@ -84,7 +85,7 @@ def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
     Raises
     ------
     InputError
-        No such file, no YAML, or an argument that Megatron does not know.
+        The file does not exist or is not YAML, or an argument is unknown to Megatron.
     """
     if not isinstance(source, (str, Path)):
         return _checked("arguments", _given(source))
@@ -93,41 +94,70 @@ def read_arguments(source: str | Path | Sequence[str]) -> Arguments:
         text = read_text(path)
     except InputError as error:
         raise InputError(error.entity, error.problem, "give a file of Megatron's arguments") from error
-    check_form(str(source), text)
+    _check_form(str(source), text)
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(str(source), text)
     return _from_text(str(source), text)
+
+
+def _check_form(source: str, text: str) -> None:
+    """Raise `InputError` for a file that cannot hold Megatron's arguments, by its name or as JSON."""
+    suffix = Path(source).suffix.lower()
+    if suffix == ".py":
+        recipe = "save a recipe of Megatron Bridge with ConfigContainer.to_yaml, or give the argument list"
+        raise InputError(source, f"is {SUFFIXES[suffix]}", recipe)
+    if suffix == ".toml":
+        remedy = "pipeloom compare MODEL --now FILE reads torchtitan's"
+        raise InputError(source, "is TOML, in which Megatron has no arguments", remedy)
+    if suffix in SUFFIXES:
+        raise InputError(source, f"is {SUFFIXES[suffix]}, not a list of arguments", _REMEDY)
+    if suffix != ".json" and not text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return
+    document = json_document(text)
+    if isinstance(document, dict):
+        _check_program(source, document)
+    if document is not None or suffix == ".json":
+        raise InputError(source, "is JSON, in which Megatron has no arguments", _REMEDY)
+
+
+def _check_program(source: str, document: Mapping[Any, Any]) -> None:
+    """Raise `InputError`, which names the program, for settings of another program."""
+    kind = kind_of_settings(document)
+    if kind in MODELS:
+        raise InputError(source, f"is {kind}", f"pipeloom compare {source} reads it; or {_REMEDY}")
+    if kind:
+        raise InputError(source, f"is {kind}, not of Megatron", _REMEDY)
 
 
 # ------------------------------------------------------------------ argument lists
 
 
 def _from_text(source: str, text: str) -> Arguments:
-    """A text file: a list of arguments where its first word is one, or else a shell script."""
+    """Read a text file: a list of arguments if its first word is one, otherwise a shell script."""
     text = text.removeprefix("\ufeff")
     if _LIST.match(text) is not None:
         words = argument_words(source, 1, list_words(source, text))
-        # What stands in one pair of quotes, such as "--swiglu --bf16", is parted where the shell uses it.
-        parted = [
+        # Arguments in one pair of quotes, such as "--swiglu --bf16", are split where the shell uses them.
+        split = [
             part for word in words for part in (word.split() if word.startswith("--") and type(word) is str else [word])
         ]
-        return _checked(source, _given(parted))
+        return _checked(source, _given(split))
     found = launches(source, text)
     return _checked(source, merged(found, _given), assumed(found))
 
 
-def _given(words: Iterable[str]) -> dict[str, Given]:
-    """Arguments by name, with their values."""
-    found: dict[str, Given] = {}
+def _given(words: Iterable[str]) -> dict[str, Argument]:
+    """Return arguments by name, with their values."""
+    found: dict[str, Argument] = {}
     label, values = "", list[str]()
 
     def close() -> None:
         if not label:
             return
         name = label[2:].replace("_", "-")
-        one, old = Given(label, tuple(values)), found.get(name)
+        one, old = Argument(label, tuple(values)), found.get(name)
         if old is not None and old.values != one.values:
-            one = Given(label, old.values, one.values)
+            one = Argument(label, old.values, one.values)
         found[name] = one
 
     for word in words:
@@ -143,7 +173,7 @@ def _given(words: Iterable[str]) -> dict[str, Given]:
     return found
 
 
-def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = ()) -> Arguments:
+def _checked(source: str, found: Mapping[str, Argument], notes: tuple[str, ...] = ()) -> Arguments:
     labels = {name: one.label for name, one in found.items() if name not in _LAUNCHER}
     for name, label in labels.items():
         if _MULTIMODAL.match(name) is not None and name not in known_names():
@@ -169,18 +199,18 @@ def _checked(source: str, found: Mapping[str, Given], notes: tuple[str, ...] = (
 def _from_yaml(source: str, text: str) -> Arguments:
     document = read_yaml(source, text)
     if not isinstance(document, dict):
-        raise InputError(source, "is no table of settings", "give a recipe, or an argument list")
-    check_program(source, document)
+        raise InputError(source, "is not a table of settings", "give a recipe, or an argument list")
+    _check_program(source, document)
     listed = document.get("MODEL_ARGS")
     if isinstance(listed, dict):
         return _checked(source, _given(_argument_words(listed)))
-    found: dict[str, Given] = {}
+    found: dict[str, Argument] = {}
     checked: list[tuple[str, str]] = []
     for section, value in document.items():
         if isinstance(value, dict):
             if section not in _SECTIONS:
                 on = tuple(str(name) for name, entry in value.items() if entry not in (None, False))
-                found[f"{section}.*"] = Given(f"{section}.*", on or ("none",))
+                found[f"{section}.*"] = Argument(f"{section}.*", on or ("none",))
                 continue
             fields = {f"{section}.{name}": (str(name), entry) for name, entry in value.items()}
         else:
@@ -200,7 +230,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
     if not {"num-layers", "hidden-size"} & found.keys() and not (isinstance(model, dict) and "_target_" in model):
         raise InputError(
             source,
-            "has neither num_layers nor hidden_size, so it describes no model of Megatron",
+            "has neither num_layers nor hidden_size, so it does not describe a model of Megatron",
             "give Megatron-LM's YAML, or a recipe of Megatron Bridge saved with ConfigContainer.to_yaml",
         )
     if "num-query-groups" in found:
@@ -211,7 +241,7 @@ def _from_yaml(source: str, text: str) -> Arguments:
 
 
 def _argument_words(listed: Mapping[Any, Any]) -> Iterator[str]:
-    """Arguments that stand in a table, ``--name: value``; true is a flag, false no argument at all."""
+    """Yield the arguments of a table ``--name: value``; true stands for a flag, false for no argument."""
     for name, value in listed.items():
         if value is False or value is None:
             continue
@@ -220,8 +250,8 @@ def _argument_words(listed: Mapping[Any, Any]) -> Iterator[str]:
             yield from map(str, value if isinstance(value, list) else [value])
 
 
-def _set_precision(found: dict[str, Given], given: Any) -> None:
-    """Set what a recipe's mixed precision, a table or a name, overrides in the fields of other sections."""
+def _set_precision(found: dict[str, Argument], given: Any) -> None:
+    """Override fields of other sections by a recipe's mixed precision, which is a table or a name."""
     label = "mixed_precision.*"
     if isinstance(given, str):
         label, single = "mixed_precision", "bf16" not in given and "fp16" in given
@@ -235,36 +265,38 @@ def _set_precision(found: dict[str, Given], given: Any) -> None:
             found.update(filter(None, [_field(name.replace("_", "-"), label, value)]))
 
 
-def _merge(found: dict[str, Given], name: str, one: Given) -> None:
+def _merge(found: dict[str, Argument], name: str, one: Argument) -> None:
     old = found.get(name)
-    found[name] = one if old is None or old.values == one.values else Given(one.label, one.values, old.values)
+    found[name] = one if old is None or old.values == one.values else Argument(one.label, one.values, old.values)
 
 
-def _field(name: str, label: str, value: Any) -> tuple[str, Given] | None:
-    """A field of a configuration file as the argument that says the same; None: it says nothing."""
+def _field(name: str, label: str, value: Any) -> tuple[str, Argument] | None:
+    """Return the argument equivalent to a field of a configuration file; None if there is none."""
     if value is None or value in ("", [], {}):
         return None
     if name in _INVERTED:
-        return None if value is True else (_INVERTED[name], Given(label))
+        return None if value is True else (_INVERTED[name], Argument(label))
     if name == "grad-reduce-in-fp32":
-        return _REDUCED[bool(value)], Given(label)
+        return _REDUCED[bool(value)], Argument(label)
     if name == "activation-func":
-        return ("swiglu", Given(label)) if str(value) in ("swiglu", "geglu") else ("activation-func", Given(label))
+        return (
+            ("swiglu", Argument(label)) if str(value) in ("swiglu", "geglu") else ("activation-func", Argument(label))
+        )
     if name == "pipeline-model-parallel-layout" and not isinstance(value, str):
-        return name, Given(label, (_layout_text(value),))
+        return name, Argument(label, (_layout_text(value),))
     name = _RENAMED.get(name, name)
     if isinstance(value, bool):
-        return (name, Given(label)) if value else None
+        return (name, Argument(label)) if value else None
     if isinstance(value, dict):
-        # An enumeration or a class by its name.
-        return name, Given(label, (str(value.get("_name_", value.get("_target_", "?"))),))
+        # An enumeration or a class is given by its name.
+        return name, Argument(label, (str(value.get("_name_", value.get("_target_", "?"))),))
     if isinstance(value, list):
-        return name, Given(label, (str(value),) if name in JOINED else tuple(map(str, value)))
-    return name, Given(label, (str(value),))
+        return name, Argument(label, (str(value),) if name in JOINED else tuple(map(str, value)))
+    return name, Argument(label, (str(value),))
 
 
 def _layout_text(value: Any) -> str:
-    """A layout that a recipe has as lists of names, or as the object that Megatron makes of it."""
+    """Return a layout, which a recipe has as lists of names or as Megatron's object, as text."""
     if isinstance(value, dict):
         value = value.get("input_data", value.get("layout", ""))
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Which command of a script starts Megatron, and with which arguments."""
+"""Find the command of a script that starts Megatron, and its arguments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.arguments import Given, UnknownText
+from pipeloom.integrations.megatron.arguments import Argument, UnknownText
 from pipeloom.integrations.megatron.effects import known_names
-from pipeloom.integrations.megatron.shell.paths import REMEDY, Path, Started, StartedWord, follow
+from pipeloom.integrations.megatron.shell.paths import REMEDY, Path, Program, ProgramWord, follow
 
 _LAUNCHERS = re.compile(r"torchrun|python[\d.]*|accelerate|deepspeed|debugpy-run|pretrain\w*\.py")
 _WRAPPERS = frozenset(
@@ -17,19 +17,19 @@ _WRAPPERS = frozenset(
 )
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _SIZES = ("num-layers", "hidden-size", "encoder-num-layers", "hybrid-layer-pattern", "micro-batch-size", "seq-length")
-"""Arguments of which every training has one; tools that convert data or checkpoints have others."""
+"""Every training has one of these arguments; tools that convert data or checkpoints have others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The arguments that one way through a script starts Megatron with."""
+    """Arguments of Megatron on one way through a script."""
 
     path: Path
     words: list[str]
 
 
-def argument_words(source: str, line: int, words: Sequence[StartedWord]) -> list[str]:
-    """Return arguments as text, those that the script does not say as `UnknownText`.
+def argument_words(source: str, line: int, words: Sequence[ProgramWord]) -> list[str]:
+    """Return arguments as text; unknown ones are `UnknownText`.
 
     Raises
     ------
@@ -60,12 +60,12 @@ def argument_words(source: str, line: int, words: Sequence[StartedWord]) -> list
 
 
 def launches(source: str, text: str) -> list[Launch]:
-    """Return, for every way through a script that starts Megatron, the arguments.
+    """Return the arguments of Megatron for every way through a script that starts it.
 
     Raises
     ------
     InputError
-        The script starts it never, or several times with different arguments, or cannot be read.
+        The script never starts Megatron, starts it with different arguments, or cannot be read.
     """
     paths = follow(source, text, lambda command: _launched(command) is not None)
     found: list[Launch] = []
@@ -117,13 +117,13 @@ def _none(source: str, paths: list[Path]) -> InputError:
     return InputError(source, f"has no command that starts Megatron{why}", remedy)
 
 
-def _names(words: Sequence[StartedWord]) -> set[str]:
-    """Names of the arguments among words."""
+def _names(words: Sequence[ProgramWord]) -> set[str]:
+    """Return the names of arguments among words."""
     return {word.text[2:].partition("=")[0].replace("_", "-") for word in words if word.text.startswith("--")}
 
 
-def _launched(command: Started) -> tuple[StartedWord, ...] | None:
-    """Arguments of a command that starts a Python program, its launcher's own among them; None for other commands."""
+def _launched(command: Program) -> tuple[ProgramWord, ...] | None:
+    """Return the arguments of a Python program, with those of its launcher that count; None for other commands."""
     words = command.words
     names = [word.text.rsplit("/", 1)[-1] for word in words]
     start = next((i for i, name in enumerate(names) if _LAUNCHERS.fullmatch(name)), None)
@@ -147,9 +147,9 @@ def _launched(command: Started) -> tuple[StartedWord, ...] | None:
     return (*counted, *words[program + 1 :])
 
 
-def _counted(words: Sequence[StartedWord]) -> tuple[StartedWord, ...]:
-    """Numbers of processes and nodes among the options of a launcher."""
-    found: list[StartedWord] = []
+def _counted(words: Sequence[ProgramWord]) -> tuple[ProgramWord, ...]:
+    """Return the numbers of processes and nodes among the options of a launcher."""
+    found: list[ProgramWord] = []
     for i, word in enumerate(words):
         name, equals, _ = word.text[2:].partition("=")
         if word.text.startswith("--") and name.replace("_", "-") in ("nproc-per-node", "nnodes"):
@@ -157,8 +157,8 @@ def _counted(words: Sequence[StartedWord]) -> tuple[StartedWord, ...]:
     return tuple(found)
 
 
-def merged(found: list[Launch], read: Callable[[list[str]], dict[str, Given]]) -> dict[str, Given]:
-    """Return the arguments of all ways; one on which they disagree says what decides it."""
+def merged(found: list[Launch], read: Callable[[list[str]], dict[str, Argument]]) -> dict[str, Argument]:
+    """Merge the arguments of all ways; an argument on which they disagree names what decides it."""
     all_given = [(launch, read(launch.words)) for launch in found]
     first, given = all_given[0]
     result = dict(given)
@@ -169,12 +169,12 @@ def merged(found: list[Launch], read: Callable[[list[str]], dict[str, Given]]) -
                 continue
             one = mine or yours
             if one is not None and not (name in result and result[name].undecided):
-                result[name] = Given(one.label, one.values, one.clash, _difference(first.path, launch.path))
+                result[name] = Argument(one.label, one.values, one.clash, _difference(first.path, launch.path))
     return result
 
 
 def _difference(one: Path, other: Path) -> str:
-    """The first decision on which two ways differ."""
+    """Describe the first decision on which two ways differ."""
     for unknown, taken in one.decisions.items():
         if other.decisions.get(unknown) != taken:
             return f"`{unknown.source[:80]}`, which is known only when the script runs (line {unknown.line})"
@@ -182,7 +182,7 @@ def _difference(one: Path, other: Path) -> str:
 
 
 def assumed(found: list[Launch]) -> tuple[str, ...]:
-    """Say which variables were read as empty."""
+    """Return a note on the variables that were read as empty."""
     unset = sorted(set().union(*(launch.path.unset for launch in found)))
     if not unset:
         return ()

@@ -1,4 +1,4 @@
-"""Megatron's sizes as an architecture: what its GPT models are made of."""
+"""Read the architecture of a GPT model from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeloom.spec.architecture import (
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer, as its two halves: each can be recomputed without the other."""
+    """One decoder layer, in two halves that can be recomputed separately."""
 
     attention: ResidualLayer
     feed_forward: ResidualLayer
@@ -33,26 +33,18 @@ class Block:
 
     @property
     def routed(self) -> bool:
-        """Whether it has experts."""
+        """Whether the layer has experts."""
         return isinstance(self.feed_forward.mixers[0], ExpertsMixer)
 
     @property
     def latent(self) -> bool:
-        """Whether its attention is latent."""
+        """Whether its attention is multi-latent."""
         return isinstance(self.attention.mixers[0], LatentAttentionMixer)
 
 
 @dataclass(frozen=True)
 class GptModel:
-    """A GPT model's parts.
-
-    Attributes
-    ----------
-    blocks : tuple of Block
-        Every decoder layer.
-    predictors : tuple of Block
-        Every multi-token prediction layer's own block.
-    """
+    """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers."""
 
     embedding: TokenEmbeddingLayer
     blocks: tuple[Block, ...]
@@ -61,13 +53,12 @@ class GptModel:
 
 
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
-    """Read a GPT model's sizes.
+    """Read a GPT model.
 
     Parameters
     ----------
-    arguments : Arguments
     tensor : int
-        Tensor parallelism, whose multiple the vocabulary is padded to.
+        Degree of tensor parallelism; the vocabulary is padded to a multiple of it.
 
     Raises
     ------
@@ -113,7 +104,7 @@ def _position(arguments: Arguments) -> str:
     known = ("learned_absolute", "rope", "yarn", "mrope", "none")
     found = arguments.text("position-embedding-type") or "learned_absolute"
     if found not in known:
-        raise arguments.refuse("position-embedding-type", f"{found!r} is none of {', '.join(known)}")
+        raise arguments.refuse("position-embedding-type", f"{found!r} is not one of {', '.join(known)}")
     return "none" if arguments.flag("no-position-embedding") else found
 
 
@@ -149,8 +140,8 @@ def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAtte
 
 
 def _inner(arguments: Arguments, hidden: int) -> int:
-    # A gated perceptron has three matrices: Megatron makes it narrower, so that it has no more weights than two.
-    # A recipe of Megatron Bridge is Megatron Core's own configuration, which does not.
+    # A gated MLP has three matrices. Megatron-LM makes it narrower, so that it has the weights of two; Megatron Core,
+    # whose configuration a recipe of Megatron Bridge is, does not.
     narrow = arguments.flag("swiglu") and not arguments.is_recipe
     default = int(4 * hidden * 2 / 3 / 64) * 64 if narrow else 4 * hidden
     return arguments.size("ffn-hidden-size", default)
@@ -166,7 +157,7 @@ def _mlp(arguments: Arguments, hidden: int) -> MLPMixer:
 
 
 def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
-    """Of every layer its experts, or None where it has one dense perceptron."""
+    """Return the experts of every layer; None for a layer with a dense MLP."""
     number = arguments.count("num-experts", 0, least=0)
     if not number:
         return [None] * layers
@@ -187,20 +178,20 @@ def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
 
 
 def _windows(arguments: Arguments, layers: int) -> list[int | None]:
-    """Of every layer the keys that a query sees, itself included; None: all before it."""
+    """Return the window of every layer, in keys, with the query's own; None: all earlier keys."""
     text = arguments.text("window-size")
     if text is None:
         return [None] * layers
     try:
         left = int(text.strip("()[] ").split(",")[0])
     except ValueError:
-        raise arguments.refuse("window-size", f"{text!r} is no pair of numbers, e.g. (127,0)") from None
+        raise arguments.refuse("window-size", f"{text!r} is not a pair of numbers such as (127,0)") from None
     if left < 0:
         return [None] * layers
     freq = arguments.pattern("window-attn-skip-freq", layers)
     if freq is None:
         return [left + 1] * layers
-    # As a number N, every N-th layer sees everything; as a list, 1 is a window.
+    # A number N gives every N-th layer full attention; in a list, 1 stands for a window.
     skips = arguments.text("window-attn-skip-freq") or ""
     slides = [(i + 1) % int(skips) != 0 for i in range(layers)] if skips.isdigit() else list(freq)
     return [left + 1 if each else None for each in slides]
@@ -212,7 +203,7 @@ def _vocabulary(arguments: Arguments, tensor: int) -> int:
         return padded
     words = arguments.count("vocab-size")
     if words is None:
-        arguments.missing("vocab-size", "add it: how many tokens the tokenizer has")
+        arguments.missing("vocab-size", "add it; its value is the size of the tokenizer's vocabulary")
     if arguments.flag("no-pad-vocab-size") or arguments.flag("disable-pad-vocab-size"):
         return words
     multiple = arguments.size("make-vocab-size-divisible-by", 128) * tensor

@@ -1,7 +1,7 @@
-"""What recomputing single modules of a layer takes and frees, from the operators that the emulator traced.
+"""Time and memory of recomputing single modules of a layer, from the operators that the emulator traced.
 
-Layers hold what their backward reads. Megatron drops what a module gives and makes it again when the backward comes to
-it: the operators run twice, and their results are held no longer.
+Layers hold what their backward reads. Megatron drops the outputs of a recomputed module and runs its operators again in
+the backward.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ _ATTENTION = ("attention", "causal_attention")
 
 
 class Saving(NamedTuple):
-    """What recomputation adds to a backward, and what it frees between forward and backward."""
+    """Time that recomputation adds to a backward, and bytes that it frees between forward and backward."""
 
     more_ps: int = 0
     bytes: int = 0
 
     def and_(self, other: Saving) -> Saving:
-        """Both together."""
+        """Return the sum of two savings."""
         return Saving(self.more_ps + other.more_ps, self.bytes + other.bytes)
 
 
 def layer_saving(
     attention: LayerTemplate, feed_forward: LayerTemplate, modules: Sequence[str], workload: Workload
 ) -> Saving:
-    """What recomputing some modules of a layer takes and frees.
+    """Return the cost and the saved memory of recomputing modules of a layer.
 
     Parameters
     ----------
     attention, feed_forward : LayerTemplate
         The layer's halves.
     modules : sequence of str
-        Megatron's names; those that the layer lacks count nothing, nor do ``shared_experts``, which are not told apart.
+        Megatron's names. Modules that the layer lacks cost nothing, nor do ``shared_experts``, which the emulator does
+        not separate.
     workload : Workload
         One microbatch.
     """
@@ -59,7 +60,7 @@ def layer_saving(
             found = found.and_(_dropped(half, [first], first.outputs, workload))
     if "core_attn" in modules:
         core = _first(attention, _ATTENTION)
-        # Its result stays: the projection behind it reads it.
+        # Its output is kept, since the projection behind it reads it.
         found = found.and_(_dropped(attention, [core], core.outputs[1:], workload))
     if "moe_act" in modules and routed and not whole:
         act = _first(feed_forward, ("activation",))
@@ -75,7 +76,7 @@ def _first(half: LayerTemplate, kinds: Sequence[str]) -> Record:
 
 
 def _up_to_products(tensors: Sequence[Tensor]) -> list[Record]:
-    """What makes some tensors, back to the matrix product that each comes from."""
+    """Return the operators that produce tensors, back to the matrix product of each."""
     found: list[Record] = []
     for tensor in tensors:
         record = tensor.producer
@@ -86,7 +87,7 @@ def _up_to_products(tensors: Sequence[Tensor]) -> list[Record]:
 
 
 def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[Tensor], workload: Workload) -> Saving:
-    """Run some operators again, and hold some tensors no longer."""
+    """Return the saving if operators run again and tensors are not held."""
     costs = [record.forward for record in records]
     table = RuleTable(
         half.devices,

@@ -1,4 +1,4 @@
-"""A run of Megatron as it is described now: model, degrees, batch, and how its pipeline is set up."""
+"""Read a run of Megatron from its arguments: model, parallelism, batch, and the current setup of the pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
-from pipeloom.integrations.megatron.optimizer import read_state
 from pipeloom.integrations.megatron.setup import (
     GROUP,
     NO_RULES,
@@ -28,36 +27,40 @@ from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
-from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.parallelism import Degrees, StateBytes
 
 _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
+_BYTES = {
+    **dict.fromkeys(("fp32", "float32", "float"), 4),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 2),
+    **dict.fromkeys(("fp8", "uint8"), 1),
+}
+_MOMENTS = {"sgd": 1, "lion": 1}
+"""Moments per parameter of optimizers that do not have two, as Adam does."""
 
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """What a source of Megatron's arguments says.
+    """A run of Megatron, read from its arguments.
 
     Attributes
     ----------
-    source : str
-    model : GptModel
-    degrees : Degrees
     micro_batch_size, global_batch_size : int
         Sequences of a microbatch, and of an iteration on all replicas.
     seq_length : int
         Tokens of every sequence.
     now : Setup
-        The pipeline as it is set up now.
+        The current setup of the pipeline.
     recomputable : tuple of str
-        Modules that selective recomputation can take here, and that hold something worth it.
+        Modules that selective recomputation supports here.
     rules : Rules
-        What Megatron accepts beside the other arguments.
+        Setups that other arguments exclude.
     replaced : tuple of str
-        Arguments that say how the pipeline is set up now.
+        Arguments of the current setup.
     is_recipe : bool
-        Whether the source is a recipe of Megatron Bridge, which has fields of a configuration.
+        Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
-        Arguments that were read; those that change nothing here; and what is emulated otherwise than it runs.
+        Arguments that were read; those without effect here; and what is emulated only approximately.
     """
 
     source: str
@@ -77,22 +80,22 @@ class MegatronRun:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica's iteration."""
+        """Number of microbatches of one replica in an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.degrees.data)
 
     @property
     def workload(self) -> Workload:
-        """One microbatch."""
+        """Workload of one microbatch."""
         return Workload((self.seq_length,) * self.micro_batch_size)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, multi-token prediction not counted."""
+        """Number of decoder layers, without multi-token prediction."""
         return len(self.model.blocks)
 
     @property
     def architecture(self) -> Architecture:
-        """The model as the emulator and other commands read it, decoder layers whole, all predictions one layer."""
+        """The model for the emulator and other commands; all prediction layers are one layer."""
         embedding, head = self.model.embedding, self.model.head
         layers: list[Layer] = [embedding, *(block.whole for block in self.model.blocks)]
         if self.model.predictors:
@@ -113,28 +116,28 @@ def read_megatron(
         A file: an argument list, a shell script that has one, Megatron-LM's YAML, or a saved recipe of Megatron
         Bridge; or the arguments themselves.
     num_devices : int or None
-        Devices of the job; None: what the source says (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
+        Number of devices; None to read it from the source (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
     default_devices : int or None
-        Where neither says; None: as many as one replica and the experts need.
+        Used if the number is unknown; None for as many as one replica and the experts need.
 
     Raises
     ------
     InputError
-        An argument that Megatron does not know, a size that is missing, degrees that contradict each other or the
-        number of devices, a layout of another model.
+        An argument is unknown to Megatron, a size is missing, degrees contradict each other or the number of devices,
+        or the layout is of another model.
     """
     arguments = read_arguments(source)
     check_rejected(arguments)
     degrees = _degrees(arguments, num_devices, default_devices)
     model = gpt_model(arguments, degrees.tensor)
     if degrees.pipeline < 2:
-        raise arguments.refuse("pipeline-model-parallel-size", "1 is no pipeline", "there is nothing to lay out")
+        raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
     micro = arguments.size("micro-batch-size")
     batch = arguments.size("global-batch-size", micro * degrees.data)
     if batch % (micro * degrees.data):
         raise arguments.refuse(
             "global-batch-size",
-            f"{batch} is no multiple of {micro} sequences a microbatch on {degrees.data} replicas",
+            f"{batch} is not a multiple of {micro} sequences a microbatch on {degrees.data} replicas",
             f"take a multiple of {micro * degrees.data}",
         )
     count = batch // (micro * degrees.data)
@@ -147,7 +150,7 @@ def read_megatron(
         ("tensor-model-parallel-size", degrees.tensor),
     ):
         if (degrees.context > 1 or name != "context-parallel-size") and length % number:
-            raise arguments.refuse("seq-length", f"{length} is no multiple of {number}", f"as --{name} wants it")
+            raise arguments.refuse("seq-length", f"{length} is not a multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
     size = arguments.size(GROUP, degrees.pipeline)
     now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
@@ -174,7 +177,7 @@ def read_megatron(
 
 
 def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
-    """Modules that Megatron could recompute alone; without Transformer Engine it can none of these."""
+    """Return the modules that Megatron can recompute separately; none without Transformer Engine."""
     if arguments.text("transformer-impl") == "local":
         return ()
     found = ["layernorm"]
@@ -225,12 +228,53 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
         expert=expert,
         sequence_parallel=arguments.flag("sequence-parallel"),
         zero=zero,
-        state=read_state(arguments),
+        state=_state(arguments),
     )
 
 
+def _state(arguments: Arguments) -> StateBytes:
+    """Read the bytes of a parameter's gradient and of its optimizer state.
+
+    Raises
+    ------
+    InputError
+        A data type is unknown, or the precision-aware optimizer is not one that Megatron accepts.
+    """
+    main_gradient = _bytes(arguments, "main-grads-dtype")
+    gradient = 4
+    if not arguments.flag("accumulate-allreduce-grads-in-fp32"):
+        # The arguments reduce gradients of bfloat16 in float32 by default; Megatron Core's configuration does not.
+        in_bf16 = arguments.flag("grad-reduce-in-bf16") or arguments.is_recipe
+        if arguments.flag("fp16") or (in_bf16 and arguments.flag("bf16")):
+            gradient = 2
+        elif arguments.flag("bf16"):
+            gradient = main_gradient
+    name = (arguments.text("optimizer") or "adam").lower()
+    kinds = [_bytes(arguments, kind) for kind in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")]
+    if arguments.flag("use-precision-aware-optimizer"):
+        if name != "adam" or not arguments.flag("use-distributed-optimizer"):
+            raise arguments.refuse(
+                "use-precision-aware-optimizer",
+                "goes with --optimizer adam and --use-distributed-optimizer alone",
+                "add these, or leave it out",
+            )
+        return StateBytes(gradient, sum(kinds))
+    moments = _MOMENTS.get(name, 2)
+    if name == "sgd" and arguments.text("sgd-momentum") in ("0", "0.0"):
+        moments = 0
+    return StateBytes(gradient, 4 + 4 * moments)
+
+
+def _bytes(arguments: Arguments, name: str) -> int:
+    text = arguments.text(name) or "fp32"
+    number = _BYTES.get(text.removeprefix("torch."))
+    if number is None:
+        raise arguments.refuse(name, f"{text!r} is not one of fp32, bf16, fp16, fp8")
+    return number
+
+
 def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbatches: int) -> None:
-    """Refuse what Megatron's schedules refuse."""
+    """Reject setups that Megatron's schedules reject."""
     if now.virtual > 1:
         entity = f"{arguments.source}: {arguments.label(GROUP)}"
         remedy = "use a larger --global-batch-size"
@@ -243,7 +287,7 @@ def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbat
     if now.recompute.granularity == "full" and rules.full:
         raise arguments.refuse(rules.full, "does not go with full recomputation", "leave one")
     for module in now.recompute.modules:
-        # What a graph can recompute depends on its scope: a run that recomputes now is taken to work.
+        # What a graph can recompute depends on its scope, so the current recomputation is assumed to work.
         if module in rules.modules and "graph" not in rules.modules[module]:
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 

@@ -1,9 +1,9 @@
-"""The fastest setup that Megatron can express and that fits into memory.
+"""Search the fastest setup that Megatron supports and that fits into memory.
 
-Stages, their virtual number, the group size and recomputation are chosen together; every candidate is timed under
-Megatron's own order. There is a start for every number of virtual stages, balanced by time, with the recomputation
-under which it is fastest, and for the best of them one for every group size; from the best of all, layers move from
-stage to stage as long as that helps, and again from a few random steps away while the budget lasts.
+Stages, virtual stages, group size and recomputation are co-optimized. Every candidate is timed with Megatron's own
+schedule. The search starts from balanced stages, one start for every number of virtual stages, each with its fastest
+recomputation. The best of them are tried with every group size. From the best starts, layers move between stages as
+long as this helps. While the budget lasts, the search starts again from perturbations of the best setup.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.integrations.megatron.answer import MegatronAnswer
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.integrations.megatron.timing import Timed, Timing
@@ -25,15 +25,80 @@ from pipeloom.search.stopping import Watch
 from pipeloom.spec.hardware import ClusterSpec
 
 GROUPS = (1.0, 1.5, 2.0, 3.0, 4.0)
-"""Group sizes that are tried, as multiples of the number of ranks, where Megatron takes them; and all microbatches."""
+"""Group sizes to try, as multiples of the number of ranks; a group of all microbatches is tried too."""
 GROUPED = 3
-"""Numbers of virtual stages, the fastest, for which they are."""
+"""For how many numbers of virtual stages, the fastest ones, group sizes are tried."""
 STARTS = 6
-"""Starts from which layers move."""
-SHAKES = 3
-"""Steps in any direction before layers move again, where all starts have ended early."""
+"""Number of starts from which layers move."""
+PERTURBATION_STEPS = 3
+"""Random steps of a perturbation, after which layers move again."""
 CLIMBING = 0.5
-"""Part of the budget that is for moving layers, at least."""
+"""Least share of the budget for moving layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronAnswer:
+    """The current setup of a pipeline, and the fastest that was found. All times are emulated.
+
+    Attributes
+    ----------
+    now, best : Timed
+        ``best`` fits into memory; ``now`` may not.
+    evaluations : int
+        Number of simulated iterations.
+    """
+
+    run: MegatronRun
+    cluster: ClusterSpec
+    timing: Timing
+    now: Timed
+    best: Timed
+    evaluations: int
+
+    @property
+    def gain(self) -> float:
+        """Speedup of the best setup: the current time over its time, minus one."""
+        return self.now.iteration_s / self.best.iteration_s - 1
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the lines that replace `MegatronRun.replaced`: arguments, or fields if the source is a recipe."""
+        return self.best.setup.fields if self.run.is_recipe else self.best.setup.arguments
+
+    def document(self) -> dict[str, Any]:
+        """Return the document of ``--json``."""
+        return {
+            "source": self.run.source,
+            "cluster": self.cluster.name,
+            "device_basis": self.cluster.device.basis,
+            "kind_of_time": "emulated",
+            "parameters": self.timing.costs.num_parameters,
+            "num_microbatches": self.run.num_microbatches,
+            "now": self._row(self.now),
+            "best": self._row(self.best),
+            "gain": self.gain,
+            "arguments": list(self.arguments()),
+            "replaced": list(self.run.replaced),
+            "read": list(self.run.read),
+            "ignored": list(self.run.ignored),
+            "notes": list(self.run.notes),
+            "evaluations": self.evaluations,
+        }
+
+    def _row(self, one: Timed) -> dict[str, Any]:
+        setup = one.setup
+        return {
+            "layout": setup.layout,
+            "virtual_stages": setup.virtual,
+            "microbatch_group_size": setup.group_size if setup.virtual > 1 else None,
+            "recompute": list(setup.recompute.arguments),
+            "iteration_s": one.iteration_s,
+            "tokens_per_s": self.timing.tokens_per_s(one),
+            "mfu": self.timing.mfu(one),
+            "bubble_share": one.bubble_share,
+            "peak_memory_bytes": one.peak_bytes.tolist(),
+            "memory_bytes": one.capacity_bytes,
+            "fits": one.fits,
+        }
 
 
 def best_layout(
@@ -43,18 +108,15 @@ def best_layout(
 
     Parameters
     ----------
-    run : MegatronRun
-    cluster : ClusterSpec
     budget : StoppingRule or None
-        None: five seconds. An evaluation is one simulated iteration.
-    seed : int
+        Stops the search; None for five seconds. An evaluation is one simulated iteration.
 
     Raises
     ------
     InputError
-        The cluster is too small, or a width does not divide over tensor parallelism.
+        The cluster is too small, or tensor parallelism does not divide a width.
     InfeasibleError
-        Nothing fits into memory, with all layers recomputed.
+        No setup fits into memory, even if all layers are recomputed.
     """
     timing = Timing(run, cluster)
     watch = (budget or Deadline(5.0)).start()
@@ -62,10 +124,10 @@ def best_layout(
     search = _Search(timing, watch, np.random.default_rng(seed))
     starts = search.starts()
     if now.fits:
-        # First, so that a setup which takes as long does not replace it.
+        # First, so that an equally fast setup does not replace it.
         starts.insert(0, now)
     if not starts:
-        least = search.leanest or now
+        least = search.minimum_memory or now
         needs, has = size_text(int(least.peak_bytes.max())), size_text(least.capacity_bytes)
         layers = "modules" if run.rules.full else "layers"
         raise InfeasibleError(
@@ -78,26 +140,26 @@ def best_layout(
         part = CLIMBING + (1 - CLIMBING) * (number + 1) / min(STARTS, len(starts))
         best = min(best, search.climb(start, part), key=lambda one: one.iteration_s)
     while watch.share(timing.evaluations) < 1 and search.steps(best.setup):
-        best = min(best, search.climb(search.shaken(best), 1.0), key=lambda one: one.iteration_s)
+        best = min(best, search.climb(search.perturbed(best), 1.0), key=lambda one: one.iteration_s)
     return MegatronAnswer(run, cluster, timing, now, best, timing.evaluations)
 
 
 @dataclass(slots=True)
 class _Search:
-    """What a search carries along."""
+    """State of a search."""
 
     timing: Timing
     watch: Watch
     random: np.random.Generator
-    leanest: Timed | None = None
-    """Of what does not fit, what needs least."""
+    minimum_memory: Timed | None = None
+    """The setup with the least memory, of those that do not fit."""
 
     @property
     def run(self) -> MegatronRun:
         return self.timing.run
 
     def starts(self) -> list[Timed]:
-        """Balanced starts: every number of virtual stages, and for those that do best every group size."""
+        """Return balanced starts for every number of virtual stages, and for the best of them, every group size."""
         p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
         most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
         least = 2 if rules.one_stage else 1
@@ -124,25 +186,25 @@ class _Search:
         return tuple(sorted(near | ({m} if m in allowed else set())))
 
     def _balanced(self, virtual: int) -> list[tuple[str, ...]]:
-        """Stages of equal time: layers go, one after the other, to the rank that has least, and there to the stage."""
+        """Return stages of similar time. Each layer goes to the rank with the least time, and there to such a stage."""
         p, predictors = self.run.degrees.pipeline, len(self.run.model.predictors)
         count = p * virtual
         ends = [(count - 1, "m" * predictors + "L")]
         if predictors:
             ends.append((count - 2, "L"))
         found = []
-        for last, tail in ends:
+        for last, suffix in ends:
             letters = [""] * count
-            letters[0], letters[-1] = "E", tail
+            letters[0], letters[-1] = "E", suffix
             if last < count - 1:
                 letters[last] += "m" * predictors
-            stages = self._filled(letters, last)
+            stages = self._assigned(letters, last)
             if stages is not None:
                 found.append(stages)
         return found
 
-    def _filled(self, letters: list[str], last: int) -> tuple[str, ...] | None:
-        """Deal the layers to stages 0 to ``last``; None: there are too few to leave no stage empty."""
+    def _assigned(self, letters: list[str], last: int) -> tuple[str, ...] | None:
+        """Assign the layers to stages 0 to ``last``; return None if a stage would be empty."""
         p, layers = self.run.degrees.pipeline, self.run.num_layers
         numbers = self.timing.costs.of(Setup(("E" + "t" * layers, *letters[1:-1], letters[-1]), 1, 1))
         load = np.array([n.forward_ns + n.backward_ns for n in numbers], np.float64)
@@ -161,7 +223,7 @@ class _Search:
         return written(letters, sizes.tolist())
 
     def with_recompute(self, setup: Setup) -> Timed | None:
-        """The fastest recomputation under which some stages fit; None: none does."""
+        """Return the setup with its fastest recomputation that fits; None if none fits."""
         found: list[Timed] = []
         for recompute in (Recompute(), *self._selective()):
             one = self.timing.of(replace(setup, recompute=recompute))
@@ -173,7 +235,7 @@ class _Search:
         if self.run.rules.full:
             return min(found, key=lambda one: one.iteration_s, default=None)
         most = max(stage.count("t") + stage.count("m") for stage in setup.stages)
-        # The more layers are recomputed, the less is held: the fewest that do, by halving.
+        # Memory falls with the number of recomputed layers: bisect the fewest that fit.
         few, many = 1, most
         kept: Timed | None = None
         while few <= many:
@@ -188,7 +250,7 @@ class _Search:
         return min(found, key=lambda one: one.iteration_s, default=None)
 
     def _selective(self) -> list[Recompute]:
-        """Modules to recompute: first that which frees most for its time, then the next beside it."""
+        """Return sets of modules to recompute; each adds the module that frees most memory for its time."""
         block = self.run.model.blocks[-1]
         savings = {name: self.timing.costs.saving(block, (name,)) for name in self.run.recomputable}
         useful = [name for name, saving in savings.items() if saving.bytes > 0]
@@ -196,13 +258,15 @@ class _Search:
         return [Recompute("selective", modules=tuple(useful[: i + 1])) for i in range(len(useful))]
 
     def _note(self, one: Timed) -> None:
-        if not one.fits and (self.leanest is None or one.peak_bytes.max() < self.leanest.peak_bytes.max()):
-            self.leanest = one
+        if not one.fits and (
+            self.minimum_memory is None or one.peak_bytes.max() < self.minimum_memory.peak_bytes.max()
+        ):
+            self.minimum_memory = one
 
     def climb(self, best: Timed, part: float) -> Timed:
-        """Move layers between stages, and change recomputation and group size, as long as it helps.
+        """Move layers between stages, and change recomputation and group size, as long as this helps.
 
-        ``part`` of the budget may be spent in the end; a walk over all steps that finds nothing ends it before.
+        Stop when no step helps, or when ``part`` of the budget is spent.
         """
         while True:
             steps = self.steps(best.setup)
@@ -216,16 +280,16 @@ class _Search:
             else:
                 return best
 
-    def shaken(self, best: Timed) -> Timed:
-        """A few steps away from a setup, in any direction that fits."""
-        for _ in range(SHAKES):
+    def perturbed(self, best: Timed) -> Timed:
+        """Return a setup a few random steps away that fits."""
+        for _ in range(PERTURBATION_STEPS):
             steps = self.steps(best.setup)
             one = self.timing.of(steps[self.random.integers(len(steps))]()) if steps else best
             best = one if one.fits else best
         return best
 
     def steps(self, setup: Setup) -> list[Callable[[], Setup]]:
-        """All that is one step away."""
+        """Return all setups that are one step away."""
         letters = [stage.replace("t", "") for stage in setup.stages]
         sizes = [stage.count("t") for stage in setup.stages]
         last = next((i for i, stage in enumerate(setup.stages) if "m" in stage), len(sizes) - 1)
@@ -234,7 +298,7 @@ class _Search:
             changed = [size - (i == source) + (i == target) for i, size in enumerate(sizes)]
             return replace(setup, stages=written(letters, changed))
 
-        # A stage keeps its last layer, unless embedding or loss is left.
+        # A stage keeps its last layer, unless it has embedding or loss.
         sources = [i for i, size in enumerate(sizes) if size > (not letters[i])]
         found: list[Callable[[], Setup]] = [partial(moved, i, j) for i in sources for j in range(last + 1) if i != j]
         found += [partial(replace, setup, recompute=one) for one in self._recomputes(setup)]
@@ -252,12 +316,12 @@ class _Search:
 
 
 def whole_layers(number: int, most: int) -> Recompute:
-    """Full recomputation of so many layers of every virtual stage, where none has more than ``most``."""
+    """Return full recomputation of some layers of every virtual stage, which has at most ``most``."""
     return Recompute("full", "uniform", 1) if number >= most else Recompute("full", "block", number)
 
 
 def written(letters: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
-    """Stages of letters with so many layers each: behind the embedding, before all else."""
+    """Return stages with their layers, behind the embedding and before other letters."""
     return tuple(
         ("E" if "E" in stage else "") + "t" * size + stage.replace("E", "")
         for stage, size in zip(letters, [*sizes, *[0] * (len(letters) - len(sizes))], strict=True)

@@ -1,4 +1,4 @@
-"""What of a pipeline Megatron can be told: stages, virtual stages, groups of microbatches, recomputation."""
+"""Setup of a pipeline in Megatron: stages, virtual stages, groups of microbatches, recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.io.stage_names import megatron_stages, megatron_text
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-"""Modules that selective recomputation can take, of every layer that has them."""
+"""Modules that selective recomputation supports."""
 
 LAYOUT, GROUP = "pipeline-model-parallel-layout", "microbatch-group-size-per-virtual-pipeline-stage"
 EACH, VIRTUAL = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
@@ -24,7 +24,7 @@ SETUP_ARGUMENTS = (
     *(LAYOUT, GROUP, EACH, VIRTUAL, FIRST, LAST, *ENDS, "recompute-activations", "moe-layer-recompute"),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
 )
-"""What says a `Setup`."""
+"""Arguments that describe a `Setup`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,9 @@ class Recompute:
     granularity : "full", "selective" or None
         None: nothing is recomputed.
     method : "uniform", "block" or None
-        Of ``full``: all layers, or the first ``num_layers`` of every virtual stage.
-    num_layers : int or None
+        With ``full``, recompute all layers, or the first ``num_layers`` of every virtual stage.
     modules : tuple of str
-        Of ``selective``.
+        Modules that ``selective`` recomputes.
     """
 
     granularity: Granularity | None = None
@@ -49,7 +48,7 @@ class Recompute:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What to write; nothing where nothing is recomputed."""
+        """Arguments of the recomputation, one a line; empty if nothing is recomputed."""
         if self.granularity is None:
             return ()
         if self.granularity == "selective":
@@ -58,13 +57,13 @@ class Recompute:
         return ("--recompute-granularity full", method, number)
 
     def recomputed(self, num_layers: int) -> int:
-        """How many of a virtual stage's layers are recomputed whole, from its first one."""
+        """Return the number of a virtual stage's layers that are fully recomputed, from the first."""
         if self.granularity != "full":
             return 0
         return num_layers if self.method == "uniform" else min(num_layers, self.num_layers or 0)
 
     def __str__(self) -> str:
-        """In words."""
+        """Describe it in words."""
         if self.granularity is None:
             return "nothing"
         if self.granularity == "selective":
@@ -74,17 +73,15 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a pipeline is laid out and run.
+    """Stages of a pipeline, and how they run.
 
     Attributes
     ----------
     stages : tuple of str
         Letters of every virtual stage, in model order: ``E`` embedding, ``t`` layer, ``m`` multi-token prediction,
-        ``L`` loss; stage i lies on rank ``i % num_ranks``.
-    num_ranks : int
+        ``L`` loss. Stage i is on rank ``i % num_ranks``.
     group_size : int
-        Microbatches that a virtual stage takes in turn; the number of ranks where it is not said.
-    recompute : Recompute
+        Microbatches that a virtual stage runs in turn; by default the number of ranks.
     """
 
     stages: tuple[str, ...]
@@ -94,17 +91,17 @@ class Setup:
 
     @property
     def virtual(self) -> int:
-        """Virtual stages a rank."""
+        """Number of virtual stages per rank."""
         return len(self.stages) // self.num_ranks
 
     @property
     def layout(self) -> str:
-        """As Megatron writes it."""
+        """Layout in Megatron's notation."""
         return megatron_text(self.stages)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments that say all of it, one a line."""
+        """Arguments of the setup, one a line."""
         lines = [f"--{LAYOUT} '{self.layout}'"]
         if self.virtual > 1:
             lines.append(f"--{GROUP} {self.group_size}")
@@ -112,7 +109,7 @@ class Setup:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The same as fields of a recipe's model, in YAML, one a line; what does not hold is null."""
+        """Fields of the setup in a recipe's model, in YAML, one a line; fields that do not apply are null."""
         again = self.recompute
         values = {
             "pipeline_model_parallel_layout": f"'{self.layout}'",
@@ -128,16 +125,16 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What Megatron accepts of a pipeline's setup beside other arguments.
+    """Setups that other arguments exclude.
 
     Attributes
     ----------
     one_stage, several_stages : str
-        The argument that rejects one virtual stage a rank, or several; empty: none does.
+        The argument that excludes one virtual stage per rank, or several; empty if no argument does.
     full : str
-        The argument that rejects full recomputation; empty: none does.
+        The argument that excludes full recomputation; empty if no argument does.
     modules : dict
-        The argument that rejects selective recomputation of a module, by the module.
+        The argument that excludes selective recomputation of a module, by module.
     """
 
     one_stage: str = ""
@@ -173,7 +170,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
-    """Read what is recomputed now.
+    """Read the current recomputation.
 
     Raises
     ------
@@ -213,24 +210,24 @@ def _modules(arguments: Arguments, default: tuple[str, ...]) -> tuple[str, ...]:
     )
     for value in values:
         if value not in MODULES:
-            raise arguments.refuse("recompute-modules", f"{value!r} is none of {', '.join(MODULES)}")
+            raise arguments.refuse("recompute-modules", f"{value!r} is not one of {', '.join(MODULES)}")
     return values or default
 
 
 def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictors: int) -> tuple[str, ...]:
-    """Read the stages that a run has now: its layout, or what Megatron makes of its numbers of layers.
+    """Read the current stages of a run, from its layout or from its numbers of layers.
 
     Raises
     ------
     InputError
-        A layout of another model, or numbers that do not divide.
+        The layout is of another model, or a number of layers is not divisible.
     """
     text = arguments.text(LAYOUT)
     each, virtual, first, last = (arguments.count(name) for name in (EACH, VIRTUAL, FIRST, LAST))
     ends = [arguments.flag(name) for name in ENDS]
     if text is not None:
         stages = _stages_of(arguments, text, num_ranks, num_layers, predictors)
-        # The number of virtual stages may stand beside a layout that has as many.
+        # The number of virtual stages may be given beside a layout that has the same.
         agrees = {VIRTUAL: virtual in (None, len(stages) // num_ranks), EACH: each is None}
         agrees |= {FIRST: first is None, LAST: last is None} | {n: not e for n, e in zip(ENDS, ends, strict=True)}
         for name, good in agrees.items():
@@ -259,14 +256,14 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
 
 
 def _counts(arguments: Arguments, num_ranks: int, num_layers: int, given: tuple[int | None, int | None]) -> list[int]:
-    """Layers of every rank, embedding and loss counted where they are to be."""
+    """Return the number of layers of every rank, with embedding and loss if they count."""
     first, last = given
     middle = num_ranks - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
     if left < 0 or (middle <= 0 and left) or (middle > 0 and left % middle):
         raise arguments.refuse(
             "num-layers",
-            f"{left} layers cannot be dealt evenly to {max(0, middle)} ranks",
+            f"{left} layers cannot be divided evenly over {max(0, middle)} ranks",
             f"change the pipeline's size, or give a --{LAYOUT}",
         )
     each = left // middle if middle > 0 else 0
@@ -285,7 +282,7 @@ def _stages_of(arguments: Arguments, text: str, num_ranks: int, num_layers: int,
     except InputError as error:
         raise arguments.refuse(name, error.problem, error.remedy) from None
     if len(stages) % num_ranks:
-        raise arguments.refuse(name, f"has {len(stages)} stages, which is no multiple of {num_ranks} ranks")
+        raise arguments.refuse(name, f"has {len(stages)} stages, which is not a multiple of {num_ranks} ranks")
     letters = "".join(stages)
     if letters.count("t") != num_layers:
         raise arguments.refuse(name, f"has {letters.count('t')} layers, --num-layers says {num_layers}")

@@ -1,4 +1,4 @@
-"""One iteration of a run under a setup: Megatron's own order of tasks, simulated."""
+"""Simulate one iteration of a run with a setup, in Megatron's own order of tasks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from pipeloom.timeline import Schedule, Timeline, simulate
 
 @dataclass(frozen=True, eq=False)
 class Timed:
-    """A setup, and the iteration that it makes. Times are emulated.
+    """A setup and its simulated iteration. Times are emulated.
 
     Attributes
     ----------
-    setup : Setup
     iteration_s : float
-        With the reduction of gradients and the update behind the pipeline.
+        Seconds of the iteration, with the reduction of gradients and the update after the pipeline.
     pipeline_s : float
+        Seconds of the pipeline.
     bubble_share : float
-        Of the pipeline's time, what the mean rank waits.
+        Mean share of the pipeline's time in which a rank is idle.
     peak_bytes : array, shape (num_ranks,)
-        Static, held, and what the largest pass needs, with the activations that wait in receive buffers.
+        Peak memory of each rank: static memory, activations, the workspace of the largest pass, and receive buffers.
     capacity_bytes : int
-        Of each device.
-    graph, schedule, timeline
-        What was simulated.
+        Memory of each device.
     """
 
     setup: Setup
@@ -50,22 +48,17 @@ class Timed:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether every rank fits into memory."""
         return bool(self.peak_bytes.max() <= self.capacity_bytes)
 
 
 class Timing:
-    """Times setups of one run on one cluster; graphs and orders are shared by setups of as many stages.
-
-    Parameters
-    ----------
-    run : MegatronRun
-    cluster : ClusterSpec
+    """Times setups of one run on one cluster. Setups with the same number of stages share graphs and orders.
 
     Raises
     ------
     InputError
-        The cluster has fewer devices than the run needs, or a width does not divide over tensor parallelism.
+        The cluster has fewer devices than the run needs, or tensor parallelism does not divide a width.
     """
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec) -> None:
@@ -83,7 +76,7 @@ class Timing:
         graph = self._graph(setup, numbers, np.array([rank.static_bytes for rank in ranks], np.int64))
         schedule = self._order(setup, graph)
         timeline = simulate(graph, schedule)
-        # A rank updates its weights as soon as its own last task is done.
+        # A rank updates its weights as soon as its last task ends.
         end = [
             int(timeline.end_ns[tasks[-1]]) + rank.update_ns for tasks, rank in zip(schedule.order, ranks, strict=True)
         ]
@@ -94,7 +87,7 @@ class Timing:
             iteration_s=max(end) / NS_PER_S,
             pipeline_s=pipeline / NS_PER_S,
             bubble_share=1 - work / (p * pipeline),
-            peak_bytes=timeline.peak_bytes + self._aside(setup, numbers),
+            peak_bytes=timeline.peak_bytes + self._other_bytes(setup, numbers),
             capacity_bytes=self.cluster.device.usable_bytes,
             graph=graph,
             schedule=schedule,
@@ -102,12 +95,12 @@ class Timing:
         )
 
     def mfu(self, timed: Timed) -> float:
-        """Share of the devices' peak that the model's products use."""
+        """Return the share of the devices' peak FLOP/s that the model's matrix products use."""
         available = self.run.degrees.pipeline * self.cluster.device.flops_per_s * timed.iteration_s
         return self.costs.model_flops() * self.run.num_microbatches / available
 
     def tokens_per_s(self, timed: Timed) -> float:
-        """Tokens of all replicas in a second."""
+        """Return the tokens per second of all replicas."""
         return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
 
     def _graph(self, setup: Setup, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
@@ -149,17 +142,17 @@ class Timing:
             self._orders[key] = made
         return self._orders[key]
 
-    def _aside(self, setup: Setup, numbers: Sequence[StageNumbers]) -> IntArray:
-        """What every rank needs beside what is held: its largest pass, a message each way, and those that wait.
+    def _other_bytes(self, setup: Setup, numbers: Sequence[StageNumbers]) -> IntArray:
+        """Return the bytes of every rank beside held activations: its largest pass, and messages.
 
-        Where groups are larger than the number of ranks, the first rank has received the outputs of the last before
-        it comes to them, and the last rank the gradients of the first.
+        If groups are larger than the number of ranks, the first rank receives outputs of the last rank before it needs
+        them, and the last rank gradients of the first.
         """
         p, plain, sent = setup.num_ranks, self.costs.boundary_bytes, self.costs.sent_bytes(setup)
-        # What the first stage would receive and the last would send counts as hidden states, for gradients.
+        # The first stage and the last count a message of hidden states, for gradients.
         messages = [received + out for received, out in itertools.pairwise((plain, *sent, plain))]
-        aside = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
-        aside += np.array([max(messages[r::p]) for r in range(p)], np.int64)
+        other_bytes = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
+        other_bytes += np.array([max(messages[r::p]) for r in range(p)], np.int64)
         if setup.virtual > 1:
-            aside[[0, -1]] += (setup.group_size - p) * plain
-        return aside
+            other_bytes[[0, -1]] += (setup.group_size - p) * plain
+        return other_bytes

@@ -1,4 +1,4 @@
-"""YAML of Megatron's configurations, read so that a small file cannot grow without bound."""
+"""Read YAML of Megatron's configurations, with a limit on what aliases expand to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeloom.errors import InputError
 
 _MAX_CHARACTERS = 4 * 1024 * 1024
 _MAX_ENTRIES = 100_000
-"""Entries of a document whose aliases are written out, and of one table with all that is merged into it."""
+"""Most entries of a document with its aliases expanded, and of one table with its merges."""
 
 
 def read_yaml(source: str, text: str) -> Any:
@@ -17,7 +17,7 @@ def read_yaml(source: str, text: str) -> Any:
     Raises
     ------
     InputError
-        It is no YAML, is too long, contains itself, or its aliases stand for more than a configuration has.
+        The text is not YAML, is too long, contains itself, or its aliases expand to too many entries.
     """
     try:
         import yaml
@@ -26,7 +26,7 @@ def read_yaml(source: str, text: str) -> Any:
     if len(text) > _MAX_CHARACTERS:
         raise InputError(source, f"{len(text)} characters are more than {_MAX_CHARACTERS}", "give one configuration")
 
-    # Recipes name classes and functions as text, so nothing has to be built.
+    # Recipes name classes and functions as text, so that no object needs to be built.
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def flatten_mapping(self, node: Any) -> None:
             super().flatten_mapping(node)
@@ -34,7 +34,7 @@ def read_yaml(source: str, text: str) -> Any:
 
     try:
         document = yaml.load(text, Loader)
-    # ValueError: dates that are none, numbers of thousands of digits.
+    # ValueError: invalid dates, numbers of thousands of digits.
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -44,7 +44,7 @@ def read_yaml(source: str, text: str) -> Any:
 
 
 def _num_entries(source: str, node: Any, known: dict[int, int]) -> int:
-    """Count the entries of a document, an alias as often as it stands there."""
+    """Return the number of entries of a document with its aliases expanded."""
     if not isinstance(node, dict | list):
         return 1
     if known.setdefault(id(node), -1) >= 0:

@@ -1,4 +1,4 @@
-"""What a step is given, on one rank: whole batches or microbatches, as PyTorch's schedules take them."""
+"""Inputs of a step on one rank: whole batches or microbatches, as PyTorch's schedules take them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keywords = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How whole batches become microbatches, and outputs become one again; as PyTorch's schedules are told."""
+    """Options of PyTorch's schedules for splitting whole batches and merging outputs."""
 
     count: int | None
     args_spec: tuple[TensorChunkSpec, ...] | None
@@ -31,7 +31,7 @@ class Splitting:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What `PlannedSchedule.step` was called with on this rank."""
+    """Arguments of `PlannedSchedule.step` on this rank."""
 
     args: Args
     kwargs: Keywords
@@ -41,24 +41,25 @@ class StepInputs:
     target_mbs: Sequence[Any] | None = None
 
     def check(self, wants_target: bool) -> tuple[str, int]:
-        """Find what does not belong together before anybody says how many microbatches there are.
+        """Check the inputs before the number of microbatches is known.
 
         Parameters
         ----------
         wants_target : bool
-            The loss is computed here, and there is to be one.
+            Whether the loss is computed on this rank.
 
         Returns
         -------
         tuple of str and int
-            What was given by microbatch, and how many; none: 0.
+            Name of an argument that has microbatches, and their number; an empty name and 0 if no argument has.
 
         Raises
         ------
         InputError
+            When inputs are inconsistent.
         """
         if (self.arg_mbs is not None or self.kwarg_mbs is not None) and (self.args or self.kwargs):
-            raise InputError("step()", "was given microbatches and whole-batch inputs", "give either")
+            raise InputError("step()", "has microbatches and whole-batch inputs", "give either")
         if self.target is not None and self.target_mbs is None and not isinstance(self.target, Tensor):
             raise InputError("target", f"is a {type(self.target).__name__}", "give a tensor, or target_mbs")
         if wants_target and self.target is None and self.target_mbs is None:
@@ -75,18 +76,19 @@ class StepInputs:
         return counts[0] if counts else ("", 0)
 
     def split(self, how: Splitting, count: int | None = None) -> list[tuple[Args, Keywords]]:
-        """Inputs by microbatch.
+        """Return the inputs by microbatch.
 
         Parameters
         ----------
         how : Splitting
+            Options for whole batches.
         count : int or None
-            How many microbatches the step has; None: this rank decides.
+            Number of microbatches of the step; None if this rank decides.
 
         Raises
         ------
         InputError
-            When there are others than that, or it is not said how many.
+            When the number of microbatches differs from ``count``, or is unknown.
         """
         if self.arg_mbs is None and self.kwarg_mbs is None:
             return self._split_whole(how, count)
@@ -105,7 +107,7 @@ class StepInputs:
         if not self.args and not self.kwargs:
             return [((), {}) for _ in range(count)]
         if how.args_spec is None and not self.kwargs and all(_splits_plainly(value, count) for value in self.args):
-            # What torch does in the end, without its walk over nested inputs.
+            # The same as PyTorch's function does, without its traversal of nested inputs.
             columns = [torch.tensor_split(value, count) for value in self.args]
             return [(row, {}) for row in zip(*columns, strict=True)]
         args, kwargs = split_args_kwargs_into_chunks(self.args, self.kwargs, count, how.args_spec, how.kwargs_spec)
@@ -114,12 +116,12 @@ class StepInputs:
         return list(zip(args, kwargs, strict=True))
 
     def targets(self, count: int) -> list[Any] | None:
-        """Targets by microbatch; None: there are none. `check` has seen them.
+        """Return the targets by microbatch, or None if there are none.
 
         Raises
         ------
         InputError
-            When there are others than microbatches.
+            When the number of targets differs from that of microbatches.
         """
         if self.target_mbs is None:
             return None if self.target is None else list(torch.tensor_split(self.target, count))
@@ -131,13 +133,13 @@ class StepInputs:
 
 
 def _splits_plainly(value: Any, count: int) -> bool:
-    # A leaf's pieces are to keep their gradients, which torch sees to.
+    # Pieces of a leaf keep their gradients only with PyTorch's function.
     return type(value) is Tensor and not value.requires_grad and value.dim() > 0 and len(value) >= count
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors of nested inputs, in order."""
-    # Asked for every microbatch of every step; torch's own walk takes many times longer.
+    """Yield the tensors of nested inputs, in order."""
+    # Called for every microbatch of every step; PyTorch's traversal takes many times longer.
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -149,7 +151,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def signature(args: Args, kwargs: Keywords) -> Signature:
-    """Extents and types of the tensors of one microbatch's inputs, as numbers."""
+    """Return extents and item sizes of the tensors of one microbatch's inputs."""
     numbers: list[int] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
@@ -159,7 +161,7 @@ def signature(args: Args, kwargs: Keywords) -> Signature:
 
 
 def default_size(*args: Any, **kwargs: Any) -> int:
-    """Numbers in the first tensor: tokens of token numbers; of floats without the last dimension, which is width."""
+    """Return the number of elements of the first tensor; of floats, without the last dimension, which is width."""
     first = args[0] if args else None
     tensor = first if isinstance(first, Tensor) else next(_tensors((args, kwargs)), None)
     if tensor is None:
@@ -171,7 +173,7 @@ def default_size(*args: Any, **kwargs: Any) -> int:
 
 
 def merged(microbatches: Sequence[StageMicrobatch], how: Splitting) -> Any:
-    """Outputs of the microbatches as one, or a list of them where that cannot be."""
+    """Return the merged outputs of the microbatches, or a list of them if they cannot be merged."""
     outputs = [microbatch.output for microbatch in microbatches]
     if how.merge_spec is None and all(type(output) is Tensor and output.dim() for output in outputs):
         alike = len({(output.shape[1:], output.dtype) for output in outputs}) == 1
@@ -182,7 +184,7 @@ def merged(microbatches: Sequence[StageMicrobatch], how: Splitting) -> Any:
 
 
 def _can_merge(outputs: Sequence[Any]) -> bool:
-    """Whether all are alike but for dimension 0."""
+    """Return whether outputs differ in dimension 0 only."""
     forms = set()
     for output in outputs:
         leaves, form = tree_flatten(output)

@@ -1,4 +1,4 @@
-"""Which order a step's microbatches run in: decided on the rank that has the step's inputs, told to all."""
+"""Plan the order of a step's microbatches, on the rank that has the step's inputs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, simulate
 
 Sizes = tuple[int, ...]
-"""Of every microbatch of a step."""
+"""Sizes of all microbatches of a step."""
 Row = tuple[int, str, int, float]
-"""Measured: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
+"""A measurement: stage, what was computed (F, B, I or W), size of the microbatch, seconds."""
 
 _EVERY_SAMPLE_ALONE = 1 << 30
 _ANY_SIZE = MAX_COUNT
 _UNMEASURED_S = 1e-6
 MOST_KNOWN = 128
-"""Orders that are kept for sizes that come again, here and on all ranks that were told."""
+"""Most orders that every rank keeps for sizes that come again."""
 
 
 Backward = Literal["whole", "split", "either"]
@@ -52,16 +52,16 @@ def check_whole(entity: str, value: object, remedy: str = "") -> None:
 
 
 def checked_sizes(sizes: Iterable[Any]) -> Sizes:
-    """Sizes of a step's microbatches as whole numbers.
+    """Return the sizes of a step's microbatches as integers.
 
     Raises
     ------
     InputError
-        One is no number, or not from 1 to `MAX_COUNT`.
+        When a size is not a number, or not from 1 to `MAX_COUNT`.
     """
     found = []
     for number, size in enumerate(sizes):
-        where, remedy = f"sizes, microbatch {number}", "give tokens, or what costs grow with"
+        where, remedy = f"sizes, microbatch {number}", "give tokens, or another number that costs grow with"
         try:
             whole = int(size)
         except (TypeError, ValueError, OverflowError) as error:
@@ -74,93 +74,86 @@ def checked_sizes(sizes: Iterable[Any]) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How a `PlannedSchedule` comes to its plans."""
+    """Options for planning a `PlannedSchedule`."""
 
     budget_s: float = 0.5
-    """Seconds that the planner, a process of its own, searches for a step's plan; 0: no search, a fixed heuristic."""
+    """Seconds that the planner, which runs in its own process, searches for a step's plan; 0: a fixed heuristic."""
     deadline_s: float = DEADLINE_S
-    """How long a step waits for a plan that was asked for before; then the heuristic's runs."""
+    """Seconds that a step waits for its plan; after that, it runs by the heuristic's plan."""
     backward: Backward = "whole"
     """Whether backwards are split into input and weight gradients: never, always, or where that is faster. The search
-    takes ``"split"`` for ``"either"``."""
+    treats ``"split"`` as ``"either"``."""
     order: Callable[[TaskGraph], Schedule] | None = None
-    """An order of your own, from a step's task graph, in place of heuristic and search."""
+    """Returns your own order from a step's task graph, in place of heuristic and search."""
     profile: Profile | None = None
-    """Costs of the stages, ``"stages/stage0"`` and so on; None: measured in the second to fourth step."""
+    """Costs of the stages ``"stages/stage0"`` and so on; None: they are measured in the second to fourth step."""
     rank: RankSpec = field(default_factory=RankSpec)
     """Links between ranks."""
 
     def __post_init__(self) -> None:
-        """Refuse times that are none."""
+        """Check the values."""
         for name, seconds in (("budget_s", self.budget_s), ("deadline_s", self.deadline_s)):
             if not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_WAIT_S:
                 raise InputError(f"planner.{name}", f"{seconds!r} is not between 0 and {MAX_WAIT_S:g} seconds")
         if self.backward not in get_args(Backward):
-            raise InputError("planner.backward", f"{self.backward!r} is none of {', '.join(get_args(Backward))}")
+            raise InputError("planner.backward", f"{self.backward!r} is not one of {', '.join(get_args(Backward))}")
         if self.order is not None and not callable(self.order):
             raise InputError(
-                "planner.order", f"{self.order!r} is no function", "give one from a task graph to a schedule"
+                "planner.order", f"{self.order!r} is not callable", "give a function from a task graph to a schedule"
             )
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A plan with what it is for, as it travels."""
+    """A plan, with the sizes of the microbatches that it is made for."""
 
     plan: ExecutionPlan
     samples: tuple[int, ...]
-    """By microbatch of the plan, which of the step's."""
+    """Number of the step's microbatch, by microbatch of the plan."""
     sizes: Sizes
 
     def packing(self) -> Packing:
-        """Microbatches as plans have them."""
+        """Return the packing of the plan."""
         return single_packing(self.sizes, self.samples)
 
 
 def single_packing(sizes: Sizes, samples: Sequence[int]) -> Packing:
-    """A packing in which every microbatch is one sample."""
+    """Return a packing in which every microbatch has one sample."""
     parts = {size: ((SubMicrobatch(0, 1, Workload((size,))),),) for size in set(sizes)}
     microbatches = tuple(Microbatch((i,), parts[sizes[i]]) for i in samples)
     return Packing(step_batch(sizes), (MODULE,), microbatches, ("sequence",))
 
 
 def step_batch(sizes: Sizes, iteration: int = 0) -> Batch:
-    """Metadata of a step."""
+    """Return the sample metadata of a step."""
     return Batch(tuple(Sample(str(i), text_tokens=size) for i, size in enumerate(sizes)), iteration)
 
 
 def chain_spec(widths: Sequence[float]) -> ModelSpec:
-    """Stages as layers of one module; ``widths``: what each hands on, in numbers of four bytes for one of size."""
+    """Return a model with stages as layers; ``widths`` are sizes of their outputs, in units of four bytes per size."""
     layers = tuple(LayerSpec(kind=stage_kind(i), output=shape) for i, shape in enumerate(planned_shapes(widths)))
     return ModelSpec("pipeline", (ModuleSpec(MODULE, "sequence", layers),))
 
 
 def planned_shapes(widths: Sequence[float]) -> tuple[TensorShape, ...]:
-    """Shapes by which plans are made, of what each stage hands on."""
+    """Return the shapes of the stages' outputs by which plans are made."""
     return tuple(TensorShape(("tokens", max(1, round(width)))) for width in widths)
 
 
 class StepPlanner:
-    """Decides orders, on one rank.
-
-    Parameters
-    ----------
-    layout : Layout
-    planning : Planning
-    backend : str
-        Over which the plans' messages go.
-    """
+    """Plans orders, on one rank. ``backend`` is the communication backend of the plans' messages."""
 
     def __init__(self, layout: Layout, planning: Planning, backend: BackendName) -> None:
         self.layout, self.planning, self.backend = layout, planning, backend
         self.widths = [1.0] * len(layout.chunks)
         self._known: dict[tuple[bool, Sizes], Order] = {}
-        self._asked: tuple[Sizes, int] = _NOTHING
-        """Sizes for which a plan was asked last and is not taken, and as which iteration."""
-        self._patience = 0
+        self._requested: tuple[Sizes, int] = _NOTHING
+        """Sizes of the plan that was requested last and is not collected yet, and its iteration."""
+        self._steps_left = 0
+        """Steps of other sizes until the requested plan is given up."""
         self._searched: set[Sizes] = set()
-        """Sizes whose known order was searched."""
+        """Sizes whose known order comes from the search."""
         self._planner: Planner | None = None
-        self._num_asked = 0
+        self._num_requested = 0
         self._rows: list[Row] = []
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
@@ -198,7 +191,7 @@ class StepPlanner:
             self._planner = None
 
     def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
-        """Note what was measured on a rank, for `take_measured`."""
+        """Note the measurements of a rank, for `take_measured`."""
         self._rows += rows
         for stage, width in widths.items():
             self.widths[stage] = width
@@ -210,13 +203,13 @@ class StepPlanner:
         self._start()
 
     def ask(self, sizes: Sizes) -> None:
-        """Have a plan made for sizes that are to come; returns at once. The planner works on what was asked last."""
+        """Request a plan for later sizes, without waiting. The planner works on the last request."""
         planner = self._planner
-        if planner is None or not planner.ready or sizes in self._searched or sizes == self._asked[0]:
+        if planner is None or not planner.ready or sizes in self._searched or sizes == self._requested[0]:
             return
-        self._num_asked += 1
-        self._asked, self._patience = (sizes, self._num_asked), _PATIENCE
-        planner.submit(step_batch(sizes, self._num_asked), _NO_CORRECTION)
+        self._num_requested += 1
+        self._requested, self._steps_left = (sizes, self._num_requested), _MOST_STEPS_BETWEEN
+        planner.submit(step_batch(sizes, self._num_requested), _NO_CORRECTION)
 
     def order(self, sizes: Sizes, trains: bool) -> Order:
         """Return the order of a step.
@@ -224,25 +217,25 @@ class StepPlanner:
         Raises
         ------
         PipeloomError
-            When there is none.
+            When no plan can be made.
         """
         known = self._known.get((trains, sizes))
         if not trains:
             return known or self._keep(trains, sizes, _first(self.forwards, sizes))
         if self.planning.order is not None:
             return known or self._keep(trains, sizes, self._own(sizes))
-        if sizes == self._asked[0] and self._planner is not None:
-            delivery = self._planner.collect(self._asked[1])
-            self._asked = _NOTHING
+        if sizes == self._requested[0] and self._planner is not None:
+            delivery = self._planner.collect(self._requested[1])
+            self._requested = _NOTHING
             if delivery.fresh:
                 self._keep(trains, sizes, _order_of(delivery.answer, sizes))
                 self._searched.add(sizes)
                 return self._known[trains, sizes]
         if known is None:
             return self._keep(trains, sizes, _first(self.problem, sizes))
-        # They have come again, and may once more; what was asked for is waited for first, if not for ever.
-        self._patience -= 1
-        if self._asked is _NOTHING or self._patience < 0:
+        # Sizes that have come again may do so once more. An earlier request has precedence for some steps.
+        self._steps_left -= 1
+        if self._requested is _NOTHING or self._steps_left < 0:
             self.ask(sizes)
         return known
 
@@ -254,7 +247,7 @@ class StepPlanner:
         return order
 
     def _own(self, sizes: Sizes) -> Order:
-        """By the user's order."""
+        """Return the user's order."""
         assert self.planning.order is not None
         packing = single_packing(sizes, range(len(sizes)))
         graph = iteration_graph(
@@ -266,7 +259,7 @@ class StepPlanner:
 
 
 def _first(problem: Problem, sizes: Sizes) -> Order:
-    """By the fixed heuristic."""
+    """Return the order of the fixed heuristic."""
     planned = fallback_plan(problem, step_batch(sizes))
     return Order(planned.plan, tuple(m.samples[0] for m in planned.packing.microbatches), sizes)
 
@@ -279,7 +272,7 @@ def _order_of(answer: Answer, sizes: Sizes) -> Order:
 
 
 def _profile(rows: Sequence[Row], num_stages: int) -> Profile:
-    """Costs of the stages from what was measured; without that, the same for all, in proportion to sizes."""
+    """Return the costs of the stages from measurements; without any, equal costs in proportion to sizes."""
     layers, typical = {}, {}
     for stage in range(num_stages):
         fits = {verb: _fit([row for row in rows if row[:2] == (stage, verb)]) for verb in "FBIW"}
@@ -303,11 +296,11 @@ _NOT_MEASURED = (
     *("weight_gradient_bytes", "selective_forward_s", "selective_backward_s", "selective_bytes", "offload_s"),
     *("load_s", "given_bytes", "unsaved_bytes", "workspace_bytes"),
 )
-"""Of strategies that are not offered here, and memory, which is not limited."""
+"""Costs of strategies that are not available here, and memory, which is not limited."""
 _NO_CORRECTION = Correction()
 _NOTHING: tuple[Sizes, int] = ((), 0)
-_PATIENCE = 16
-"""Steps of other sizes after which a plan that was asked for is given up."""
+_MOST_STEPS_BETWEEN = 16
+"""Steps of other sizes after which a requested plan is given up."""
 
 
 def _fit(rows: Sequence[Row]) -> tuple[float, ...] | None:

@@ -1,4 +1,4 @@
-"""PyTorch's stages as the layers of a chain, run by the runtime's executor with shapes that come with the step."""
+"""Run PyTorch's stages, as layers of one module, with the runtime's executor; shapes may differ in every step."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from pipeloom.runtime.model.model import Model, Module, Part
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"
-"""Name of the one module, whose layers are the stages."""
+"""Name of the module whose layers are the stages."""
 UNKNOWN = (-1,)
-"""In the place of a message's shape: it comes with the message."""
+"""Stands for the shape of a message that is sent ahead of it."""
 _UNKNOWN_META = UNKNOWN, torch.float32
 _WHOLE = ((0, 0),)
 """Instances of a part that is one sample."""
 _MOST_LEAVING = 8
-"""Messages of a rank that are held though the plan waits for them to have left."""
+"""Most sent messages of a rank whose wait is postponed."""
 _SHAPE_TAGS = 1 << 28
 """Added to a message's tag for the shapes that are sent ahead of it."""
 
@@ -52,7 +52,7 @@ class StageMicrobatch:
     Attributes
     ----------
     metas : list
-        By boundary (that before a stage has the stage's number), what goes over it; None: not known yet.
+        Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
     """
 
     args: tuple[Any, ...]
@@ -65,15 +65,14 @@ class StageMicrobatch:
 
 @dataclass(slots=True)
 class StepLoss:
-    """The loss of a step; what the last stage gives is noted on its way.
+    """The loss of a step. Notes outputs and losses of the last stage.
 
     Attributes
     ----------
     function : callable or None
-        From output and target to a scalar.
+        Returns a scalar from output and target.
     arguments : mapping
-        More of them, by keyword.
-    keeps_outputs : bool
+        Keyword arguments of the function.
     """
 
     function: Callable[..., Tensor] | None
@@ -81,10 +80,10 @@ class StepLoss:
     keeps_outputs: bool = True
     has_target: bool = True
     scale: int = 1
-    """By which gradients are divided in the end."""
+    """Divisor of the gradients at the end of the step."""
 
     def __call__(self, output: Any, part: Part) -> Tensor:
-        """Loss of one microbatch."""
+        """Return the loss of one microbatch."""
         microbatch: StageMicrobatch = part.samples[0]
         if self.keeps_outputs:
             microbatch.output = _detached(output)
@@ -102,7 +101,7 @@ def _detached(value: Any) -> Any:
 
 
 class _StageLayer(nn.Module):
-    """A stage as a layer: of one tensor what the stage takes, and of what it gives one tensor."""
+    """A stage as a layer, which takes and returns one tensor."""
 
     def __init__(self, stage: PipelineStage) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class _StageLayer(nn.Module):
         self._meshes: Any = getattr(stage, "_mesh_cache", None)
 
     def _mesh(self, names: tuple[str, ...]) -> DeviceMesh:
-        """By the callback that the stage was given, as PyTorch finds it."""
+        """Return the mesh from the stage's ``get_mesh``, as PyTorch does."""
         try:
             mesh: DeviceMesh = self._meshes.get_mesh((names, None))
         except Exception as error:
@@ -123,7 +122,7 @@ class _StageLayer(nn.Module):
 
     def __call__(self, *given: Any, microbatch: StageMicrobatch) -> Any:
         """Run the stage on one microbatch."""
-        # The call itself, not `forward` under torch's: hooks are on the stage's module, whose call is torch's.
+        # Overrides the call, not `forward`, since hooks belong to the stage's module.
         if not self.is_first:
             metas = microbatch.metas[self.number]
             assert metas is not None
@@ -138,8 +137,8 @@ class _StageLayer(nn.Module):
             microbatch.metas[self.number + 1] = metas
         elif metas != expected:
             raise ExecutionError(
-                f"stage {self.number} gave {_described(metas)}, and for such inputs {_described(expected)} was to "
-                "come; let what a stage hands on have shapes that follow from the sizes of the inputs"
+                f"stage {self.number} returned {_described(metas)}, but {_described(expected)} was predicted from the "
+                "inputs; let the shapes of a stage's outputs follow from the sizes of the inputs"
             )
         return bundle(outputs, metas)
 
@@ -149,19 +148,19 @@ def _described(metas: Metas) -> str:
 
 
 class _StageIteration(Iteration):
-    """An iteration in which shapes of some messages are not known before they come: those are sent ahead."""
+    """An iteration in which unknown shapes of messages are sent ahead of them."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.ahead: list[tuple[Handle, Tensor]] = []
         self.leaving: deque[tuple[Handle, Tensor | None]] = deque()
-        """Sent, and not waited for yet though the plan does: on the CPU."""
+        """Messages sent on the CPU whose wait is postponed."""
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             computed = {verb: self._named(verb) for verb in (Verb.F, Verb.B, Verb.I, Verb.W)}
             self.verbs |= computed
 
     def _named(self, verb: Verb) -> Callable[[Any], None]:
-        """What a verb calls, in a range named as PyTorch names its own, by which `pipeloom explain` finds it."""
+        """Return what a verb calls, in a profiler range named as in PyTorch's schedules, for `pipeloom explain`."""
         call = self.verbs[verb]
 
         def called(unit: UnitState) -> None:
@@ -174,18 +173,18 @@ class _StageIteration(Iteration):
 
     @property
     def loss_sum(self) -> float:
-        """Nobody asks: losses are the microbatches'."""
+        """Unused, since losses belong to microbatches."""
         return 0.0
 
     def _part(self, state: PartState) -> tuple[Part, dict[str, Any]]:
-        # Every microbatch is one sample, which is looked up and no more: there is nothing to cut.
+        # Every microbatch is one sample, so that there is nothing to split.
         members = self.linked.packing.microbatches[state.microbatch].samples
         microbatch = self.samples[members[0]]
         return Part((microbatch,), _WHOLE, 0), {"microbatch": microbatch}
 
     def receive(self, message: MessageState) -> None:
         if message.shape is UNKNOWN and message.backward:
-            # Of what this rank gave: by now it has run.
+            # The gradient of an output has the shape of the output, which is known by now.
             metas = self._microbatch(message).metas[message.unit.chunk + 1]
             assert metas is not None
             message.shape, message.dtype = flat_meta(metas)
@@ -215,9 +214,9 @@ class _StageIteration(Iteration):
         if self.device.type != "cpu" or message.handle is None:
             super().sent(message)
             return
-        # A wait on the CPU puts this rank to sleep until the other end has taken the message, and waking costs more
-        # than what a plan gains by it: memory. Later than the plan is as free of deadlock: the other end takes the
-        # message whatever this rank does after the plan's wait.
+        # A wait on the CPU suspends this rank until the receiver has the message. Waking up costs more than the memory
+        # that the plan saves by it. A later wait cannot cause a deadlock: the receiver takes the message whatever this
+        # rank does after the wait.
         self.leaving.append((message.handle, message.tensor))
         message.handle = message.tensor = None
         if len(self.leaving) > _MOST_LEAVING:
@@ -249,7 +248,7 @@ class StageExecutor(Executor):
         for action, message in zip(linked.actions, linked.arguments, strict=True):
             if action.verb.is_post:
                 chunk, microbatch, _ = message.unit.key
-                # What a unit takes goes over the boundary before it, what it gives over the one behind.
+                # Inputs of a unit cross the boundary before it, outputs the one behind.
                 boundary = chunk + (action.verb in (Verb.SEND_F, Verb.RECV_B))
                 metas = microbatches[members[microbatch]].metas[boundary]
                 message.shape, message.dtype = _UNKNOWN_META if metas is None else flat_meta(metas)
@@ -265,9 +264,9 @@ def stage_executor(
     options: ExecutorOptions,
     shapes: Sequence[TensorShape],
 ) -> StageExecutor:
-    """Make the executor of this rank's stages; other ranks' stages are nothing here.
+    """Make the executor of this rank's stages; stages of other ranks are identities here.
 
-    ``shapes`` are those by which plans are made, of what each stage hands on; what really comes is found in the step.
+    ``shapes`` are the shapes of the stages' outputs by which plans are made. Actual shapes are found in the step.
     """
     layers: list[nn.Module] = [nn.Identity() for _ in layout.chunks]
     for stage in stages:
@@ -287,5 +286,5 @@ def stage_executor(
 
 
 def stage_kind(number: int) -> str:
-    """Kind of a stage as a layer: each costs what it costs."""
+    """Return the kind of a stage as a layer; every stage has its own kind, and so its own cost."""
     return f"stage{number}"

@@ -1,4 +1,4 @@
-"""PlannedSchedule: a schedule of `torch.distributed.pipelining` that is made anew for every step."""
+"""PlannedSchedule: a schedule of `torch.distributed.pipelining` that is planned for every step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeloom.collector import collector_paused
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.integrations.pipelining.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
 from pipeloom.integrations.pipelining.planning import (
     MOST_KNOWN,
@@ -33,7 +34,6 @@ from pipeloom.integrations.pipelining.planning import (
 )
 from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
 from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signature, flat_meta
-from pipeloom.integrations.pipelining.telling import StepMessage, StepReport, Telling
 from pipeloom.packing import Packing
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.iteration import ExecutorOptions
@@ -43,15 +43,15 @@ from pipeloom.runtime.train.evaluate import forwards_of
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism
 
 SizeOf = Callable[..., int]
-"""From one microbatch's inputs, given as the model takes them, to its size: tokens, or whatever costs grow with."""
+"""Returns the size of a microbatch from its inputs: tokens, or another number that costs grow with."""
 
 _MEASURED_STEPS = range(1, 4)
-"""Steps in which the costs of the stages are measured; in the first, memory is still being got."""
+"""Steps in which the costs of the stages are measured. The first step is not, since it allocates memory."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """An order that all ranks have been told."""
+    """An order that all ranks have."""
 
     order: Order
     packing: Packing
@@ -60,35 +60,37 @@ class _Known:
 
 @dataclass(eq=False)
 class PlannedSchedule:
-    """Runs every step by a plan made for its own microbatches, on PyTorch's stages.
+    """Runs PyTorch's stages; every step follows a plan made for its own microbatches.
 
-    Used as PyTorch's schedules are: every rank of the group makes one, with its own stages, and calls `step` or `eval`
-    with what belongs to it: the inputs on the rank of the first stage, the targets on that of the last. How many
-    microbatches a step has, and of which shapes, may differ from step to step. Stages may lie anywhere.
+    Use it as you use PyTorch's schedules. Every rank of the group makes one, with its own stages, and calls `step` or
+    `eval`. The rank of the first stage passes the inputs, the rank of the last stage the targets. The number and shapes
+    of the microbatches may differ from step to step. A stage may be on any rank.
 
     Parameters
     ----------
     stages : sequence of PipelineStage
-        This rank's, at least one.
+        Stages of this rank, at least one.
     planner : Planning or None
+        Options of the planner; None for the defaults.
     loss_fn : callable or None
-        From the last stage's output and the target of a microbatch to a scalar; None: forwards alone.
+        Returns a scalar from the last stage's output and the target of a microbatch. None: forwards only.
     sizes : callable, iterable or None
-        What a microbatch's costs grow with. A function of one microbatch's inputs, called on the rank of the first
-        stage; or, known ahead, for every training step to come the sizes of its microbatches, so that the planner plans
-        a step while the one before runs. None: the numbers in the first tensor, of floats without its last dimension.
+        Sizes of the microbatches, with which costs grow. Either a function of one microbatch's inputs, which is called
+        on the rank of the first stage. Or the sizes of the microbatches of every training step, if they are known
+        ahead; then the planner plans a step while the one before runs. None: the number of elements of the first
+        tensor, without the last dimension if it has floats.
     n_microbatches : int or None
-        Into how many whole-batch inputs are split; None where microbatches are given.
+        Number of microbatches into which whole-batch inputs are split; None if you pass microbatches.
     args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
-        As of PyTorch's schedules.
+        As in PyTorch's schedules.
     together : torch.distributed.ProcessGroup or None
-        More ranks than those of the pipeline that must run the same plan, since stages compute together over them
-        (FSDP, tensor or expert parallelism): all of them. Microbatches are then alike on all pipelines of it.
+        All ranks that must run the same plan, where they are more than those of the pipeline: stages compute together
+        over them (FSDP, tensor or expert parallelism). All pipelines of the group then have the same microbatches.
 
     Raises
     ------
     InputError
-        When the stages of all ranks form no chain.
+        When the stages of all ranks do not form a chain.
     """
 
     stages: Sequence[PipelineStage]
@@ -105,7 +107,7 @@ class PlannedSchedule:
     layout: Layout = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Gather what stages the other ranks have."""
+        """Gather the stages of the other ranks."""
         self.stages = _checked(self.stages)
         if self.n_microbatches is not None:
             check_whole("n_microbatches", self.n_microbatches)
@@ -114,14 +116,14 @@ class PlannedSchedule:
         self._group, self._rank = first.group, first.group_rank
         self.layout = _gathered(self.stages)
         self._leader = self.layout.chunks[0].rank
-        self._telling = Telling(self._group, self._leader, self.together, first.device)
+        self._control = ControlChannel(self._group, self._leader, self.together, first.device)
         self._loss = StepLoss(self.loss_fn)
         self._boundaries = [Boundary() for _ in self.layout.chunks]
-        """By the number of the stage behind."""
+        """By the number of the stage that receives."""
         self._known: dict[int, _Known] = {}
         self._numbers: dict[int, int] = {}
-        """On the rank that tells: numbers of the orders that are known, by their identity."""
-        self._num_steps = self._num_told = 0
+        """On the rank that broadcasts: numbers of the known orders, by their identity."""
+        self._num_steps = self._num_orders = 0
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._has_last = any(stage.is_last for stage in self.stages)
         mine = set(self._by_number)
@@ -132,15 +134,15 @@ class PlannedSchedule:
         if self.sizes is not None and not callable(self.sizes):
             self._coming = iter(self.sizes)
         self._planner: StepPlanner | None = None
-        if self._telling.tells:
+        if self._control.broadcasts:
             backend = backend_of(torch.device(first.device).type)
             self._planner = StepPlanner(self.layout, self.planner or Planning(), backend)
             weakref.finalize(self, self._planner.close)
-        # Made with the first step: by then weights are where they will be.
+        # Made with the first step, when the weights are on their device.
         self._executor: StageExecutor | None = None
         self._evaluator: StageExecutor | None = None
 
-    # ---------------------------------------------------------------- what users call
+    # ---------------------------------------------------------------- public methods
 
     def step(
         self,
@@ -156,35 +158,36 @@ class PlannedSchedule:
     ) -> Any:
         """Run one step; gradients are added to ``.grad`` of the stages' parameters.
 
-        Either whole-batch inputs are given, which are split as PyTorch splits them, or microbatches, of any number and
+        Pass either whole-batch inputs, which are split as PyTorch splits them, or microbatches, of any number and
         shapes.
 
         Parameters
         ----------
         args, kwargs
-            Whole-batch inputs of the model; positional ones on the rank of the first stage, keywords on any.
+            Whole-batch inputs of the model: positional ones on the rank of the first stage, keywords on any rank.
         target : torch.Tensor or None
             Whole-batch target, on the rank of the last stage.
         losses : list or None
-            Replaced by the microbatches' losses, on the rank of the last stage.
+            Its items are replaced by the microbatches' losses, on the rank of the last stage.
         return_outputs : bool
+            Whether the rank of the last stage returns the outputs.
         loss_kwargs : dict or None
-            Given to the loss.
+            Keyword arguments of the loss.
         arg_mbs, kwarg_mbs, target_mbs : sequence or None
-            The same, by microbatch.
+            Inputs and targets by microbatch, in place of whole-batch ones.
 
         Returns
         -------
-        On the rank of the last stage the outputs, merged; where they cannot be, since microbatches differ in more than
-        dimension 0, a list of them.
+        The merged outputs, on the rank of the last stage. If microbatches differ in more than dimension 0, a list of
+        their outputs.
 
         Raises
         ------
         InputError
-            When this rank's inputs do not belong together.
+            When this rank's inputs are inconsistent.
         ExecutionError
-            When a rank cannot run its plan, or another rank's inputs do not belong together: before anything runs, on
-            all ranks.
+            When a rank cannot run its plan, or another rank's inputs are inconsistent. All ranks raise it before
+            anything runs.
         """
         trains = self.loss_fn is not None
         inputs = StepInputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
@@ -192,19 +195,14 @@ class PlannedSchedule:
         return self._run(inputs, losses, trains)
 
     def eval(self, *args: Any, losses: list[Any] | None = None, **kwargs: Any) -> Any:
-        """Run the forwards of one step, without gradients; called as `step` is.
-
-        Returns
-        -------
-        As `step`.
-        """
+        """Run the forwards of one step, without gradients. Takes and returns what `step` does."""
         own = {name: kwargs.pop(name, None) for name in ("target", "arg_mbs", "kwarg_mbs", "target_mbs")}
         self._loss.arguments = kwargs.pop("loss_kwargs", None) or {}
         self._loss.keeps_outputs = kwargs.pop("return_outputs", True)
         return self._run(StepInputs(args, kwargs, **own), losses, False)
 
     def close(self) -> None:
-        """Stop the planner's process; at the latest this happens when the schedule is gone."""
+        """Stop the planner's process. It also stops when the schedule is garbage-collected."""
         if self._planner is not None:
             self._planner.close()
 
@@ -212,7 +210,7 @@ class PlannedSchedule:
 
     @property
     def _splitting(self) -> Splitting:
-        # Asked anew: the number may be set from step to step.
+        # Not cached, since ``n_microbatches`` may change from step to step.
         return Splitting(self.n_microbatches, self.args_chunk_spec, self.kwargs_chunk_spec, self.output_merge_spec)
 
     def _run(self, inputs: StepInputs, losses: list[Any] | None, trains: bool) -> Any:
@@ -221,10 +219,10 @@ class PlannedSchedule:
             widths = message.widths or [1.0] * len(self.layout.chunks)
             self._executor, self._evaluator = self._made_executor(widths), None
         executor = self._executor if trains else self._evaluating()
-        # Linked plans are many small objects that go when the step is over. Looking for cycles among them in the middle
-        # of it takes longer than linking does.
+        # Linked plans are many small objects, which are freed after the step. Looking for cycles among them during the
+        # step takes longer than linking.
         with collector_paused():
-            known = self._heard(message)
+            known = self._received(message)
             microbatches = self._microbatches(inputs, known)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             self._loss.scale = len(microbatches) if self.scale_grads else 1
@@ -237,7 +235,7 @@ class PlannedSchedule:
                     stage.scale_grads(self._loss.scale)
             self._num_steps += 1
             if message.measures:
-                self._give_times(known, result, microbatches)
+                self._gather_times(known, result, microbatches)
         if self._has_last:
             if losses is not None:
                 losses[:] = [each.loss for each in microbatches if each.loss is not None]
@@ -246,7 +244,7 @@ class PlannedSchedule:
         return None
 
     def _agreed(self, inputs: StepInputs, trains: bool) -> StepMessage:
-        """What all ranks will run, once all have looked at what they are given."""
+        """Return what all ranks will run, after each has checked its inputs."""
         failure: InputError | None = None
         try:
             if trains and not torch.is_grad_enabled():
@@ -254,33 +252,35 @@ class PlannedSchedule:
             report = StepReport(*inputs.check(trains and self._has_last), trains)
         except InputError as error:
             failure, report = error, StepReport(failure=str(error))
-        reports = self._telling.gather(report)
+        reports = self._control.gather(report)
         if failure is None:
-            return self._telling.tell(self._decided(inputs, trains, reports) if self._planner is not None else None)
+            return self._control.broadcast(
+                self._decided(inputs, trains, reports) if self._planner is not None else None
+            )
         if self._planner is not None:
-            self._telling.tell(self._failed(failure))
+            self._control.broadcast(self._failed(failure))
         else:
-            # Whatever is heard, this is what is wrong here.
+            # This rank reports its own failure, whatever the message says.
             with suppress(ExecutionError):
-                self._telling.tell(None)
+                self._control.broadcast(None)
         raise failure
 
     def _decided(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
-        """On the rank that tells: what all will run. A failure is told, too, and raised here."""
+        """Decide what all ranks will run, on the rank that broadcasts. A failure is broadcast, and raised here."""
         try:
             for place, report in enumerate(reports):
                 if report.failure:
-                    raise ExecutionError(f"rank {self._telling.global_rank(place)}: {report.failure}")
+                    raise ExecutionError(f"rank {self._control.global_rank(place)}: {report.failure}")
             return self._decide(inputs, trains, reports)
         except Exception as error:
-            self._telling.tell(self._failed(error))
+            self._control.broadcast(self._failed(error))
             raise
 
     def _failed(self, error: Exception) -> StepMessage:
-        """A failure as the others hear it: with the rank that has it."""
+        """Return a failure as a message that names the rank."""
         text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
         if not text.startswith("rank "):
-            text = f"rank {self._telling.source}, of the first stage: {text}"
+            text = f"rank {self._control.source}, of the first stage: {text}"
         return StepMessage(failure=text.partition("\n")[0])
 
     def _decide(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
@@ -289,12 +289,12 @@ class PlannedSchedule:
         given = inputs.split(self._splitting)
         for place, report in enumerate(reports):
             if report.trains != trains:
-                here, there = ("a training step", "forwards alone")[:: 1 if trains else -1]
+                here, there = ("a training step", "forwards only")[:: 1 if trains else -1]
                 problem = f"runs {there}, the rank of the first stage {here}"
-                raise InputError(f"rank {self._telling.global_rank(place)}", problem, "call step or eval on all ranks")
+                raise InputError(f"rank {self._control.global_rank(place)}", problem, "call step or eval on all ranks")
             if report.count not in (0, len(given)):
                 raise InputError(
-                    f"rank {self._telling.global_rank(place)}: {report.name}",
+                    f"rank {self._control.global_rank(place)}: {report.name}",
                     f"has {report.count} microbatches, the step {len(given)}",
                     "give one for each",
                 )
@@ -311,15 +311,15 @@ class PlannedSchedule:
         signatures: tuple[Signature, ...] | None = tuple(signature(*each) for each in given)
         measures = trains and self._num_steps in _MEASURED_STEPS and not planner.is_measured
         if number is None:
-            self._num_told += 1
-            number = self._numbers[id(order)] = self._num_told
+            self._num_orders += 1
+            number = self._numbers[id(order)] = self._num_orders
             return StepMessage(number, measures, order, signatures, widths)
         if signatures == self._known[number].signatures:
             signatures = None
         return StepMessage(number, measures, None, signatures, widths)
 
     def _sizes(self, given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], trains: bool) -> Sizes:
-        """Sizes of the step's microbatches, and those of the next where they are known."""
+        """Return the sizes of the step's microbatches; note those of the next step where they are known."""
         if self._coming is None or not trains:
             size_of = self.sizes if callable(self.sizes) else default_size
             found = checked_sizes(size_of(*args, **kwargs) for args, kwargs in given)
@@ -336,7 +336,7 @@ class PlannedSchedule:
                 )
         return found
 
-    def _heard(self, message: StepMessage) -> _Known:
+    def _received(self, message: StepMessage) -> _Known:
         if message.order is not None:
             assert message.signatures is not None
             if len(self._known) >= MOST_KNOWN:
@@ -360,12 +360,12 @@ class PlannedSchedule:
         found = []
         for i, (args, kwargs) in enumerate(given):
             for number in self._crossed:
-                metas[number] = self._boundaries[number].foretell(known.signatures[i])
+                metas[number] = self._boundaries[number].predict(known.signatures[i])
             found.append(StageMicrobatch(args, kwargs, None if targets is None else targets[i], metas.copy()))
         return found
 
     def _learn(self, known: _Known, microbatches: Sequence[StageMicrobatch]) -> None:
-        """Note what went over the boundaries between ranks, in an order that is the same at both ends."""
+        """Note the shapes sent over the boundaries between ranks, in the same order at both ends."""
         for inputs, microbatch in zip(known.signatures, microbatches, strict=True):
             for number in self._crossed:
                 metas = microbatch.metas[number]
@@ -373,11 +373,11 @@ class PlannedSchedule:
                 self._boundaries[number].learn(inputs, metas)
 
     def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:
-        """Reduce a stage's gradients over all that hold it, as PyTorch does, and scale them."""
+        """Reduce a stage's gradients over all ranks that have it, as PyTorch does, and scale them."""
         self._by_number[chunk].perform_reduce_grad(self._loss.scale)
 
-    def _give_times(self, known: _Known, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
-        """Give what was measured to the rank of the first stage."""
+    def _gather_times(self, known: _Known, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
+        """Gather the measured times and widths on the rank of the first stage."""
         sizes, samples = known.order.sizes, known.order.samples
         number_of = {name: i for i, name in enumerate(self.layout.chunk_names)}
         rows: list[Row] = [
@@ -422,7 +422,7 @@ class PlannedSchedule:
 
 
 def _words(meta: Flat) -> float:
-    """Size of a tensor in numbers of four bytes."""
+    """Return the size of a tensor in units of four bytes."""
     return math.prod(meta.shape) * meta.dtype.itemsize / 4
 
 
@@ -432,7 +432,13 @@ def _next(coming: Iterator[Sequence[int]]) -> Sizes | None:
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-    """Stages of this rank in their order; refuse what is none, or is run in another way."""
+    """Return the stages of this rank in their order.
+
+    Raises
+    ------
+    InputError
+        One is not a stage, or is of a kind that cannot be run.
+    """
     if isinstance(stages, PipelineStage):
         stages = [stages]
     if not stages:
@@ -453,12 +459,12 @@ def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
 
 
 def _gathered(stages: Sequence[PipelineStage]) -> Layout:
-    """Where the stages of all ranks lie, the same on every rank.
+    """Return the layout of all ranks' stages.
 
     Raises
     ------
     InputError
-        When they form no chain; on every rank.
+        When the stages do not form a chain. Every rank raises it.
     """
     first = stages[0]
     modules = [module for stage in stages for module in stage.submod.modules()]
@@ -489,6 +495,6 @@ def _gathered(stages: Sequence[PipelineStage]) -> Layout:
         len(every),
         (ModuleLayout(MODULE),),
         tuple(Chunk(MODULE, (i, i), rank_of[i]) for i in range(num_stages)),
-        # More than one where parameters are gathered before, and gradients reduced behind.
+        # With FSDP, parameters are gathered before a stage and gradients reduced after it.
         Parallelism(data=2 if any(sharded for *_, sharded in every) else 1),
     )

@@ -1,8 +1,8 @@
-"""What crosses from one stage to the next: one tensor a boundary, whose shape is known before it comes, or comes first.
+"""Tensors between stages: one tensor a boundary, whose shape is predicted by the receiver or sent ahead.
 
-A stage of PyTorch's may hand on several tensors of any type; they travel as one. Its shapes follow from the sizes of
-the step's inputs in a way that nobody states. So both ends of a boundary note what they have seen, and foretell the
-shape where all simple rules that explain it say the same; where they do not, the shape is sent ahead of the tensor.
+A stage of PyTorch may return several tensors of any type. They are sent as one. Their shapes follow from the sizes of
+the step's inputs by an unknown rule. So both ends of a boundary note the shapes they have seen. They predict a shape if
+all simple rules that explain the earlier ones agree. Otherwise, the shape is sent ahead of the tensor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from pipeloom.errors import ExecutionError
 
 Signature = tuple[int, ...]
-"""Extents and types of a microbatch's inputs, one after the other."""
+"""Extents and item sizes of the tensors of a microbatch's inputs, in order."""
 
 
 class Spread(NamedTuple):
-    """How a DTensor lies over a mesh: by name of each of its dimensions, where that divides it."""
+    """Placements of a DTensor on a mesh, which is identified by the names of its dimensions."""
 
     mesh: tuple[str, ...]
     divided: tuple[int, ...]
-    """The tensor's dimension; `_REPLICATED`, `_PARTIAL`: it is whole on every rank, or each has a summand."""
+    """By dimension of the mesh, the sharded dimension of the tensor; or `_REPLICATED` or `_PARTIAL`."""
 
 
 class Meta(NamedTuple):
-    """Shape and type of one tensor; of a DTensor those of this rank's part, which alone travels."""
+    """Shape and type of one tensor; of a DTensor those of its local shard, which is what is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,18 +42,18 @@ class Meta(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Shape and type of the one tensor that travels."""
+    """Shape and type of the one tensor that is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 MeshOf = Callable[[tuple[str, ...]], DeviceMesh]
-"""This rank's mesh by the names of its dimensions."""
+"""Returns this rank's mesh by the names of its dimensions."""
 
 
 Metas = tuple[Meta, ...]
-"""Of all tensors that a stage hands on for one microbatch."""
+"""Shapes and types of all outputs of a stage for one microbatch."""
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -61,26 +61,26 @@ _DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _HEADER = 256
-"""Numbers of a header."""
+"""Length of a header, in integers."""
 _MOST_SEEN = 512
-"""Signatures that are noted; later ones send their shapes ahead."""
+"""Most signatures that are noted; shapes of later ones are sent ahead."""
 _MOST_DIVISOR = 64
 _REPLICATED, _PARTIAL = -1, -2
 
 
 def metas_of(outputs: Sequence[object], stage: int) -> Metas:
-    """Shapes and types of what a stage hands on.
+    """Return shapes and types of a stage's outputs.
 
     Raises
     ------
     ExecutionError
-        Where it is no tensor, or of a type that does not travel.
+        When an output is not a tensor, or of a type that cannot be sent.
     """
     metas = []
     for number, output in enumerate(outputs):
         if not isinstance(output, Tensor) or output.dtype not in _CODES:
             what = f"a {type(output).__name__}" if not isinstance(output, Tensor) else f"of {output.dtype}"
-            raise ExecutionError(f"stage {stage}: output {number} is {what}; hand on tensors of floats or integers")
+            raise ExecutionError(f"stage {stage}: output {number} is {what}; return tensors of floats or integers")
         spread, here = None, output
         if isinstance(output, DTensor):
             spread, here = _spread_of(output, stage), output._local_tensor
@@ -98,10 +98,10 @@ def _spread_of(output: DTensor, stage: int) -> Spread:
         elif type(placement) is Partial and placement.reduce_op == "sum":
             divided.append(_PARTIAL)
         else:
-            raise ExecutionError(f"stage {stage} hands on a DTensor placed as {placement}; redistribute it before")
+            raise ExecutionError(f"stage {stage} returns a DTensor placed as {placement}; redistribute it before")
     names = output.device_mesh.mesh_dim_names
     if names is None:
-        raise ExecutionError(f"stage {stage} hands on a DTensor over a mesh without names; give mesh_dim_names")
+        raise ExecutionError(f"stage {stage} returns a DTensor over a mesh without names; give mesh_dim_names")
     return Spread(tuple(names), tuple(divided))
 
 
@@ -112,21 +112,21 @@ def _placement(divided: int) -> Placement:
 
 
 def _local(output: Tensor) -> Tensor:
-    """Part of a DTensor on this rank."""
+    """Return the local shard of a DTensor."""
     if not isinstance(output, DTensor):
         return output
     part: Tensor = output.to_local()
-    # One that is still being gathered cannot be sent.
+    # A shard that is still being gathered cannot be sent.
     return part.clone() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def is_plain(metas: Metas) -> bool:
-    """Whether the boundary is one tensor of floats, which travels as it is."""
+    """Return whether the boundary has one tensor of floats, which is sent as it is."""
     return len(metas) == 1 and metas[0].dtype.is_floating_point
 
 
 def flat_meta(metas: Metas) -> Flat:
-    """Of what travels."""
+    """Return shape and type of the tensor that is sent."""
     if is_plain(metas):
         return Flat(metas[0].shape, metas[0].dtype)
     dtype = _common(metas)
@@ -134,9 +134,9 @@ def flat_meta(metas: Metas) -> Flat:
 
 
 def bundle(outputs: Sequence[Tensor], metas: Metas) -> Tensor:
-    """Make one tensor of all that a stage hands on; gradients flow through it to what has floats.
+    """Concatenate a stage's outputs to one tensor; gradients flow through it to outputs of floats.
 
-    Integers travel as the bits of floats, which nobody computes with.
+    Integers are sent as the bits of floats, which are never computed with.
     """
     if is_plain(metas):
         return _local(outputs[0])
@@ -148,14 +148,14 @@ def bundle(outputs: Sequence[Tensor], metas: Metas) -> Tensor:
             pieces.append(output.reshape(-1).to(dtype))
             continue
         bits = output.detach().contiguous().reshape(-1).view(torch.uint8)
-        room = bits.new_zeros(_length(meta, dtype) * dtype.itemsize)
-        room[: bits.numel()] = bits
-        pieces.append(room.view(dtype))
+        padded = bits.new_zeros(_length(meta, dtype) * dtype.itemsize)
+        padded[: bits.numel()] = bits
+        pieces.append(padded.view(dtype))
     return torch.cat(pieces)
 
 
 def unbundle(flat: Tensor, metas: Metas, mesh_of: MeshOf | None = None) -> tuple[Tensor, ...]:
-    """Take apart what `bundle` made; DTensors come on the meshes that ``mesh_of`` gives."""
+    """Return the outputs that `bundle` concatenated; DTensors get the meshes that ``mesh_of`` returns."""
     found = (flat,) if is_plain(metas) else _pieces(flat, metas)
     return tuple(_spread(part, meta, mesh_of) for part, meta in zip(found, metas, strict=True))
 
@@ -189,13 +189,13 @@ def _common(metas: Metas) -> torch.dtype:
 
 
 def _length(meta: Meta, dtype: torch.dtype) -> int:
-    """Numbers of the common type that a tensor takes."""
+    """Return the number of elements of the common type that a tensor takes."""
     count = math.prod(meta.shape)
     return count if meta.dtype.is_floating_point else -(-count * meta.dtype.itemsize // dtype.itemsize)
 
 
 def header(metas: Metas) -> Tensor:
-    """Write shapes and types as numbers of a fixed count."""
+    """Encode shapes and types as a fixed number of integers."""
     numbers = [len(metas)]
     for meta in metas:
         numbers += [_CODES[meta.dtype], len(meta.shape), *meta.shape]
@@ -204,17 +204,19 @@ def header(metas: Metas) -> Tensor:
         for name, each in zip(names, divided, strict=True):
             numbers += [each, len(name), *map(ord, name)]
     if len(numbers) > _HEADER:
-        raise ExecutionError(f"a stage hands on {len(metas)} tensors; hand on fewer, {_HEADER} numbers tell of them")
+        raise ExecutionError(
+            f"a stage returns {len(metas)} tensors, whose shapes exceed {_HEADER} numbers; return fewer"
+        )
     return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
 
 
 def empty_header() -> Tensor:
-    """Room for a header."""
+    """Return an empty buffer for a header."""
     return torch.empty(_HEADER, dtype=torch.int64)
 
 
 def read_header(numbers: Tensor) -> Metas:
-    """Read what `header` wrote."""
+    """Decode what `header` encoded."""
     left = iter(numbers.tolist())
     metas = []
     for _ in range(next(left)):
@@ -230,30 +232,30 @@ def read_header(numbers: Tensor) -> Metas:
 
 
 class Boundary:
-    """What is known of the shapes that go over one boundary; both of its ends know the same.
+    """Shapes that were sent over one boundary. Both of its ends have noted the same ones.
 
-    A shape is foretold where it was seen, or where every rule that explains all that was seen gives the same: that an
-    extent is always the same number, or in proportion to one extent of the inputs or to the product of two, or that
-    rounded up or down, or apart from it by a number.
+    A shape is predicted if it was seen before, or if all rules that explain the seen shapes agree. The rules: an extent
+    is constant; it is proportional to one extent of the inputs or to the product of two; it is one of these divided by
+    an integer, rounded up or down; it differs from one extent by a constant.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Signature, Metas] = {}
-        self._foretold: dict[Signature, Metas] = {}
+        self._predicted: dict[Signature, Metas] = {}
 
-    def foretell(self, signature: Signature) -> Metas | None:
-        """What will go over it for a microbatch of these inputs; None: that is not certain."""
-        known = self._seen.get(signature) or self._foretold.get(signature)
+    def predict(self, signature: Signature) -> Metas | None:
+        """Return the shapes for a microbatch of these inputs, or None if they are uncertain."""
+        known = self._seen.get(signature) or self._predicted.get(signature)
         if known is None and self._seen:
             known = self._by_rule(signature)
             if known is not None:
-                if len(self._foretold) >= _MOST_SEEN:
-                    self._foretold.clear()
-                self._foretold[signature] = known
+                if len(self._predicted) >= _MOST_SEEN:
+                    self._predicted.clear()
+                self._predicted[signature] = known
         return known
 
     def learn(self, signature: Signature, metas: Metas) -> None:
-        """Note what went over it."""
+        """Note the shapes that were sent for a microbatch of these inputs."""
         if len(self._seen) < _MOST_SEEN:
             self._seen.setdefault(signature, metas)
 
@@ -282,7 +284,7 @@ def _form(metas: Metas) -> tuple[tuple[torch.dtype, int, Spread | None], ...]:
 
 
 def _values(column: Sequence[tuple[Signature, int]], signature: Signature) -> Iterator[int]:
-    """What each rule that explains a column of extents gives for other inputs."""
+    """Yield what each rule that explains a column of extents gives for other inputs."""
     _, first = column[0]
     if all(extent == first for _, extent in column):
         yield first

@@ -1,9 +1,8 @@
-"""torchtitan: a pipelining function for its model specs, which splits by cost and runs every step by a plan of its own.
+"""torchtitan: a pipelining function for its model specs, which splits models by cost and plans every step.
 
-In a model's spec, ``pipelining_fn=pipeline_planned`` stands in the place of ``pipeline_llm`` or ``pipeline_vlm``. How a
-stage computes (FSDP2, tensor and expert parallelism, activation checkpointing, compilation) stays torchtitan's. Where
-stages are cut follows from what layers cost; a vision encoder is cut like the rest, into stages of its own where it is
-worth that, instead of lying in the first stage whole.
+Set ``pipelining_fn=pipeline_planned`` in a model's spec, in place of ``pipeline_llm`` or ``pipeline_vlm``. torchtitan
+still decides how a stage computes (FSDP2, tensor and expert parallelism, activation checkpointing, compilation). Models
+are split by the costs of their layers. A vision encoder is split too, instead of being whole in the first stage.
 """
 
 from __future__ import annotations

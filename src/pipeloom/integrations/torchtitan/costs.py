@@ -1,4 +1,4 @@
-"""What the parts of a model of torchtitan cost, reckoned from their weights, and where that cuts stages."""
+"""Estimate the costs of a torchtitan model's parts from their weights, and split the model by them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from pipeloom.layout.layouts import partition_chain
 
 _BEHIND_LAYERS = ("norm", "lm_head")
 Costs = Mapping[str, float]
-"""By name of a part of the model, ``"layers.3"`` or ``"vision_encoder.layers.0"``, what it takes, in any one unit."""
+"""Cost of each part of the model, by name (``"layers.3"``, ``"vision_encoder.layers.0"``), in any one unit."""
 
 
 def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
-    """Operations of a forward for each token of the sequence, by part, in the order in which parts run.
+    """Estimate the FLOPs of a forward per token of the sequence, by part, in the order in which parts run.
 
-    Two for each weight of a matrix that a token meets; of experts, of those that it is sent to; and those of
-    attention over the sequence, which is taken to be as wide as the layer's largest square. It may lie on ``meta``.
+    They are two per weight of a matrix, for experts only those that a token is routed to, and those of attention over
+    the sequence, whose width is the smallest output width of the layer's attention.
 
     Parameters
     ----------
     model : torch.nn.Module
+        The model, which may be on the ``meta`` device.
     seq_len : int
+        Tokens of the sequence.
     vision_tokens : float
-        Patches for each token of the sequence.
+        Patches per token of the sequence.
     """
     costs: dict[str, float] = {}
     encoder = getattr(model, VISION, None)
@@ -47,7 +49,7 @@ def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict
 
 
 def _operations(module: Any) -> float:
-    """Of matrices: two a weight and token, and of experts' weights their share."""
+    """Return the FLOPs of matrices per token: two per weight, and a share of those of experts."""
     total = 0.0
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -68,7 +70,7 @@ def _top_k(module: Any) -> float:
 
 
 def _attention(layer: Any, seq_len: int) -> float:
-    """Scores and their sums over half of a sequence."""
+    """Return the FLOPs per token of attention scores and weighted sums over half of a sequence."""
     attention = getattr(layer, "attention", None) or getattr(layer, "attn", None)
     if attention is None:
         return 0.0
@@ -76,24 +78,24 @@ def _attention(layer: Any, seq_len: int) -> float:
     return 2.0 * seq_len * min(widths, default=0)
 
 
-def completed(known: Costs, reckoned: Costs) -> dict[str, float]:
-    """Costs of all parts, in their order: what is known, and the rest as reckoned, in the unit of what is known.
+def completed(known: Costs, estimated: Costs) -> dict[str, float]:
+    """Return the costs of all parts, in their order. Unknown ones are estimated, and scaled to the unit of known ones.
 
     Raises
     ------
     InputError
-        When the model has no such part.
+        When the model does not have a part.
     """
     for name in known:
-        if name not in reckoned:
-            raise InputError(f"costs[{name!r}]", "is no part of the model", f"its parts are {', '.join(reckoned)}")
-    base = sum(reckoned[name] for name in known)
+        if name not in estimated:
+            raise InputError(f"costs[{name!r}]", "is not a part of the model", f"its parts are {', '.join(estimated)}")
+    base = sum(estimated[name] for name in known)
     unit = sum(known.values()) / base if base else 1.0
-    return {name: known.get(name, unit * operations) for name, operations in reckoned.items()}
+    return {name: known.get(name, unit * operations) for name, operations in estimated.items()}
 
 
 def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
-    """Cut parts, in their order, into stages whose heaviest is as light as can be.
+    """Split parts, in their order, into stages so that the most expensive stage is as cheap as possible.
 
     Raises
     ------
@@ -101,7 +103,7 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
         When there are fewer parts than stages.
     """
     names = list(costs)
-    # What takes nothing stays with its neighbour: a stage of it alone would be none.
+    # A part without cost stays with its neighbor, since it would make an empty stage.
     groups: list[list[str]] = []
     for name in names:
         if groups and (name in _BEHIND_LAYERS or groups[-1][-1] in (VISION, "tok_embeddings")):
@@ -111,7 +113,7 @@ def split_by_costs(costs: Costs, num_stages: int) -> list[list[str]]:
     if len(groups) < num_stages:
         raise InputError(
             "pipeline_parallel_degree",
-            f"asks for {num_stages} stages, the model has {len(groups)} parts to cut",
+            f"asks for {num_stages} stages, the model has {len(groups)} parts to split",
             "use fewer stages",
         )
     loads = [sum(costs[name] for name in group) for group in groups]

@@ -1,4 +1,4 @@
-"""What the parts of a model of torchtitan cost, measured: each runs alone on the job's device, forward and backward."""
+"""Measure the costs of a torchtitan model's parts: each runs alone on the job's device, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from pipeloom.runtime.measure.workbench import Workbench
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP, _REPEATS = 2, 5
-_BEGIN, _HEAD = "tok_embeddings", "lm_head"
+_EMBEDDING, _HEAD = "tok_embeddings", "lm_head"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One microbatch of the job, on which parts are run.
+    """One microbatch of the job, with which parts run.
 
-    Parameters
+    Attributes
     ----------
     rows : int
-        Sequences.
+        Number of sequences.
     length : int
-        Tokens of each.
-    device : torch.device
+        Tokens per sequence.
     dtype : torch.dtype
-        In which weights are computed with.
+        Type of weights and activations.
     vision_tokens : float
-        Patches for each token.
+        Patches per token.
     """
 
     rows: int
@@ -49,39 +48,40 @@ class Trial:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Of all tokens."""
+        """Positions of all tokens, of shape (rows, length)."""
         return torch.arange(self.length, device=self.device).expand(self.rows, -1).contiguous()
 
     def tokens(self, vocabulary: int) -> Tensor:
-        """Token numbers."""
+        """Return random token IDs, of shape (rows, length)."""
         return torch.randint(vocabulary, (self.rows, self.length), device=self.device)
 
     def hidden(self, rows: int, length: int, width: int) -> Tensor:
-        """What a part before hands on, or pixels."""
+        """Return random hidden states or pixels."""
         return torch.randn(rows, length, width, device=self.device, dtype=self.dtype)
 
     def image_side(self, merged: int) -> int:
-        """Patches along each side of a square image, one for each sequence."""
+        """Return the patches along each side of a square image, with one image per sequence."""
         return merged * max(1, round(math.sqrt(self.vision_tokens * self.length) / merged))
 
 
-def measured_costs(model: Any, reckoned: Costs, trial: Trial) -> dict[str, float]:
-    """Seconds of a forward and backward of one microbatch, by part, in the order in which parts run.
+def measured_costs(model: Any, estimated: Costs, trial: Trial) -> dict[str, float]:
+    """Measure the seconds of a forward and backward of one microbatch, by part, in the order in which parts run.
 
-    Every rank measures, with random weights and inputs, one part at a time: that is what it takes memory for. Parts
-    that are alike are measured once. The median over all ranks counts, so that all come to the same. The head has a
-    cross entropy over its logits. Layers are whole, as without tensor and expert parallelism, activation checkpointing
-    and compilation. What cannot be run alone, or not on all ranks, is reckoned in the unit of the rest, with a warning.
+    Every rank measures one part at a time, with random weights and inputs, so that it needs memory for one part.
+    Identical parts are measured once. All ranks use the median over ranks. The head includes a cross entropy over its
+    logits. Layers run whole, without tensor and expert parallelism, activation checkpointing and compilation. A part
+    that does not run alone on all ranks is estimated, with a warning.
 
     Parameters
     ----------
     model : torch.nn.Module
-        On ``meta``.
-    reckoned : mapping
-        From `reckoned_costs`.
+        The model, on the ``meta`` device.
+    estimated : mapping
+        Costs from `reckoned_costs`.
     trial : Trial
+        The microbatch.
     """
-    mine = _measured_here(model, reckoned, trial)
+    mine = _measured_here(model, estimated, trial)
     every = [mine]
     if dist.is_initialized():
         every = [{} for _ in range(dist.get_world_size())]
@@ -91,24 +91,24 @@ def measured_costs(model: Any, reckoned: Costs, trial: Trial) -> dict[str, float
         found = [each[name] for each in every]
         failures = [value for value in found if isinstance(value, str)]
         if failures:
-            _LOG.warning("%s cannot be measured alone, and is reckoned: %s", name, failures[0])
+            _LOG.warning("The cost of %s is estimated, since it cannot be measured alone: %s", name, failures[0])
         else:
             known[name] = statistics.median(value for value in found if not isinstance(value, str))
-    return completed(known, reckoned)
+    return completed(known, estimated)
 
 
-def _measured_here(model: Any, reckoned: Costs, trial: Trial) -> dict[str, float | str]:
-    """Seconds on this rank, or why there are none."""
+def _measured_here(model: Any, estimated: Costs, trial: Trial) -> dict[str, float | str]:
+    """Return the seconds of each part on this rank, or why it cannot be measured."""
     seconds: dict[str, float | str] = {}
     kinds: dict[Any, float | str] = {}
-    chain = [[name] for name in reckoned if name != "norm"]
+    chain = [[name] for name in estimated if name != "norm"]
     chain[-1] = ["norm", _HEAD]
     devices = [trial.device] if trial.device.type != "cpu" else []
-    # What weights are drawn afterwards must not depend on this.
+    # Weights that are initialized later must not depend on measuring.
     with torch.random.fork_rng(devices, device_type=trial.device.type if devices else "cuda"), torch.enable_grad():
         for number, names in enumerate(chain):
             name = names[-1]
-            # The first part embeds patches, too.
+            # The first part also embeds patches.
             alone = number == 0 or ".layers." not in f".{name}"
             kind = name if alone else _kind(model.get_submodule(name))
             if kind not in kinds:
@@ -121,7 +121,7 @@ def _measured_here(model: Any, reckoned: Costs, trial: Trial) -> dict[str, float
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers that cost the same have in common: modules, extents of weights, and every number that they hold."""
+    """Return a key that layers with the same cost share: modules, shapes of weights, and plain attributes."""
 
     def parts() -> Iterator[Any]:
         for name, part in layer.named_modules():
@@ -133,11 +133,11 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> tuple[Callable[..., Tensor], Tensor]:
-    """A part with weights, as it is called, and what on."""
+    """Return a function that runs a part with weights, and its input."""
     name = chain[number][-1]
     cuts_encoder = chain[0][0].startswith(f"{VISION}.")
     if name == VISION:
-        raise NotImplementedError(f"what a {type(model.vision_encoder).__name__} takes is not known")
+        raise NotImplementedError(f"the inputs of a {type(model.vision_encoder).__name__} are unknown")
     part = model_part(model, chain, number)
     part.to_empty(device=trial.device)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> 
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(trial.dtype)
     part.train()
-    if name.startswith(VISION) or (name == _BEGIN and cuts_encoder):
+    if name.startswith(VISION) or (name == _EMBEDDING and cuts_encoder):
         encoder, config = part.vision_encoder, model.vision_encoder
         side = trial.image_side(getattr(config, "spatial_merge_size", 1))
         grid = torch.tensor([[1, side, side]], device=trial.device).expand(trial.rows, 3).contiguous()
@@ -154,7 +154,7 @@ def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> 
         width = weight.shape[1] if number == 0 else weight.shape[0]
         return lambda x: encoder(x, grid_thw=grid), trial.hidden(trial.rows, side * side, width)
     vocabulary, width = model.tok_embeddings.weight.shape
-    given = trial.tokens(vocabulary) if name == _BEGIN else trial.hidden(trial.rows, trial.length, width)
+    given = trial.tokens(vocabulary) if name == _EMBEDDING else trial.hidden(trial.rows, trial.length, width)
     keywords = {"positions": trial.positions, **_masks(part, trial)}
     if name != _HEAD:
         return lambda x: part(x, **keywords), given
@@ -163,7 +163,7 @@ def _runnable(model: Any, chain: list[list[str]], number: int, trial: Trial) -> 
 
 
 def _masks(part: Any, trial: Trial) -> Mapping[str, Any]:
-    """As torchtitan's trainer gives them: to attention that takes masks."""
+    """Return the masks that torchtitan's trainer passes to attention."""
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
     inner = getattr(part.config.first_attention, "inner_attention", None)
@@ -173,7 +173,7 @@ def _masks(part: Any, trial: Trial) -> Mapping[str, Any]:
 
 
 def _seconds(run: Callable[..., Tensor], given: Tensor, trial: Trial) -> float:
-    """Median of a forward and a backward."""
+    """Return the median seconds of a forward and backward."""
     bench = Workbench(trial.device)
     given.requires_grad_(given.is_floating_point())
     found = []

@@ -1,4 +1,4 @@
-"""One stage of a model of torchtitan: torchtitan's own cut, and a vision encoder that may be cut too."""
+"""Make one stage of a torchtitan model, by torchtitan's own split; the vision encoder may be split too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
-    """The model with what one stage has of it, as torchtitan cuts models; a vision encoder may be cut too.
+    """Return the model with the parts of one stage, as torchtitan splits models; the vision encoder may be split too.
 
-    The rank of a stage that has a part of the encoder gets the model with the encoder's layers of that stage; stages
-    before the text's first hand on the tokens with what the encoder has come to.
+    A stage with a part of the encoder has the encoder's layers of that stage. Stages before the first of the text send
+    the tokens, with the hidden states of the encoder.
     """
     from torchtitan.distributed.pipeline_parallel import _split_module
 
@@ -34,7 +34,7 @@ def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
     if not can_be_cut(part.vision_encoder):
         raise InputError(
             f"vision encoder {type(part.vision_encoder).__name__}",
-            "is none that can be cut",
+            "cannot be split",
             "name 'vision_encoder' whole in parallelism.module_fqns_per_model_part",
         )
     layers = {name.rsplit(".", 1)[1] for name in vision}
@@ -44,17 +44,17 @@ def model_part(model: Any, names: Sequence[Sequence[str]], number: int) -> Any:
 
 
 def can_be_cut(encoder: Any) -> bool:
-    """Whether it is built as Qwen 3.5's."""
+    """Return whether an encoder has the structure of Qwen 3.5's."""
     names = ("patch_embed", "pos_embed", "layers", "merger", "compute_position_embeddings")
     return all(hasattr(encoder, name) for name in names)
 
 
 class _PassedOn(nn.Module):
-    """In the place of the patches' embedding, where a stage before has embedded them."""
+    """Replaces the patch embedding if an earlier stage has embedded the patches."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The model asks for the type that its encoder takes.
+        # The model reads the type of its encoder's inputs from this weight.
         self.register_buffer("weight", torch.zeros(0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class _PassedOn(nn.Module):
 
 
 def _cut_encoder(encoder: Any, layers: set[str], *, begins: bool, ends: bool) -> None:
-    """Leave an encoder some of its layers, its beginning, its end."""
+    """Remove all layers of an encoder but some, and its beginning and end unless they are in this stage."""
     for name in list(encoder.layers):
         if name not in layers:
             del encoder.layers[name]
@@ -76,29 +76,29 @@ def _cut_encoder(encoder: Any, layers: set[str], *, begins: bool, ends: bool) ->
     encoder.register_buffer("pos_embed", torch.zeros_like(weight), persistent=False)
     positions = encoder.compute_position_embeddings
 
-    def turned_alone(*given: Any) -> tuple[Tensor, Tensor]:
-        # Places were added where the patches were embedded; what turns queries and keys is every layer's.
-        # One number: of the buffer's type, it must not lift what is computed in another.
-        learned, turns = positions(*given)
-        return learned.new_zeros(()), turns
+    def rotary_only(*given: Any) -> tuple[Tensor, Tensor]:
+        # Learned positions were added by the stage that embeds patches; every layer needs the rotary ones.
+        # A scalar, so that adding it does not promote the type of the hidden states.
+        learned, rotary = positions(*given)
+        return learned.new_zeros(()), rotary
 
-    encoder.compute_position_embeddings = turned_alone
+    encoder.compute_position_embeddings = rotary_only
 
 
 def _vision_forward(part: Any, begins: bool, tokens: Tensor, *hidden: Tensor, **kwargs: Any) -> Any:
-    """Run a stage that has layers of the encoder alone."""
+    """Run a stage that has only layers of the encoder."""
     given = _given(begins, hidden, kwargs)
     grids = {"pixel_values": "grid_thw", "pixel_values_videos": "grid_thw_videos"}
     return (tokens, *(part.vision_encoder(x, grid_thw=kwargs[grids[name]]) for name, x in given.items()))
 
 
 def _text_forward(part: Any, begins: bool, tokens: Tensor, *hidden: Tensor, **kwargs: Any) -> Any:
-    """Run the stage in which the text begins: the model's own forward, on what the encoder has come to."""
+    """Run the stage in which the text begins: the model's own forward, on the hidden states of the encoder."""
     return type(part).forward(part, tokens, **{**kwargs, **_given(begins, hidden, kwargs)})
 
 
 def _given(begins: bool, hidden: Sequence[Tensor], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the encoder works on: pixels, or what the stage before gave for them."""
+    """Return the inputs of the encoder: pixels, or hidden states from the stage before."""
     present = [name for name in _PIXELS if kwargs.get(name) is not None]
     values = [kwargs[name] for name in present] if begins else hidden
     return dict(zip(present, values, strict=True))

@@ -1,4 +1,4 @@
-"""`pipeline_planned`, in the place of torchtitan's ``pipeline_llm`` and ``pipeline_vlm``."""
+"""`pipeline_planned`, which replaces torchtitan's ``pipeline_llm`` and ``pipeline_vlm``."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ def pipeline_planned(
     loss_fn: Callable[..., Any],
     **config: Any,
 ) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
-    """Split a model of torchtitan into stages and make their schedule; called by its trainer, as ``pipeline_llm`` is.
+    """Split a torchtitan model into stages and make their schedule. torchtitan's trainer calls it.
 
-    Options of its own are bound before: ``functools.partial(pipeline_planned, costs=..., planner=...)``.
+    Bind its own options before: ``functools.partial(pipeline_planned, costs=..., planner=...)``.
 
     Parameters
     ----------
     model, parallel_dims, parallelism, model_config, training, device, loss_fn
-        As torchtitan gives them.
+        Passed by torchtitan.
     config
-        ``parallelize_fn`` with ``compile_config``, ``ac_config`` and ``dump_folder`` that are for it, as torchtitan
-        gives them; and of one's own ``costs``, by which stages are cut: ``"measured"`` (the default, see
-        `measured_costs`), ``"reckoned"`` (see `reckoned_costs`) or `Costs`, of which what is missing is reckoned;
-        ``vision_tokens`` (patches for each token of the sequence, for measuring and reckoning, 1 where left out); and
-        ``planner`` (`Planning`).
+        Passed by torchtitan: ``parallelize_fn``, with its ``compile_config``, ``ac_config`` and ``dump_folder``. Own
+        options: ``costs`` by which the model is split, one of ``"measured"`` (the default, see `measured_costs`),
+        ``"reckoned"`` (see `reckoned_costs`) or `Costs`, whose missing parts are estimated; ``vision_tokens`` (patches
+        per token of the sequence, by default 1); and ``planner`` (`Planning`).
 
     Returns
     -------
@@ -53,12 +52,12 @@ def pipeline_planned(
     Raises
     ------
     InputError
-        When there are fewer parts than stages, costs are of no part, or a CSV schedule is asked for.
+        When there are fewer parts than stages, a cost is of an unknown part, or a CSV schedule is requested.
     """
     if parallelism.pipeline_parallel_schedule_csv:
         raise InputError(
             "parallelism.pipeline_parallel_schedule_csv",
-            "names a file, and steps are planned",
+            "names a schedule file, but steps are planned",
             "leave it out, or use pipeline_llm for schedules from files",
         )
     own = {name: config.pop(name) for name in ("costs", "vision_tokens", "planner") if name in config}
@@ -90,31 +89,31 @@ def pipeline_planned(
         _scalar(loss_fn),
         n_microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         scale_grads=False,
-        # Experts and shards compute together over replicas, so all of these run one plan.
+        # Experts and shards compute together over replicas, so that all replicas run one plan.
         together=torch.distributed.group.WORLD,
     )
     return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
 
 def _mesh(parallel_dims: Any, names: tuple[str, ...], _: Any) -> Any:
-    """Where a DTensor lies that the stage before hands on."""
+    """Return the mesh of a DTensor from the stage before."""
     return parallel_dims.get_mesh(list(names))
 
 
 def _costs(model: Any, asked: Any, trial: Trial) -> dict[str, float]:
-    """By what is asked for; the same on all ranks."""
-    reckoned = reckoned_costs(model, trial.length, trial.vision_tokens)
+    """Return the costs that are requested, the same on all ranks."""
+    estimated = reckoned_costs(model, trial.length, trial.vision_tokens)
     if asked == "measured":
-        return measured_costs(model, reckoned, trial)
+        return measured_costs(model, estimated, trial)
     if asked == "reckoned":
-        return reckoned
+        return estimated
     if not isinstance(asked, Mapping):
         raise InputError("costs", f"is {asked!r}", "give 'measured', 'reckoned', or seconds by part of the model")
-    return completed(asked, reckoned)
+    return completed(asked, estimated)
 
 
 def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Losses of torchtitan return more than the loss."""
+    """Wrap a loss of torchtitan so that it returns the loss only."""
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         found = loss_fn(*args, **kwargs)
@@ -125,7 +124,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _num_stages(parallelism: Any, num_ranks: int, num_layers: int) -> int:
-    """As torchtitan reckons: from layers a stage, else one stage a rank, or two where the schedule has several."""
+    """Return torchtitan's number of stages: by layers per stage; else one per rank, two if interleaved."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     per_stage = parallelism.pipeline_parallel_layers_per_stage

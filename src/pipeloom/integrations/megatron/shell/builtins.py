@@ -18,14 +18,13 @@ _ELEMENT = re.compile(r"([A-Za-z_]\w*)\[(.+)\]", re.ASCII | re.DOTALL)
 
 
 def _echo(shell: Expansion, arguments: list[str]) -> Status:
-    newline, escapes = True, False
+    flags = ""
     while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
-        newline &= "n" not in arguments[0]
-        for letter in arguments[0][1:]:
-            escapes = letter == "e" if letter != "n" else escapes
+        flags += arguments[0]
         arguments = arguments[1:]
     text = " ".join(arguments)
-    shell.write((unescape(text) if escapes else text) + ("\n" if newline else ""))
+    escapes = flags.rfind("e") > flags.rfind("E")
+    shell.write((unescape(text) if escapes else text) + ("" if "n" in flags else "\n"))
     return 0
 
 
@@ -40,50 +39,51 @@ def _printf(shell: Expansion, arguments: list[str]) -> Status:
     try:
         text = _formatted(shell, unescape(shell.unknowns.known(arguments[0])), arguments[1:])
     except Undetermined as error:
-        text = shell.unknowns.again(error.unknown)
+        text = shell.unknowns.derive(error.unknown)
     except ValueError:
-        raise Refusal(shell.unknowns.line, f"printf {shell.unknowns.shown(arguments[0])[:40]!r} is not read") from None
+        raise Refusal(
+            shell.unknowns.line, f"printf {shell.unknowns.shown(arguments[0])[:40]!r} is not supported"
+        ) from None
     if target is None:
         shell.write(text)
-    else:
-        found = _ELEMENT.fullmatch(target)
-        shell.set(*((target, text) if found is None else (found[1], text, found[2])))
+        return 0
+    found = _ELEMENT.fullmatch(target)
+    shell.set(target if found is None else found[1], text, None if found is None else found[2])
     return 0
 
 
 def _formatted(shell: Expansion, form: str, values: list[str]) -> str:
+    """Return values as a format writes them, which starts again until no value is left."""
     parts: list[str] = []
     rest = list(values)
     while True:
-        taken = len(rest)
-        at = 0
-        for found in _FORMAT.finditer(form):
-            parts.append(form[at : found.start()])
-            at = found.end()
-            parts.append("%" if found["kind"] == "%" else _field(shell, found, rest))
-        parts.append(form[at:])
+        left = len(rest)
+        parts.append(_FORMAT.sub(lambda found: _field(shell, found, rest), form))
         shell.unknowns.charge()
         shell.unknowns.check_length(sum(map(len, parts[-100:])))
-        if not rest or len(rest) == taken:
+        if not rest or len(rest) == left:
             return "".join(parts)
 
 
 def _field(shell: Expansion, found: re.Match[str], rest: list[str]) -> str:
-    """One value as a format writes it; ValueError where the format is not known."""
+    """Return one value as a format writes it; raise ValueError where the format is not known."""
     kind, flags = found["kind"], found["flags"]
+    if kind == "%":
+        return "%"
+    known = shell.unknowns.known
     width, precision = (
-        str(int(shell.unknowns.known(rest.pop(0) if rest else "0"))) if found[name] == "*" else found[name] or ""
+        str(int(known(rest.pop(0) if rest else "0"))) if found[name] == "*" else found[name] or ""
         for name in ("width", "precision")
     )
     if width.startswith("-"):
         flags, width = f"{flags}-", width[1:]
     if len(width) > 4 or len(precision) > 3:
         raise ValueError
-    given = bool(rest)
     value = rest.pop(0) if rest else ""
     if kind == "s" and not width and not precision:
         return value
-    value = shell.unknowns.known(value)
+    value = known(value)
+    form = f"%{flags}{width}{f'.{precision}' if precision else ''}"
     if kind in "sb":
         value = unescape(value) if kind == "b" else value
         value = value[: int(precision)] if precision else value
@@ -91,10 +91,9 @@ def _field(shell: Expansion, found: re.Match[str], rest: list[str]) -> str:
     if kind == "q" and re.fullmatch(r"[\w./:=@%^+,-]+", value, re.ASCII):
         return value
     if kind in "dixXo":
-        number = arithmetic.wrapped(int(value, 0)) if given and value else 0
-        return f"%{flags}{width}{f'.{precision}' if precision else ''}{'d' if kind == 'i' else kind}" % number
+        return f"{form}{'d' if kind == 'i' else kind}" % (arithmetic.wrapped(int(value, 0)) if value else 0)
     if kind in "feEgG":
-        return f"%{flags}{width}{f'.{precision}' if precision else ''}{kind}" % float(value or 0)
+        return f"{form}{kind}" % float(value or 0)
     if kind == "c":
         return value[:1]
     raise ValueError
@@ -122,11 +121,14 @@ def _unset(shell: Expansion, arguments: list[str]) -> Status:
         found = _ELEMENT.fullmatch(word)
         if found is not None:
             index = found[2] if found[1] in shell.associative else str(_calculated(shell, found[2]))
-            shell.unset(found[1], index.strip("'\""))
+            elements = shell.variables.get(found[1])
+            if isinstance(elements, dict):
+                elements.pop(index.strip("'\""), None)
         elif word != "-v":
-            shell.unset(word)
-            if word not in shell.variables:
-                shell.functions.pop(word, None)
+            shell.variables.pop(word, None)
+            shell.associative.discard(word)
+            shell.exported.discard(word)
+            shell.functions.pop(word, None)
     return 0
 
 
@@ -147,8 +149,7 @@ def _set(shell: Expansion, arguments: list[str]) -> Status:
             break
         letters = word[1:]
         if "o" in letters and at < len(arguments):
-            name = arguments[at]
-            letters = letters.replace("o", {"errexit": "e", "nounset": "u"}.get(name, ""))
+            letters = letters.replace("o", {"errexit": "e", "nounset": "u"}.get(arguments[at], ""))
             at += 1
         shell.options = shell.options | set(letters) if word[0] == "-" else shell.options - set(letters)
     return 0
@@ -163,15 +164,12 @@ def _shift(shell: Expansion, arguments: list[str]) -> Status:
 
 
 def _let(shell: Expansion, arguments: list[str]) -> Status:
-    value = 0
-    for text in arguments:
-        value = _calculated(shell, text)
-    return int(value == 0)
+    return int([0, *(_calculated(shell, text) for text in arguments)][-1] == 0)
 
 
 def _getopts(shell: Expansion, arguments: list[str]) -> Status:
     if len(arguments) > 2 or shell.positional:
-        raise Refusal(shell.unknowns.line, "getopts with arguments is not read")
+        raise Refusal(shell.unknowns.line, "getopts with arguments is not supported")
     shell.set(arguments[1], "?")
     return 1
 
@@ -186,9 +184,9 @@ def _dirname(shell: Expansion, arguments: list[str]) -> Status:
 
 def _basename(shell: Expansion, arguments: list[str]) -> Status:
     words = [shell.unknowns.without_unset(word) for word in arguments if word != "--"]
-    if not 1 <= len(words) <= 2 or words[0].startswith("-"):
-        if words and words[0].startswith("-"):
-            raise Refusal(shell.unknowns.line, "basename with options is not read")
+    if words and words[0].startswith("-"):
+        raise Refusal(shell.unknowns.line, "basename with options is not supported")
+    if not 1 <= len(words) <= 2:
         return 1
     name = words[0].rstrip("/").rsplit("/", 1)[-1]
     if len(words) > 1 and name != words[1]:
@@ -206,7 +204,7 @@ def _path(shell: Expansion, arguments: list[str]) -> Status:
 def _seq(shell: Expansion, arguments: list[str]) -> Status:
     numbers = [shell.unknowns.known(word) for word in arguments]
     if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"-?\d{1,15}", number) for number in numbers):
-        raise Refusal(shell.unknowns.line, f"seq {' '.join(numbers)[:40]} is not read")
+        raise Refusal(shell.unknowns.line, f"seq {' '.join(numbers)[:40]} is not supported")
     first, *middle, last = map(int, numbers if len(numbers) > 1 else ["1", *numbers])
     step = middle[0] if middle else 1
     if step == 0:
@@ -220,18 +218,15 @@ def _seq(shell: Expansion, arguments: list[str]) -> Status:
 def _expr(shell: Expansion, arguments: list[str]) -> Status:
     words = [shell.unknowns.known(word) for word in arguments]
     if not all(re.fullmatch(r"-?\d+|[-+*/%()]", word) for word in words):
-        raise Refusal(shell.unknowns.line, f"expr {' '.join(words)[:40]} is not read")
+        raise Refusal(shell.unknowns.line, f"expr {' '.join(words)[:40]} is not supported")
     value = _calculated(shell, " ".join(words))
     shell.write(f"{value}\n")
     return int(value == 0)
 
 
 BUILTINS: dict[str, Callable[[Expansion, list[str]], Status]] = {
-    ":": lambda _shell, _arguments: 0,
-    "true": lambda _shell, _arguments: 0,
+    **dict.fromkeys((":", "true", "trap", "shopt"), lambda _shell, _arguments: 0),
     "false": lambda _shell, _arguments: 1,
-    "trap": lambda _shell, _arguments: 0,
-    "shopt": lambda _shell, _arguments: 0,
     "echo": _echo,
     "printf": _printf,
     "cd": _cd,
@@ -253,47 +248,37 @@ BUILTINS: dict[str, Callable[[Expansion, list[str]], Status]] = {
 
 def read_line(shell: Expansion, arguments: list[str], stdin: Word | None) -> Status:
     """Run ``read``, whose input is known where it is a here-string or here-document."""
-    array, names, at = None, [], 0
-    raw = False
-    while at < len(arguments):
-        word = arguments[at]
-        at += 1
-        if word.startswith("-") and len(word) > 1:
-            raw |= "r" in word
-            if word[-1] == "a":
-                array = arguments[at]
-            if word[-1] in "adinNptu":
-                at += 1
-            if set(word[1:]) & set("dnNu"):
-                stdin = None
-        else:
+    array, names, raw = "", [], False
+    rest = iter(arguments)
+    for word in rest:
+        if not word.startswith("-") or len(word) == 1:
             names.append(word)
-    if not all(map(is_name, [*names, *([] if array is None else [array])])):
-        raise Refusal(shell.unknowns.line, "read into an element of an array is not read")
+            continue
+        raw |= "r" in word
+        value = next(rest, "") if word[-1] in "adinNptu" else ""
+        array = value if word[-1] == "a" else array
+        if set(word[1:]) & set("dnNu"):
+            stdin = None
+    if not all(map(is_name, names + [array] * bool(array))):
+        raise Refusal(shell.unknowns.line, "read into an element of an array is not supported")
     text = None if stdin is None else shell.unknowns.without_unset(shell.string(stdin))
     if text is None or (not raw and "\\" in text) or has_unknown(text):
         for name in names or ["REPLY"]:
             shell.set(name, shell.unknowns.make(f"${name}", "output"))
-        if array is not None:
-            shell.variables[array] = {"": shell.unknowns.make(f"${{{array}[@]}}", "list")}
+        if array:
+            shell.forget_elements(array)
         return Unknown(f"read {' '.join(arguments)}", shell.unknowns.line, "text")
     line = text.split("\n", 1)[0]
-    words = [field for field, _ in shell._split([(line, False)])]
-    if array is not None:
+    words = [field for field, _ in shell.split([(line, False)])]
+    if array:
         shell.variables[array] = {str(i): word for i, word in enumerate(words)}
         return 0
+    if len(words) > len(names) > 0:
+        if shell.get("IFS") is not None:
+            raise Refusal(shell.unknowns.line, "read with more words than names is read with the usual IFS only")
+        words[len(names) - 1 :] = [line.strip(" \t").split(None, len(names) - 1)[-1]]
+    for i, name in enumerate(names):
+        shell.set(name, words[i] if i < len(words) else "")
     if not names:
         shell.set("REPLY", line)
-    for i, name in enumerate(names):
-        last = i == len(names) - 1
-        if last and len(words) > len(names):
-            ifs = shell.get("IFS")
-            if ifs is not None:
-                raise Refusal(shell.unknowns.line, "read with more words than names is read with the usual IFS only")
-            rest = line.strip(" \t")
-            for _ in range(i):
-                rest = re.sub(r"^\S+\s+", "", rest)
-            shell.set(name, rest)
-        else:
-            shell.set(name, words[i] if i < len(words) else "")
     return 0

@@ -5,22 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
-from pipeloom.integrations.megatron.shell import arithmetic
+from pipeloom.integrations.megatron.shell import arithmetic, syntax
 from pipeloom.integrations.megatron.shell.parser import Parser
+from pipeloom.integrations.megatron.shell.patterns import replaced, trimmed
 from pipeloom.integrations.megatron.shell.state import State, is_name
-from pipeloom.integrations.megatron.shell.syntax import (
-    Arithmetic,
-    Document,
-    Opaque,
-    Parameter,
-    Part,
-    Substitution,
-    Text,
-    Word,
-)
-from pipeloom.integrations.megatron.shell.values import Pattern, Refusal, Undetermined, replaced, trimmed
+from pipeloom.integrations.megatron.shell.syntax import Parameter, Part, Text, Word
+from pipeloom.integrations.megatron.shell.values import Refusal, Undetermined
 from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 Piece: TypeAlias = tuple[str, bool] | None
@@ -33,7 +27,7 @@ class Expansion(State):
     """Expands words over the variables of a script."""
 
     @abstractmethod
-    def substitute(self, part: Substitution) -> str:
+    def substitute(self, part: syntax.Substitution) -> str:
         """Run commands and return what they print."""
 
     # ------------------------------------------------------------------ words
@@ -43,52 +37,45 @@ class Expansion(State):
         found: list[str] = []
         total = 0
         first = ""
-        for word in words:
-            for one in self._braces(word):
-                for text, quoted in self._split(self._pieces(one)):
-                    total += len(text)
-                    self.unknowns.charge()
-                    self.unknowns.check_length(total)
-                    if not quoted:
-                        # What was one word within quotes is perhaps several without.
-                        text = self.unknowns.recast(text, "part", "output")
-                    if quoted or not text or not self.unknowns.is_unset(text):
-                        found.append(first + text)
-                        first = ""
-                        continue
-                    # A variable that is not set leaves no word; the word before it remembers which.
-                    gone = "".join(self.unknowns.make(each.source, "gone") for each in self.unknowns.within(text))
-                    if found:
-                        found[-1] += gone
-                    else:
-                        first += gone
+        for text, quoted in (field for word in words for one in self._braces(word) for field in self._fields(one)):
+            total += len(text)
+            self.unknowns.charge()
+            self.unknowns.check_length(total)
+            if not quoted:
+                # One word within quotes may be several words without them.
+                text = self.unknowns.recast(text, "part", "output")
+            if quoted or not text or not self.unknowns.is_unset(text):
+                found.append(first + text)
+                first = ""
+                continue
+            # A variable that is not set leaves no word; the word before it remembers which.
+            gone = "".join(self.unknowns.make(each.source, "gone") for each in self.unknowns.within(text))
+            if found:
+                found[-1] += gone
+            else:
+                first += gone
         return found
+
+    def _fields(self, word: Word) -> list[tuple[str, bool]]:
+        return self.split(self._pieces(word))
 
     def string(self, word: Word) -> str:
         """Expand a word to one value, without splitting."""
-        parts: list[str] = []
-        length = 0
-        for piece in self._pieces(word):
-            text = " " if piece is None else piece[0]
-            length += len(text)
-            self.unknowns.check_length(length)
-            parts.append(text)
-        return "".join(parts)
+        texts = [" " if piece is None else piece[0] for piece in self._pieces(word)]
+        self.unknowns.check_length(sum(map(len, texts)))
+        return "".join(texts)
 
-    def pattern(self, word: Word) -> Pattern:
-        """Expand a word to a pattern."""
-        found: Pattern = []
-        for piece in self._pieces(word):
-            text, quoted = (" ", True) if piece is None else piece
-            found += [(char, quoted) for char in self.unknowns.known(text)]
-            self.unknowns.check_length(len(found))
-        if any(
-            char == "(" and not literal and found[i - 1] in [(c, False) for c in "@?*+!"]
-            for i, (char, literal) in enumerate(found)
-            if i
-        ):
-            raise Refusal(self.unknowns.line, "extended patterns such as @(a|b) are not read")
-        return found
+    def pattern(self, word: Word, is_regex: bool = False) -> str:
+        """Expand a word to a pattern or regular expression; literal characters get a backslash."""
+        found: list[str] = []
+        for text, quoted in ((" ", True) if piece is None else piece for piece in self._pieces(word)):
+            literal = r"\W" if quoted else r"(?!)" if is_regex else r"\\"
+            found.append(re.sub(literal, r"\\\g<0>", self.unknowns.known(text)))
+        pattern = "".join(found)
+        self.unknowns.check_length(len(pattern))
+        if re.search(r"(?:^|[^\\])[@?*+!]\(", pattern) and not is_regex:
+            raise Refusal(self.unknowns.line, "extended patterns such as @(a|b) are not supported")
+        return pattern
 
     def number(self, word: Word) -> int:
         """Expand and evaluate an expression.
@@ -106,14 +93,18 @@ class Expansion(State):
             unset = ", ".join(dict.fromkeys(one.source for one in self.unknowns.within(expanded)))
             raise arithmetic.Failure(f"{error}; not set in the script: {unset}" if unset else str(error)) from None
 
+    def needed_number(self, word: Word, subject: str) -> int:
+        """Expand and evaluate an expression without which the script cannot be followed."""
+        try:
+            return self.number(word)
+        except arithmetic.Failure as error:
+            raise Refusal(self.unknowns.line, f"{subject}: {error}") from None
+
     def index(self, name: str, word: Word) -> str:
         """Return the index of an element."""
         if name in self.associative:
             return self.unknowns.known(self.string(word))
-        try:
-            return str(self.number(word))
-        except arithmetic.Failure as error:
-            raise Refusal(self.unknowns.line, f"the index of {name} is no number: {error}") from None
+        return str(self.needed_number(word, f"the index of {name} is not a number"))
 
     def _pieces(self, word: Word) -> list[Piece]:
         found: list[Piece] = []
@@ -121,13 +112,17 @@ class Expansion(State):
             match part:
                 case Text(text, quoted):
                     found.append((text, quoted))
-                case Opaque(source, quoted):
+                case syntax.Opaque(source, quoted):
                     found.append((self.unknowns.make(source, "text"), True))
-                case Document(literal, text):
+                case syntax.Document(literal, text):
                     found.append((text if literal else self.string(self._document(text)), True))
-                case Arithmetic():
-                    found.append((self._number_text(part), part.quoted))
-                case Substitution():
+                case syntax.Arithmetic():
+                    try:
+                        text = str(self.needed_number(part.expression, f"{part.source} fails"))
+                    except Undetermined as error:
+                        text = self.unknowns.derive(error.unknown, "text")
+                    found.append((text, part.quoted))
+                case syntax.Substitution():
                     found.append((self._one_word(self.substitute(part), part.quoted), part.quoted))
                 case Parameter():
                     found += self._parameter(part)
@@ -142,60 +137,30 @@ class Expansion(State):
         except SyntaxProblem as error:
             raise Refusal(self.unknowns.line, f"a here-document cannot be parsed: {error.problem}") from None
 
-    def _number_text(self, part: Arithmetic) -> str:
-        try:
-            return str(self.number(part.expression))
-        except Undetermined as error:
-            return self.unknowns.again(error.unknown, "text")
-        except arithmetic.Failure as error:
-            raise Refusal(self.unknowns.line, f"{part.source} fails: {error}") from None
-
-    def _split(self, pieces: list[Piece]) -> list[tuple[str, bool]]:
+    def split(self, pieces: list[Piece]) -> list[tuple[str, bool]]:
         """Split at characters of IFS what is not quoted; each field says whether a quote made it."""
         ifs = self.get("IFS")
         ifs = " \t\n" if ifs is None else self.unknowns.known(ifs)
-        blanks = "".join(c for c in ifs if c in " \t\n")
+        blank, other = (
+            f"[{re.escape(chars)}]" if chars else "(?:(?!))"
+            for chars in ("".join(c for c in ifs if (c in " \t\n") == is_blank) for is_blank in (True, False))
+        )
+        separator = re.compile(f"({blank}*{other}{blank}*|{blank}+)")
         found: list[tuple[str, bool]] = []
         current: str | None = None
         made = False
-
-        def close() -> None:
-            nonlocal current, made
-            if current is not None:
-                found.append((current, made))
-            current, made = None, False
-
-        for piece in pieces:
-            if piece is None:
-                close()
+        for piece in [*pieces, None]:
+            if piece is not None and piece[1]:
+                current, made = (current or "") + piece[0], True
                 continue
-            text, quoted = piece
-            if quoted:
-                current, made = (current or "") + text, True
-                continue
-            if not ifs or not any(c in ifs for c in text):
-                current = (current or "") + text if text else current
-                continue
-            at = 0
-            while at < len(text):
-                end = at
-                while end < len(text) and text[end] not in ifs:
-                    end += 1
-                if end > at:
-                    current = (current or "") + text[at:end]
-                at = end
-                if at == len(text):
-                    break
-                while at < len(text) and text[at] in blanks:
-                    at += 1
-                if at < len(text) and text[at] in ifs:
-                    # A separator that is no blank ends a field even where it is empty.
-                    current = current or ""
-                    at += 1
-                    while at < len(text) and text[at] in blanks:
-                        at += 1
-                close()
-        close()
+            for i, text in enumerate(["", "", ""] if piece is None else separator.split(piece[0])):
+                if i % 2 == 0:
+                    current = (current or "") + text if text else current
+                    continue
+                # A separator other than a blank ends a field even where it is empty.
+                if current is not None or text.strip(" \t\n"):
+                    found.append((current or "", made))
+                current, made = None, False
         return found
 
     # ------------------------------------------------------------------ braces
@@ -221,16 +186,11 @@ class Expansion(State):
             commas, end = _closing(atoms, start)
             if end is None:
                 continue
-            inner = atoms[start + 1 : end]
             if commas:
-                edges = [start, *commas, end]
-                middles = [
-                    one
-                    for low, high in itertools.pairwise(edges)
-                    for one in self._alternatives(atoms[low + 1 : high], depth + 1)
-                ]
+                edges = itertools.pairwise([start, *commas, end])
+                middles = [one for low, high in edges for one in self._alternatives(atoms[low + 1 : high], depth + 1)]
             else:
-                middles = self._range(inner)
+                middles = self._range(atoms[start + 1 : end])
                 if not middles:
                     continue
             self.unknowns.charge(len(middles))
@@ -258,37 +218,32 @@ class Expansion(State):
 
     def _parameter(self, part: Parameter) -> list[Piece]:
         try:
-            values, mode = self._values(part)
+            values, mark = self._values(part)
         except Undetermined as error:
-            if self._mark(part) and part.prefix != "#":
-                # How many elements there are is unknown too.
-                return [(self.unknowns.make(error.unknown.source, "list"), part.quoted)]
-            return [(self.unknowns.again(error.unknown), part.quoted)]
-        if mode == "pieces":
-            return [piece for piece in values if piece is None or isinstance(piece, tuple)]
-        if mode == "one":
-            return [(self._one_word(str(values[0]), part.quoted and part.index is None), part.quoted)]
-        texts = [str(value) for value in values]
+            # How many elements there are is unknown too.
+            is_list = _mark(part) and part.prefix != "#"
+            text = self.unknowns.make(error.unknown.source, "list") if is_list else self.unknowns.derive(error.unknown)
+            return [(text, part.quoted)]
+        if mark == "pieces":
+            return [value for value in values if not isinstance(value, str)]
+        texts = [value if isinstance(value, str) else "" for value in values]
+        if not mark:
+            return [(self._one_word(texts[0], part.quoted and part.index is None), part.quoted)]
         self.unknowns.charge(len(texts))
-        if mode == "*" and part.quoted:
+        if mark == "*" and part.quoted:
             ifs = self.get("IFS")
             return [((" " if ifs is None else ifs[:1]).join(texts), True)]
-        found: list[Piece] = []
-        for text in texts:
-            found += [(text, part.quoted), None]
-        return found[:-1]
+        return [piece for text in texts for piece in ((text, part.quoted), None)][:-1]
 
-    def _values(self, part: Parameter) -> tuple[list[str] | list[Piece], str]:
-        """Values of a parameter, and how they become fields: ``one``, ``@``, ``*``, or ready ``pieces``."""
-        mark = self._mark(part)
-        if part.prefix == "!" and not part.operator and mark:
-            return list(self.keys(part.name)), mark
+    def _values(self, part: Parameter) -> tuple[Iterable[str | Piece], str]:
+        """Return the values of a parameter and its mark; or the ``pieces`` that an operand puts in their place."""
+        mark = _mark(part)
         if part.prefix == "!":
+            if mark and not part.operator:
+                return self.keys(part.name), mark
             part = self._target(part)
-            mark = self._mark(part)
-        index = None
-        if part.index is not None and not mark:
-            index = self.index(part.name, part.index)
+            mark = _mark(part)
+        index = None if part.index is None or mark else self.index(part.name, part.index)
         if mark:
             found = self.elements(part.name)
             if not found and self.unread and part.name not in "@*" and part.name not in self.variables:
@@ -297,141 +252,122 @@ class Expansion(State):
         else:
             value = self.get(part.name, index)
             found = [] if value is None else [value]
-        if part.prefix == "#":
-            if mark:
-                for each in found:
-                    self._check_count(each)
-                return [str(len(found))], "one"
-            return [str(len(self.unknowns.known(self.missing(f"${part.name}") if value is None else value)))], "one"
-        if part.operator.strip(":") in ("-", "=", "?", "+") and part.operator != ":":
+        if part.prefix == "#" and mark:
+            self._check_count(found)
+            return [str(len(found))], ""
+        operator = part.operator
+        if part.prefix == "#" or not operator:
+            found = found if mark else [self.missing(f"${part.name}") if value is None else value]
+            return ([str(len(self.unknowns.known(found[0])))], "") if part.prefix == "#" else (found, mark)
+        if operator[-1] in "-=?+":
             decided = self._default(part, value, index)
-            if decided is not None:
-                return decided, "pieces"
-        if mark and part.operator == ":":
+            return (found if mark else [value or ""], mark) if decided is None else (decided, "pieces")
+        if mark and operator == ":":
             return self._slice(part, found), mark
-        if not part.operator:
-            return (found, mark) if mark else ([self.missing(f"${part.name}") if value is None else value], "one")
-        if part.operator.strip(":") in ("-", "=", "?", "+"):
-            return (found, mark) if mark else ([value or ""], "one")
-        return [self._changed_or_unknown(part, each) for each in found or ([] if mark else [""])], mark or "one"
+        return [self._changed_or_unknown(part, each) for each in found or ([] if mark else [""])], mark
 
-    def _check_count(self, element: str) -> None:
-        for unknown in self.unknowns.within(element):
-            if unknown.kind == "list" or (unknown.kind == "output" and len(element) == 1):
-                raise Undetermined(unknown)
-
-    def _mark(self, part: Parameter) -> str:
-        """``@`` or ``*`` where all elements are meant."""
-        if part.index is not None:
-            marks = [mark for mark in "@*" if part.index == (Text(mark, quoted=False),)]
-            return marks[0] if marks else ""
-        return part.name if part.name in "@*" else ""
+    def _check_count(self, elements: list[str]) -> None:
+        """Raise `Undetermined` where it is unknown how many elements there are."""
+        for element in elements:
+            for unknown in self.unknowns.within(element):
+                if unknown.kind == "list" or (unknown.kind == "output" and len(element) == 1):
+                    raise Undetermined(unknown)
 
     def _target(self, part: Parameter) -> Parameter:
+        """Return the parameter that an indirection names."""
         name = self.get(part.name, None if part.index is None else self.index(part.name, part.index))
         text = self.unknowns.known(name or "")
         found = _INDIRECT.fullmatch(text)
         if found is None:
-            raise Refusal(self.unknowns.line, f"{part.source} names {text!r}, which is no variable")
-        inner = None if found[2] is None else (Text(found[2], False),)
-        return Parameter(found[1], part.source, part.quoted, inner, "", part.operator, part.operands)
+            raise Refusal(self.unknowns.line, f"{part.source} names {text!r}, which is not a variable")
+        return replace(part, name=found[1], index=None if found[2] is None else (Text(found[2], False),), prefix="")
 
     def _default(self, part: Parameter, value: str | None, index: str | None) -> list[Piece] | None:
-        """What ``-``, ``=``, ``?`` or ``+`` puts in the place of a value; None: the value stays."""
-        kind = part.operator.strip(":")
+        """Return what ``-``, ``=``, ``?`` or ``+`` puts in the place of a value; None where the value stays."""
+        kind = part.operator[-1]
         empty = value is None or (part.operator[0] == ":" and self.unknowns.is_unset(value))
-        if kind == "+":
-            if value is None:
-                self.unknowns.inspected.setdefault(f"${part.name}", self.unknowns.line)
-            return [("", part.quoted)] if empty else self._operand(part)
-        if not empty:
-            return None
+        if kind == "+" and value is None:
+            self.unknowns.inspected.setdefault(f"${part.name}", self.unknowns.line)
+        if empty != (kind != "+"):
+            return [("", part.quoted)] if kind == "+" else None
         if kind == "?":
             return [(self.unknowns.make(f"${part.name}", "required"), part.quoted)]
-        if kind == "-":
-            return self._operand(part)
-        if not is_name(part.name):
-            raise Refusal(self.unknowns.line, f"{part.source} cannot assign")
-        self.set(part.name, self.string(part.operands[0]), index)
-        return [(self.get(part.name, index) or "", part.quoted)]
-
-    def _operand(self, part: Parameter) -> list[Piece]:
+        if kind == "=":
+            if not is_name(part.name):
+                raise Refusal(self.unknowns.line, f"{part.source} cannot assign")
+            self.set(part.name, self.string(part.operands[0]), index)
+            return [(self.get(part.name, index) or "", part.quoted)]
         pieces = self._pieces(part.operands[0])
-        if part.quoted:
-            return [piece if piece is None else (piece[0], True) for piece in pieces] or [("", True)]
-        return pieces
+        if not part.quoted:
+            return pieces
+        return [piece if piece is None else (piece[0], True) for piece in pieces] or [("", True)]
 
     def _slice(self, part: Parameter, values: list[str]) -> list[str]:
         offset, length = self._offsets(part)
-        for each in values:
-            self._check_count(each)
-        if part.name in "@*":
-            numbered = list(enumerate([self.script, *values]))
-            last = len(values) + 1
-        else:
-            numbered = list(zip(map(int, self.keys(part.name)), values, strict=True))
-            last = max((number for number, _ in numbered), default=-1) + 1
+        self._check_count(values)
+        numbers: Iterable[int] = map(int, self.keys(part.name)) if part.name not in "@*" else itertools.count()
+        values = [self.script, *values] if part.name in "@*" else values
+        numbered = list(zip(numbers, values, strict=False))
         if offset < 0:
-            offset += last
+            offset += max((number for number, _ in numbered), default=-1) + 1
             if offset < 0:
                 return []
         found = [value for number, value in numbered if number >= offset]
         if length is not None and length < 0:
             raise Refusal(self.unknowns.line, f"{part.source} fails: the length is negative")
-        return found if length is None else found[:length]
+        return found[:length]
 
     def _offsets(self, part: Parameter) -> tuple[int, int | None]:
-        try:
-            numbers = [self.number(word) for word in part.operands]
-        except arithmetic.Failure as error:
-            raise Refusal(self.unknowns.line, f"{part.source} fails: {error}") from None
+        numbers = [self.needed_number(word, f"{part.source} fails") for word in part.operands]
         return numbers[0], numbers[1] if len(numbers) > 1 else None
 
     def _changed_or_unknown(self, part: Parameter, value: str) -> str:
         try:
             return self._changed(part, value)
         except Undetermined as error:
-            return self.unknowns.again(error.unknown, "list" if error.unknown.kind == "list" else "output")
+            return self.unknowns.derive(error.unknown, "list" if error.unknown.kind == "list" else "output")
 
     def _changed(self, part: Parameter, value: str) -> str:
-        """A value cut, replaced or in other letters."""
+        """Return a value cut, replaced or in other letters."""
         operator = part.operator
-        if operator in ("#", "##", "%", "%%"):
-            return trimmed(self.pattern(part.operands[0]), self.unknowns.known(value), operator, self.unknowns)
-        if operator.startswith("/"):
+        known = self.unknowns.known
+        if operator[0] in "#%":
+            return trimmed(self.pattern(part.operands[0]), known(value), operator, self.unknowns)
+        if operator[0] == "/":
             new = self.string(part.operands[1]) if len(part.operands) > 1 else ""
-            pattern = self.pattern(part.operands[0])
-            return replaced(pattern, self.unknowns.known(value), new, operator, self.unknowns)
-        if operator in ("^", "^^", ",", ",,") and not part.operands[0]:
-            text = self.unknowns.known(value)
+            return replaced(self.pattern(part.operands[0]), known(value), new, operator, self.unknowns)
+        text = known(value)
+        if operator[0] in "^," and not part.operands[0]:
             change = str.upper if operator[0] == "^" else str.lower
             return change(text) if len(operator) == 2 else change(text[:1]) + text[1:]
-        if operator == ":":
-            text = self.unknowns.known(value)
-            offset, length = self._offsets(part)
+        if operator != ":":
+            raise Refusal(self.unknowns.line, f"{part.source} is not supported")
+        offset, length = self._offsets(part)
+        if offset < 0:
+            offset += len(text)
             if offset < 0:
-                offset += len(text)
-                if offset < 0:
-                    return ""
-            end = len(text) if length is None else offset + length if length >= 0 else len(text) + length
-            if end < offset and (length or 0) < 0 and offset <= len(text):
-                raise Refusal(self.unknowns.line, f"{part.source} fails: the length is negative")
-            return text[offset:end]
-        raise Refusal(self.unknowns.line, f"{part.source} is not read")
+                return ""
+        end = len(text) if length is None else offset + length if length >= 0 else len(text) + length
+        if end < offset and (length or 0) < 0 and offset <= len(text):
+            raise Refusal(self.unknowns.line, f"{part.source} fails: the length is negative")
+        return text[offset:end]
+
+
+def _mark(part: Parameter) -> str:
+    """Return ``@`` or ``*`` where all elements are meant."""
+    if part.index is None:
+        return part.name if part.name in "@*" else ""
+    return next((mark for mark in "@*" if part.index == (Text(mark, quoted=False),)), "")
 
 
 def _closing(atoms: list[str | Part], start: int) -> tuple[list[int], int | None]:
-    """Where the commas of a brace are, and where it closes."""
+    """Return where the commas of a brace are, and where it closes."""
     depth = 0
     commas: list[int] = []
     for at in range(start, len(atoms)):
-        atom = atoms[at]
-        if atom == "{":
-            depth += 1
-        elif atom == "}":
-            depth -= 1
-            if depth == 0:
-                return commas, at
-        elif atom == "," and depth == 1:
+        depth += (atoms[at] == "{") - (atoms[at] == "}")
+        if depth == 0:
+            return commas, at
+        if atoms[at] == "," and depth == 1:
             commas.append(at)
     return commas, None

@@ -7,42 +7,18 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pipeloom.integrations.megatron.shell import arithmetic
-from pipeloom.integrations.megatron.shell.conditions import conditional
+from pipeloom.integrations.megatron.shell import arithmetic, syntax
+from pipeloom.integrations.megatron.shell.conditions import any_true, conditional, unknown_test
+from pipeloom.integrations.megatron.shell.patterns import matches
 from pipeloom.integrations.megatron.shell.simple_commands import MOST_CALLS, Jump, SimpleCommands
-from pipeloom.integrations.megatron.shell.syntax import (
-    AndOr,
-    Arithmetic,
-    Assignment,
-    Broken,
-    Calculation,
-    Case,
-    Command,
-    Conditional,
-    Count,
-    For,
-    Function,
-    Group,
-    If,
-    Parameter,
-    Pipeline,
-    Redirected,
-    Sequence,
-    Simple,
-    Substitution,
-    Text,
-    While,
-    Word,
-)
+from pipeloom.integrations.megatron.shell.syntax import Sequence, Word
 from pipeloom.integrations.megatron.shell.values import (
     LoopLimit,
-    Refusal,
     Status,
     Undetermined,
     Unknown,
     Unknowns,
     WorkLimit,
-    matches,
     negated,
 )
 
@@ -59,84 +35,71 @@ _HARMLESS = frozenset(
 
 @dataclass(slots=True)
 class Choices:
-    """Which way is taken where a decision depends on something unknown."""
+    """Decisions that depend on something unknown, and whether each was taken as true.
 
-    prefix: tuple[int, ...] = ()
-    made: list[tuple[Unknown, int, int]] = field(default_factory=list)
-    """What decides, among how many, and which was taken."""
+    The first ones follow ``prefix``; all others are taken as true.
+    """
 
-    def take(self, unknown: Unknown, alternatives: int) -> int:
-        """Take an alternative; the same question has the same answer."""
-        for asked, _, taken in self.made:
-            if asked == unknown:
-                return taken
-        if len(self.made) == MOST_DECISIONS:
-            raise WorkLimit(unknown.line, f"more than {MOST_DECISIONS} decisions depend on something unknown")
-        taken = self.prefix[len(self.made)] if len(self.made) < len(self.prefix) else 0
-        self.made.append((unknown, alternatives, taken))
-        return taken
+    prefix: tuple[bool, ...] = ()
+    made: dict[Unknown, bool] = field(default_factory=dict)
+
+    def take(self, unknown: Unknown) -> bool:
+        """Decide whether an unknown status is a success; the same question has the same answer."""
+        if unknown not in self.made:
+            number = len(self.made)
+            if number == MOST_DECISIONS:
+                raise WorkLimit(unknown.line, f"more than {MOST_DECISIONS} decisions depend on something unknown")
+            self.made[unknown] = self.prefix[number] if number < len(self.prefix) else True
+        return self.made[unknown]
+
+    def following(self) -> tuple[bool, ...] | None:
+        """Return the next combination of decisions, depth first; None after the last."""
+        taken = tuple(self.made.values())
+        while taken and not taken[-1]:
+            taken = taken[:-1]
+        return (*taken[:-1], False) if taken else None
 
 
 class Interpreter(SimpleCommands):
-    """A shell that runs functions and builtins, and reports all other commands.
-
-    Parameters
-    ----------
-    script : str
-        Name of the file.
-    unknowns : Unknowns
-    choices : Choices
-    started : callable
-        Called with the line and arguments of every other command; says whether it is assumed to succeed.
-    """
+    """A shell that runs functions and builtins, and reports all other commands."""
 
     def __init__(
         self, script: str, unknowns: Unknowns, choices: Choices, started: Callable[[int, list[str]], bool]
     ) -> None:
-        super().__init__(script, unknowns)
-        self.choices, self.started = choices, started
+        super().__init__(script, unknowns, started)
+        self.choices = choices
         self.checked = 0
         """How many conditions are being evaluated; in them, failing does not end the script."""
-        self.calls = self.loops = 0
-
-    def run(self, items: Iterable[AndOr | Broken]) -> int:
-        """Run a whole script; return the line of the ``exit`` that ended it, or 0."""
-        try:
-            for item in items:
-                self.and_or(item)
-        except Jump:
-            return self.unknowns.line
-        return 0
 
     # ------------------------------------------------------------------ lists
 
-    def _sequence(self, sequence: Sequence) -> Status:
-        self.status = 0 if not sequence.items else self.status
-        for item in sequence.items:
-            self.and_or(item)
+    def run(self, items: Iterable[syntax.AndOr]) -> Status:
+        """Run commands one by one."""
+        for item in items:
+            self._and_or(item)
         return self.status
 
-    def and_or(self, item: AndOr | Broken) -> None:
-        """Run pipelines joined by ``&&`` and ``||``."""
+    def _sequence(self, sequence: Sequence) -> Status:
+        self.status = self.status if sequence else 0
+        return self.run(sequence)
+
+    def _and_or(self, item: syntax.AndOr) -> None:
         self.unknowns.go_to(item.line)
         self.unknowns.charge()
-        if isinstance(item, Broken):
-            raise Refusal(self.unknowns.line, f"cannot be read: {item.problem}")
-        last = len(item.pipelines) - 1
-        ended = False
+        decides = False
         for i, (operator, pipeline) in enumerate(item.pipelines):
             if operator:
                 if isinstance(self.status, Unknown) and self._is_harmless(pipeline):
                     continue
                 if self._truth(self.status) != (operator == "&&"):
                     continue
-            self.checked += i < last or pipeline.negated
+            decides = i == len(item.pipelines) - 1 and not pipeline.negated
+            self.checked += not decides
             try:
                 self.status = self._pipeline(pipeline)
             finally:
-                self.checked -= i < last or pipeline.negated
-            ended = i == last and not pipeline.negated
-        if ended and not self.checked and "e" in self.options and isinstance(self.status, int) and self.status:
+                self.checked -= not decides
+        if decides and not self.checked and "e" in self.options and isinstance(self.status, int) and self.status:
             raise Jump("exit")
 
     def _truth(self, status: Status) -> bool:
@@ -144,7 +107,7 @@ class Interpreter(SimpleCommands):
             return status == 0
         if status.source.startswith("! "):
             return not self._truth(negated(status))
-        return self.choices.take(status, 2) == 0
+        return self.choices.take(status)
 
     def _condition(self, sequence: Sequence) -> Status:
         self.checked += 1
@@ -153,32 +116,33 @@ class Interpreter(SimpleCommands):
         finally:
             self.checked -= 1
 
-    def _pipeline(self, pipeline: Pipeline) -> Status:
+    def _pipeline(self, pipeline: syntax.Pipeline) -> Status:
         if len(pipeline.commands) == 1:
             status = self.command(pipeline.commands[0])
         else:
             for command in pipeline.commands:
-                status = self.subshell(lambda shell, command=command: shell.command(command), [])[0]  # type: ignore[misc]
-            if self.output is not None:
-                self.output.append(self.unknowns.make("the output of a pipe", "output"))
-            if isinstance(status, int) and isinstance(pipeline.commands[-1], Simple):
-                status = status if pipeline.commands[-1].words else 0
+                status = self.subshell(lambda shell, command=command: shell.command(command), None)  # type: ignore[misc]
+            self.write(self.unknowns.make("the output of a pipe", "output"))
+            if isinstance(status, int) and isinstance(command, syntax.Simple) and not command.words:
+                status = 0
         if pipeline.negated:
             return negated(status) if isinstance(status, Unknown) else int(status == 0)
         return status
 
-    def subshell(self, run: Callable[[Interpreter], object], output: list[str] | None) -> tuple[Status, Interpreter]:
-        """Run something on a copy of this shell."""
+    def subshell(self, run: Callable[[Interpreter], object], output: list[str] | None) -> Status:
+        """Run something on a copy of this shell, and return its status."""
         shell = copy.copy(self)
-        self.copy_to(shell)
-        shell.output = output
+        shell.variables = self.copy_variables()
+        shell.associative, shell.exported = set(self.associative), set(self.exported)
+        shell.functions, shell.function_files = dict(self.functions), dict(self.function_files)
+        shell.locals, shell.output = [], output
         shell.calls += 1
         self.unknowns.charge()
         if shell.calls > MOST_CALLS:
             raise WorkLimit(self.unknowns.line, f"commands are nested more than {MOST_CALLS} deep")
         with contextlib.suppress(Jump):
             run(shell)
-        return shell.status, shell
+        return shell.status
 
     def in_subshell(self, text: str) -> None:
         """Run text in a new shell, which has the exported variables."""
@@ -190,7 +154,7 @@ class Interpreter(SimpleCommands):
 
         self.subshell(run, self.output)
 
-    def substitute(self, part: Substitution) -> str:
+    def substitute(self, part: syntax.Substitution) -> str:
         """Run commands and return what they print."""
         output: list[str] = []
         line = self.unknowns.line
@@ -200,13 +164,12 @@ class Interpreter(SimpleCommands):
             shell._sequence(part.body)
 
         try:
-            self.status, _ = self.subshell(run, output)
+            self.status = self.substituted = self.subshell(run, output)
             text = "".join(output).rstrip("\n")
         except Undetermined:
             text = self.unknowns.make(part.source, "output")
         self.unknowns.line = line
-        unknown = [one for one in self.unknowns.within(text) if one.kind == "output"]
-        if unknown:
+        if any(one.kind == "output" for one in self.unknowns.within(text)):
             # What was printed beside it is lost, so that a value is either known or not.
             return self.unknowns.make(part.source, "output")
         self.unknowns.check_length(len(text))
@@ -214,43 +177,40 @@ class Interpreter(SimpleCommands):
 
     # ------------------------------------------------------------------ compound commands
 
-    def command(self, command: Command) -> Status:
+    def command(self, command: syntax.Command) -> Status:
         """Run any command."""
         self.unknowns.charge()
         match command:
-            case Simple():
+            case syntax.Simple():
                 return self.simple(command)
-            case If():
-                self.status = self._if(command)
-            case While():
+            case syntax.If(branches):
+                self.status = self._if(branches)
+            case syntax.While():
                 self.status = self._while(command)
-            case For():
+            case syntax.For():
                 self.status = self._for(command)
-            case Count():
+            case syntax.Count():
                 self.status = self._count(command)
-            case Case():
+            case syntax.Case():
                 self.status = self._case(command)
-            case Group(body, subshell):
+            case syntax.Group(body, subshell):
                 if subshell:
-                    self.status, _ = self.subshell(lambda shell: shell._sequence(body), self.output)
+                    self.status = self.subshell(lambda shell: shell._sequence(body), self.output)
                 else:
                     self._sequence(body)
-            case Redirected(inner):
+            case syntax.Redirected(inner):
                 output, self.output = self.output, None
                 try:
                     self.status = self.command(inner)
                 finally:
                     self.output = output
-            case Function(name, function):
+            case syntax.Function(name, function):
                 self.functions[name] = function
                 self.function_files[name] = self.get("BASH_SOURCE") or ""
                 self.status = 0
-            case Calculation(line, expression):
+            case syntax.Test(line, tested):
                 self.unknowns.go_to(line)
-                self.status = self._calculation(expression)
-            case Conditional(line, condition):
-                self.unknowns.go_to(line)
-                self.status = conditional(condition, self)
+                self.status = self._calculation(tested) if isinstance(tested, tuple) else conditional(tested, self)
         return self.status
 
     def _calculation(self, expression: Word) -> Status:
@@ -262,19 +222,17 @@ class Interpreter(SimpleCommands):
             shown = self.unknowns.shown(self.string(expression))
             return Unknown(f"(( {shown[:2000]} ))", self.unknowns.line, "text")
 
-    def _if(self, command: If) -> Status:
-        for i, (condition, body) in enumerate(command.branches):
-            status = self._condition(condition)
-            if isinstance(status, Unknown):
-                rest = [each for _, each in command.branches[i:]]
-                if all(map(self._is_harmless, [*rest, command.otherwise])):
-                    return 0
+    def _if(self, branches: tuple[tuple[Sequence, Sequence], ...]) -> Status:
+        for i, (condition, body) in enumerate(branches):
+            status = self._condition(condition) if condition else 0
+            if isinstance(status, Unknown) and all(self._is_harmless(each) for _, each in branches[i:]):
+                return 0
             if self._truth(status):
                 return self._sequence(body)
-        return self._sequence(command.otherwise)
+        return 0
 
     def _loop(self, body: Sequence) -> bool:
-        """Run the body of a loop once; False where the loop ends."""
+        """Run the body of a loop once; return False where the loop ends."""
         self.loops += 1
         try:
             self._sequence(body)
@@ -292,17 +250,17 @@ class Interpreter(SimpleCommands):
         """Run a body that runs an unknown number of times; afterwards, what it has changed is unknown."""
         if self._is_harmless(body) or self._truth(status) == until:
             return
-        before = {name: dict(v) if isinstance(v, dict) else v for name, v in self.variables.items()}
+        before = self.copy_variables()
         self._loop(body)
         for name, value in self.variables.items():
             if before.get(name) == value:
                 continue
             if isinstance(value, dict):
-                self.variables[name] = {"": self.unknowns.make(f"${{{name}[@]}}", "list")}
+                self.forget_elements(name)
             else:
                 self.variables[name] = self.unknowns.make(f"${name}", "output")
 
-    def _while(self, command: While) -> Status:
+    def _while(self, command: syntax.While) -> Status:
         result: Status = 0
         for _ in range(MOST_ITERATIONS):
             status = self._condition(command.condition)
@@ -316,21 +274,20 @@ class Interpreter(SimpleCommands):
             result = self.status
         raise LoopLimit(self.unknowns.line, f"a loop runs more than {MOST_ITERATIONS} times")
 
-    def _for(self, command: For) -> Status:
+    def _for(self, command: syntax.For) -> Status:
         words = list(self.positional) if command.words is None else self.fields(command.words)
         for word in words:
             self.unknowns.charge()
             unknown = self.unknowns.within(word)
             self.set(command.name, word)
             if len(word) == 1 and unknown and unknown[0].kind in ("output", "list"):
-                self._maybe_loop(
-                    Unknown(f"for {command.name} in {unknown[0].source}", self.unknowns.line, "text"), command.body
-                )
+                source = f"for {command.name} in {unknown[0].source}"
+                self._maybe_loop(Unknown(source, self.unknowns.line, "text"), command.body)
             elif not self._loop(command.body):
                 break
         return self.status if words else 0
 
-    def _count(self, command: Count) -> Status:
+    def _count(self, command: syntax.Count) -> Status:
         first, condition, step = command.header
         try:
             self.unknowns.go_to(command.line)
@@ -348,15 +305,12 @@ class Interpreter(SimpleCommands):
             return 0
         raise LoopLimit(self.unknowns.line, f"a loop runs more than {MOST_ITERATIONS} times")
 
-    def _case(self, command: Case) -> Status:
+    def _case(self, command: syntax.Case) -> Status:
         self.unknowns.go_to(command.line)
         value = self.string(command.subject)
         falls = False
         for i, (patterns, body, end) in enumerate(command.clauses):
-            found: bool | Unknown = falls
-            if not falls:
-                results = [self._matches(value, pattern) for pattern in patterns]
-                found = True if True in results else next((r for r in results if isinstance(r, Unknown)), False)
+            found = falls or any_true([self._matches(value, pattern) for pattern in patterns])
             if isinstance(found, Unknown):
                 if all(self._is_harmless(each) for _, each, _ in command.clauses[i:]):
                     return 0
@@ -373,44 +327,30 @@ class Interpreter(SimpleCommands):
     def _matches(self, value: str, word: Word) -> bool | Unknown:
         try:
             pattern = self.pattern(word)
-            if pattern == [("*", False)]:
-                return True
-            return matches(pattern, self.unknowns.known(value), self.unknowns)
+            return pattern == "*" or matches(pattern, self.unknowns.known(value), self.unknowns)
         except Undetermined:
-            shown = self.unknowns.shown(f"{value} = {self.string(word)}")
-            return Unknown(f"[ {shown[:2000]} ]", self.unknowns.line, "text")
+            return unknown_test(self, f"{value} = {self.string(word)}")
 
     # ------------------------------------------------------------------ what cannot matter
 
     def _is_harmless(self, node: object) -> bool:
-        """Whether a part of the script can neither start a training nor change what is started later."""
+        """Return whether a part of the script can neither start a training nor change what is started later."""
         match node:
-            case Sequence(items):
-                return all(not isinstance(item, Broken) and self._is_harmless(item) for item in items)
-            case AndOr():
+            case syntax.AndOr():
                 return all(self._is_harmless(pipeline) for _, pipeline in node.pipelines)
-            case Pipeline(commands):
-                return all(map(self._is_harmless, commands))
-            case Group(body):
-                return self._is_harmless(body)
-            case Redirected(command):
+            case syntax.Group(nodes) | syntax.Pipeline(nodes) | tuple(nodes):
+                return all(map(self._is_harmless, nodes))
+            case syntax.Redirected(command):
                 return self._is_harmless(command)
-            case Simple():
-                first = node.words[0] if node.words and not node.assignments else None
-                return (
-                    self.output is None
-                    and all(map(_changes_nothing, node.words))
-                    and isinstance(first, tuple)
-                    and len(first) == 1
-                    and isinstance(first[0], Text)
-                    and first[0].text in _HARMLESS
-                    and first[0].text not in self.functions
-                )
+            case syntax.Simple(_, (), ((syntax.Text(name, _),), *_)):
+                safe = self.output is None and name in _HARMLESS and name not in self.functions
+                return safe and all(map(_changes_nothing, node.words))
         return False
 
 
-def _changes_nothing(word: Word | Assignment) -> bool:
-    """Whether a word can be expanded without an assignment."""
+def _changes_nothing(word: Word | syntax.Assignment) -> bool:
+    """Return whether a word can be expanded without an assignment."""
     return isinstance(word, tuple) and not any(
-        isinstance(part, Arithmetic) or (isinstance(part, Parameter) and "=" in part.operator) for part in word
+        isinstance(part, syntax.Arithmetic) or (isinstance(part, syntax.Parameter) and "=" in part.operator)
+        for part in word
     )

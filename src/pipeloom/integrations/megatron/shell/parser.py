@@ -2,78 +2,49 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TypeAlias
 
-from pipeloom.integrations.megatron.shell.condition_reader import ConditionReader
-from pipeloom.integrations.megatron.shell.syntax import (
-    AndOr,
-    Assignment,
-    Broken,
-    Calculation,
-    Case,
-    Command,
-    Count,
-    Document,
-    For,
-    Function,
-    Group,
-    If,
-    Opaque,
-    Pipeline,
-    Redirected,
-    Sequence,
-    Simple,
-    Text,
-    While,
-    Word,
+from pipeloom.integrations.megatron.shell import syntax
+from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Command, Condition, Sequence, Text, Word
+from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem, WordReader
+
+Token: TypeAlias = tuple[str, tuple[Word, ...]]
+"""A token of a condition: its text where it may be an operator, and its word where it may be an operand."""
+DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
+_ENDERS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
+_RESERVED = re.compile(
+    r"(?:if|then|elif|else|fi|for|while|until|do|done|case|esac|function|select|coproc|time|in|[{}!]|\[\[)(?=[\s;&|()<>]|$)"
 )
-from pipeloom.integrations.megatron.shell.words import ENDS, MOST_DEPTH, SyntaxProblem
-
-_ENDERS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
 _REDIRECT = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})?(<<<|<<-|<<|<&|<>|<(?!\()|>>|>&|>\||>(?!\()|&>>|&>)", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[)?", re.ASCII)
 _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)", re.ASCII)
-_DECLARATIONS = [Text(name, quoted=False) for name in ("export", "declare", "typeset", "local", "readonly")]
+_NAMED_FUNCTION = re.compile(r"[ \t]*([^\s();&|<>]+)[ \t]*(?:\([ \t]*\))?")
+_FILE_TESTS = tuple(f"-{letter}" for letter in "abcdefghkprstuwxGLNOS")
+_UNARY = frozenset((*_FILE_TESTS, "-z", "-n", "-v", "-o"))
+_BINARY = frozenset(("=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot", "-ef"))
+_TOKEN = re.compile(r"[;&|()<>]+|\S+")
+_IN_CONDITION = re.compile(r"&&|\|\||[()]|[<>](?!\()|!(?=[\s;&|()<>]|$)")
 
 
-@dataclass(slots=True)
-class _Streams:
-    """Where redirections lead."""
-
-    stdin: Word | None = None
-    silent: bool = False
-
-
-class Parser(ConditionReader):
+class Parser(WordReader):
     """Parser over the text of a script."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._lines = [found.end() for found in re.finditer("\n", text)]
-        self._documents: list[tuple[str, bool, Document]] = []
+        self._documents: list[tuple[str, bool, syntax.Document]] = []
 
-    def line(self, position: int | None = None) -> int:
-        """Line of a position, or of this one."""
-        return 1 + bisect.bisect_right(self._lines, self.at if position is None else position)
-
-    def script(self) -> Iterator[AndOr | Broken]:
-        """Yield commands one by one; a syntax error ends them."""
-        while True:
-            try:
-                self.skip_lines()
-                if not self.char:
-                    return
-                if self.char in ")};" or self._peek() in _ENDERS:
-                    raise self.fail(f"{self._token()!r} is unexpected")
-                item = self._and_or()
-                self._separator()
-            except SyntaxProblem as error:
-                yield Broken(self.line(error.position), error.problem)
-                return
+    def script(self) -> Iterator[AndOr]:
+        """Yield commands one by one. A syntax error is raised only where bash gets there."""
+        self.skip_lines()
+        while self.char:
+            if self.char in ")};" or self._peek() in _ENDERS:
+                raise self._unexpected()
+            item = self._and_or()
+            self._separator()
             yield item
+            self.skip_lines()
 
     def commands(self, closing: str) -> Sequence:
         """Read commands up to a closing character."""
@@ -81,7 +52,7 @@ class Parser(ConditionReader):
         found = self._list()
         self.ends = ends
         if self.char != closing:
-            raise self.fail(f"{self._token()!r} is unexpected" if self.char else f"{closing} is missing")
+            raise self._unexpected() if self.char else self.fail(f"{closing} is missing")
         self.at += len(closing)
         return found
 
@@ -89,73 +60,88 @@ class Parser(ConditionReader):
 
     def skip_lines(self) -> None:
         """Skip blanks, comments and line ends, with the here-documents behind them."""
-        while True:
-            self.skip_space()
-            if self.char != "\n":
-                return
-            self.at += 1
+        self.skip_space()
+        while self.skip("\n"):
             self._read_documents()
+            self.skip_space()
 
-    def _take(self, word: str) -> None:
+    def _peek(self) -> str:
+        """Return the reserved word that is next; empty where none is."""
+        found = _RESERVED.match(self.text, self.at)
+        return found[0] if found is not None else ""
+
+    def _token(self) -> str:
+        found = _TOKEN.match(self.text, self.at)
+        return repr(found[0][:40] if found is not None else "end of file")
+
+    def _unexpected(self, where: str = "") -> SyntaxProblem:
+        return self.fail(f"{self._token()} is unexpected{where}")
+
+    def _accept(self, word: str) -> bool:
+        return self._peek() == word and self.skip(word)
+
+    def _expect(self, word: str) -> None:
         self.skip_lines()
-        if self._peek() != word:
-            raise self.fail(f"{word!r} is missing before {self._token()!r}")
-        self.at += len(word)
+        if not self._accept(word):
+            raise self.fail(f"{word!r} is missing before {self._token()}")
 
     def _list(self) -> Sequence:
         self.depth += 1
         if self.depth > MOST_DEPTH:
             raise self.fail(f"commands are nested more than {MOST_DEPTH} deep")
-        items: list[AndOr | Broken] = []
-        while True:
+        items: list[AndOr] = []
+        follows = True
+        while follows:
             self.skip_lines()
             if not self.char or self.char in ");" or self._peek() in _ENDERS:
                 break
             items.append(self._and_or())
-            if not self._separator():
-                break
+            follows = self._separator()
         self.depth -= 1
-        return Sequence(tuple(items))
+        return tuple(items)
+
+    def _block(self, closing: str) -> Sequence:
+        found = self._list()
+        self._expect(closing)
+        return found
 
     def _separator(self) -> bool:
+        """Read what is between two commands; return whether another may follow."""
         self.skip_space()
-        if (self.char == ";" and not self.starts(";;") and not self.starts(";&")) or (
-            self.char == "&" and not self.starts("&&")
-        ):
+        if (self.char == ";" and not self.starts(";;", ";&")) or (self.char == "&" and not self.starts("&&")):
             self.at += 1
         elif self.char and self.char not in "\n);":
-            raise self.fail(f"{self._token()!r} is unexpected")
-        return bool(self.char) and self.char != ")" and not self.starts(";;") and not self.starts(";&")
+            raise self._unexpected()
+        return self.char not in ("", ")") and not self.starts(";;", ";&")
 
     def _and_or(self) -> AndOr:
-        start = self.at
+        line = self.line()
         found = [("", self._pipeline())]
         while True:
             self.skip_space()
             operator = self.text[self.at : self.at + 2]
             if operator not in ("&&", "||"):
-                return AndOr(self.line(start), tuple(found), self.text[start : self.at].strip())
+                return AndOr(line, tuple(found))
             self.at += 2
             self.skip_lines()
             found.append((operator, self._pipeline()))
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> syntax.Pipeline:
         negated = False
         while (word := self._peek()) in ("!", "time"):
             self.at += len(word)
             self.skip_space()
-            if word == "time" and self.starts("-p"):
-                self.at += 2
+            if word == "time" and self.skip("-p"):
                 self.skip_space()
             negated ^= word == "!"
         commands = [self._command()]
-        while True:
-            self.skip_space()
-            if self.char != "|" or self.starts("||"):
-                return Pipeline(tuple(commands), negated)
+        self.skip_space()
+        while self.char == "|" and not self.starts("||"):
             self.at += 2 if self.starts("|&") else 1
             self.skip_lines()
             commands.append(self._command())
+            self.skip_space()
+        return syntax.Pipeline(tuple(commands), negated)
 
     # ------------------------------------------------------------------ compound commands
 
@@ -163,173 +149,168 @@ class Parser(ConditionReader):
         found = self._compound()
         if found is None:
             return self._simple()
-        streams = _Streams()
-        while self._redirect(streams):
-            pass
-        return Redirected(found) if streams.silent else found
+        silent = False
+        while (streams := self._redirect()) is not None:
+            silent |= streams[1]
+        return syntax.Redirected(found) if silent else found
 
     def _compound(self) -> Command | None:
-        line, word = self.line(), self._peek()
-        readers = {"if": self._if, "for": self._for, "case": self._case, "function": self._function, "[[": self._test}
-        if word in readers:
-            self.at += len(word)
-            return readers[word](line)
-        if word in ("while", "until"):
-            self.at += len(word)
-            condition = self._list()
-            return While(line, condition, self._do(), word == "until")
-        if word == "{":
-            self.at += 1
-            body = self._list()
-            self._take("}")
-            return Group(body, subshell=False)
-        if word in ("select", "coproc") or word in _ENDERS:
-            raise self.fail(f"{word!r} is {'unexpected' if word in _ENDERS else 'not read'}")
-        if self.starts("(("):
-            start = self.at
-            self.at += 2
+        line, start, word = self.line(), self.at, self._peek()
+        if word in _ENDERS:
+            raise self._unexpected()
+        if word in ("select", "coproc"):
+            raise self.fail(f"{word!r} is not supported")
+        self.at += len(word)
+        match word:
+            case "if":
+                return self._if()
+            case "while" | "until":
+                return syntax.While(self._list(), self._do(), word == "until")
+            case "for":
+                return self._for(line)
+            case "case":
+                return self._case(line)
+            case "function":
+                found = self.take(_NAMED_FUNCTION)
+                if found is None:
+                    raise self.fail("'function' has no name")
+                return self._function(found[1])
+            case "[[":
+                return syntax.Test(line, self._condition())
+            case "{":
+                return syntax.Group(self._block("}"), subshell=False)
+        self.at = start
+        if self.skip("(("):
             expression = self.arithmetic("))")
             if expression is not None:
-                return Calculation(line, expression)
+                return syntax.Test(line, expression)
             self.at = start
-        if self.char == "(":
-            self.at += 1
-            return Group(self.commands(")"), subshell=True)
-        found = _FUNCTION.match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-            return self._body(found[1])
-        return None
+        if self.skip("("):
+            return syntax.Group(self.commands(")"), subshell=True)
+        found = self.take(_FUNCTION)
+        return None if found is None else self._function(found[1])
 
-    def _if(self, _line: int) -> Command:
-        branches = []
+    def _if(self) -> syntax.If:
+        branches: list[tuple[Sequence, Sequence]] = []
         while True:
-            condition = self._list()
-            self._take("then")
+            condition = self._block("then")
             branches.append((condition, self._list()))
-            word = self._peek()
-            self.at += len(word)
-            if word == "elif":
-                continue
-            otherwise = self._list() if word == "else" else Sequence(())
-            if word != "fi":
-                if word != "else":
-                    raise self.fail(f"'fi' is missing before {self._token()!r}")
-                self._take("fi")
-            return If(tuple(branches), otherwise)
+            if not self._accept("elif"):
+                break
+        if self._accept("else"):
+            branches.append(((), self._list()))
+        self._expect("fi")
+        return syntax.If(tuple(branches))
 
     def _do(self) -> Sequence:
         self.skip_lines()
-        if self._peek() == "{":
-            self.at += 1
-            body = self._list()
-            self._take("}")
-            return body
-        self._take("do")
-        body = self._list()
-        self._take("done")
-        return body
+        if self._accept("{"):
+            return self._block("}")
+        self._expect("do")
+        return self._block("done")
 
     def _for(self, line: int) -> Command:
         self.skip_space()
-        if self.starts("(("):
-            self.at += 2
+        if self.skip("(("):
             header = [self.arithmetic(closing) for closing in (";", ";", "))")]
             if None in header:
                 raise self.fail("the header of 'for ((' is not closed")
             first, condition, step = (part or () for part in header)
             self._end_of_header()
-            return Count(line, (first, condition, step), self._do())
-        name = _ASSIGNMENT.match(self.text, self.at)
+            return syntax.Count(line, (first, condition, step), self._do())
+        name = self.take(_ASSIGNMENT)
         if name is None:
-            raise self.fail(f"{self._token()!r} is no name of a variable")
-        self.at += len(name[1])
+            raise self.fail(f"{self._token()} is not a variable name")
+        self.at = name.end(1)
         words = None
         self.skip_lines()
-        if self._peek() == "in":
-            self.at += 2
+        if self._accept("in"):
             words = []
-            while True:
-                self.skip_space()
-                if not self.char or self.char in ";\n&|()<>":
-                    break
+            self.skip_space()
+            while self.char and self.char not in ";\n&|()<>":
                 words.append(self.word())
+                self.skip_space()
         self._end_of_header()
-        return For(line, name[1], None if words is None else tuple(words), self._do())
+        return syntax.For(name[1], None if words is None else tuple(words), self._do())
 
     def _end_of_header(self) -> None:
         self.skip_space()
-        if self.char == ";":
-            self.at += 1
+        self.skip(";")
 
-    def _case(self, line: int) -> Command:
+    def _case(self, line: int) -> syntax.Case:
         self.skip_space()
         subject = self.word()
-        self._take("in")
+        self._expect("in")
         clauses: list[tuple[tuple[Word, ...], Sequence, str]] = []
         while True:
             self.skip_lines()
-            if self._peek() == "esac":
-                self.at += 4
-                return Case(line, subject, tuple(clauses))
-            if self.char == "(":
-                self.at += 1
-            patterns = []
-            while True:
+            if self._accept("esac"):
+                return syntax.Case(line, subject, tuple(clauses))
+            self.skip("(")
+            patterns: list[Word] = []
+            while not patterns or self.skip("|"):
                 self.skip_space()
                 patterns.append(self.word())
                 self.skip_space()
-                if self.char not in ("|", ")"):
-                    raise self.fail(f"{self._token()!r} is unexpected in a pattern of 'case'")
-                self.at += 1
-                if self.text[self.at - 1] == ")":
-                    break
+            if not self.skip(")"):
+                raise self._unexpected(" in a pattern of 'case'")
             body = self._list()
-            end = next((end for end in (";;&", ";;", ";&") if self.starts(end)), ";;")
-            if self.starts(end):
-                self.at += len(end)
-            elif self._peek() != "esac":
+            end = next((end for end in (";;&", ";;", ";&") if self.skip(end)), "")
+            if not end and self._peek() != "esac":
                 raise self.fail("'esac' is missing")
-            clauses.append((tuple(patterns), body, end))
+            clauses.append((tuple(patterns), body, end or ";;"))
 
-    def _function(self, _line: int) -> Command:
-        self.skip_space()
-        found = re.compile(r"[^\s();&|<>]+").match(self.text, self.at)
-        if found is None:
-            raise self.fail("'function' has no name")
-        self.at = found.end()
-        self.skip_space()
-        brackets = re.compile(r"\([ \t]*\)").match(self.text, self.at)
-        if brackets is not None:
-            self.at = brackets.end()
-        return self._body(found[0])
-
-    def _body(self, name: str) -> Function:
+    def _function(self, name: str) -> syntax.Function:
         self.skip_lines()
         body = self._compound()
         if body is None:
             raise self.fail(f"the function {name} has no body")
-        return Function(name, body)
+        return syntax.Function(name, body)
+
+    def _condition(self) -> Condition:
+        """Read the rest of ``[[ ]]``, whose words, operators and patterns have rules of their own."""
+        tokens: list[Token] = []
+        self.skip_lines()
+        while not self.skip("]]"):
+            if not self.char:
+                raise self.fail(f"']]' is missing before {self._token()}")
+            is_regex = bool(tokens) and tokens[-1][0] == "=~"
+            if not is_regex and (operator := self.take(_IN_CONDITION)) is not None:
+                tokens.append((operator[0], ()))
+            else:
+                self.ends, ends = " \t\n" if is_regex else self.ends, self.ends
+                word = self.word()
+                self.ends = ends
+                if not word:
+                    raise self._unexpected(" in [[ ]]")
+                if self.char == "(":
+                    raise self.fail("extended patterns such as @(a|b) are not supported")
+                plain = word[0].text if isinstance(word[0], Text) and not word[0].quoted and len(word) == 1 else ""
+                tokens.append((plain, (word,)))
+            self.skip_lines()
+        try:
+            return parse_condition(tokens, "||", "&&")
+        except Wrong as error:
+            raise self.fail(f"{error} in [[ ]]") from None
 
     # ------------------------------------------------------------------ simple commands
 
-    def _simple(self) -> Simple:
+    def _simple(self) -> syntax.Simple:
         line, start = self.line(), self.at
         assignments: list[Assignment] = []
         words: list[Word | Assignment] = []
-        streams = _Streams()
-        declares = False
+        stdin: Word | None = None
+        silent = False
         while True:
-            self.skip_space()
-            if self._redirect(streams):
+            if (streams := self._redirect()) is not None:
+                stdin, silent = streams[0] or stdin, silent or streams[1]
                 continue
-            if not self.char or (self.char in self.ends and not self._is_process()):
+            if not self.char or (self.char in self.ends and not self.starts("<(", ">(")):
                 break
+            declares = bool(words) and words[0] in [(Text(name, quoted=False),) for name in DECLARATIONS]
             assigned = self._assignment() if declares or not words else None
             if assigned is None:
-                word = self.word()
-                declares |= not words and len(word) == 1 and word[0] in _DECLARATIONS
-                words.append(word)
+                words.append(self.word())
             elif words:
                 words.append(assigned)
             else:
@@ -337,98 +318,147 @@ class Parser(ConditionReader):
         if self.char == "(":
             raise self.fail("'(' is unexpected; quote it where it belongs to a value")
         if self.at == start:
-            raise self.fail(f"{self._token()!r} is unexpected")
-        return Simple(line, tuple(assignments), tuple(words), streams.stdin, streams.silent)
+            raise self._unexpected()
+        return syntax.Simple(line, tuple(assignments), tuple(words), stdin, silent)
 
-    def _is_process(self) -> bool:
-        return self.starts("<(") or self.starts(">(")
+    def _index(self) -> Word | None:
+        """Read an index behind its ``[``; return None where it is not closed."""
+        try:
+            found = self.operand("]", quoted=False)
+        except SyntaxProblem:
+            return None
+        self.at += 1
+        return found
 
     def _assignment(self) -> Assignment | None:
         start = self.at
-        name = _ASSIGNMENT.match(self.text, start)
+        name = self.take(_ASSIGNMENT)
         if name is None:
             return None
-        self.at = name.end()
-        index = None
-        if name[2]:
-            try:
-                index = self.operand("]", quoted=False)
-            except SyntaxProblem:
-                self.at = start
-                return None
-            self.at += 1
+        index = self._index() if name[2] else None
         append = self.starts("+=")
         self.at += append
-        if self.char != "=":
+        if (name[2] and index is None) or not self.skip("="):
             self.at = start
             return None
-        self.at += 1
-        if self.char == "(":
-            self.at += 1
+        if self.skip("("):
             return Assignment(name[1], append, index, items=self._items())
         return Assignment(name[1], append, index, self.word())
 
     def _items(self) -> tuple[tuple[Word | None, Word], ...]:
         found: list[tuple[Word | None, Word]] = []
-        while True:
-            self.skip_lines()
-            if self.char == ")":
-                self.at += 1
-                return tuple(found)
-            if not self.char or (self.char in ";&|<>()" and not self._is_process()):
-                raise self.fail(f"{self._token()!r} is unexpected in an array; quote it where it belongs to a value")
-            key = None
+        self.skip_lines()
+        while not self.skip(")"):
             start = self.at
-            if self.char == "[":
-                self.at += 1
-                try:
-                    key = self.operand("]", quoted=False)
-                except SyntaxProblem:
-                    key = ()
-                if self.starts("]="):
-                    self.at += 2
-                else:
-                    self.at, key = start, None
+            if not self.char or (self.char in ";&|<>()" and not self.starts("<(", ">(")):
+                raise self._unexpected(" in an array; quote it where it belongs to a value")
+            key = self._index() if self.skip("[") else None
+            if key is None or not self.skip("="):
+                self.at, key = start, None
             found.append((key, self.word()))
+            self.skip_lines()
+        return tuple(found)
 
-    def _redirect(self, streams: _Streams) -> bool:
-        """Read a redirection, where one stands here."""
+    def _redirect(self) -> tuple[Word | None, bool] | None:
+        """Read a redirection, if one is next; return the standard input, and whether standard output goes elsewhere."""
         self.skip_space()
-        found = _REDIRECT.match(self.text, self.at)
+        found = self.take(_REDIRECT)
         if found is None:
-            return False
-        self.at = found.end()
+            return None
         self.skip_space()
         start = self.at
         target = self.word()
-        if self.at == start:
-            raise self.fail(f"{self._token()!r} is unexpected behind {found[1]!r}")
+        raw = self.text[start : self.at]
+        if not raw:
+            raise self._unexpected(f" behind {found[1]!r}")
         if found[1] == "<<<":
-            streams.stdin = (*target, Text("\n", quoted=True))
-        elif found[1] in ("<<", "<<-"):
-            raw = self.text[start : self.at]
+            return (*target, Text("\n", quoted=True)), False
+        if found[1] in ("<<", "<<-"):
             delimiter = re.sub(r"\\(.)|[\"']", r"\1", raw)
-            document = Document(literal=raw != delimiter)
+            document = syntax.Document(literal=raw != delimiter)
             self._documents.append((delimiter, found[1] == "<<-", document))
-            streams.stdin = (document,)
-        elif "<" in found[1]:
-            streams.stdin = (Opaque(f"< {self.text[start : self.at]}"),)
-        elif found[0][0] in ">&1":
-            streams.silent = True
-        return True
+            return (document,), False
+        if "<" in found[1]:
+            return (syntax.Opaque(f"< {raw}"),), False
+        return None, found[0][0] in ">&1"
 
     def _read_documents(self) -> None:
         """Read the bodies of here-documents whose line has just ended."""
         for delimiter, tabs, document in self._documents:
-            body = []
-            while self.at < len(self.text):
-                end = self.text.find("\n", self.at)
-                end = len(self.text) if end < 0 else end
-                line = self.text[self.at : end]
-                line = line.lstrip("\t") if tabs else line
-                self.at = min(end + 1, len(self.text))
-                if line.removesuffix("\r") == delimiter:
-                    break
-                body.append(f"{line}\n")
-            document.text = "".join(body)
+            indent = r"\t*" if tabs else ""
+            last = re.compile(rf"^{indent}{re.escape(delimiter)}\r?$\n?|\Z", re.MULTILINE)
+            end = last.search(self.text, self.at)
+            assert end is not None
+            body = self.text[self.at : end.start()]
+            body = body if body.endswith("\n") or not body else f"{body}\n"
+            document.text = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if tabs else body
+            self.at = end.end()
         self._documents.clear()
+
+
+class Wrong(Exception):
+    """A condition is malformed."""
+
+
+def parse_condition(tokens: list[Token], *joiners: str) -> Condition:
+    """Parse the inside of ``[ ]`` or ``[[ ]]``; ``joiners`` are its operators for "or" and "and".
+
+    Raises
+    ------
+    Wrong
+        The condition is malformed.
+    """
+    parser = _ConditionParser(tokens, joiners)
+    found = parser.chain()
+    if parser.at < len(tokens):
+        raise Wrong(f"{parser.text()!r} is unexpected")
+    return found
+
+
+class _ConditionParser:
+    def __init__(self, tokens: list[Token], joiners: tuple[str, ...]) -> None:
+        self.tokens, self.joiners, self.at = tokens, joiners, 0
+
+    def text(self, ahead: int = 0) -> str:
+        at = self.at + ahead
+        return self.tokens[at][0] if at < len(self.tokens) else ""
+
+    def chain(self, level: int = 0) -> Condition:
+        if level == len(self.joiners):
+            return self.primary()
+        nodes = [self.chain(level + 1)]
+        while self.text() == self.joiners[level]:
+            self.at += 1
+            nodes.append(self.chain(level + 1))
+        return nodes[0] if len(nodes) == 1 else Condition(self.joiners[level], tuple(nodes))
+
+    def primary(self) -> Condition:
+        operator = self.text()
+        words = [word for _, word in self.tokens[self.at : self.at + 3]]
+        if not words:
+            raise Wrong("an operand is missing")
+        negates = operator == "!" and len(words) > 1
+        negates_binary = negates and self.at + 4 == len(self.tokens) and self.text(2) in _BINARY
+        if self.text(1) in _BINARY and len(words) == 3 and words[0] and words[2] and not negates_binary:
+            return self.test(self.text(1), 3, words[0] + words[2])
+        if negates:
+            self.at += 1
+            return Condition("!", (self.primary(),))
+        if operator == "(" and len(words) > 1:
+            self.at += 1
+            found = self.chain()
+            if self.text() != ")":
+                raise Wrong("a bracket is not closed")
+            self.at += 1
+            return found
+        if operator in _UNARY and len(words) > 1:
+            if not words[1]:
+                raise Wrong(f"{self.text(1)!r} is unexpected")
+            return self.test(operator, 2, words[1])
+        if not words[0]:
+            raise Wrong(f"{operator!r} is unexpected")
+        return self.test("-n", 1, words[0])
+
+    def test(self, operator: str, length: int, words: tuple[Word, ...]) -> Condition:
+        self.at += length
+        return Condition(operator, words=words)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.shell.interpreter import Choices, Interpreter
 from pipeloom.integrations.megatron.shell.parser import Parser
-from pipeloom.integrations.megatron.shell.syntax import AndOr, Broken
-from pipeloom.integrations.megatron.shell.values import (
-    LoopLimit,
-    Refusal,
-    Undetermined,
-    Unknown,
-    Unknowns,
-    WorkLimit,
-    has_unknown,
-)
+from pipeloom.integrations.megatron.shell.simple_commands import Jump
+from pipeloom.integrations.megatron.shell.syntax import AndOr
+from pipeloom.integrations.megatron.shell.values import LoopLimit, Refusal, Undetermined, Unknown, Unknowns, has_unknown
 from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 
 MOST_PATHS = 128
@@ -27,17 +22,10 @@ REMEDY = "give the final argument list in a text file"
 
 
 @dataclass(frozen=True, slots=True)
-class StartedWord:
-    """An argument of a program.
+class ProgramWord:
+    """An argument of a program, in which unknown parts stand as the script writes them.
 
-    Attributes
-    ----------
-    text : str
-        The argument; unknown parts stand as the script writes them.
-    unknown : Unknown or None
-        What is unknown of it.
-    gone : Unknown or None
-        A variable that stands behind it, is not set, and leaves no word.
+    ``unknown`` is what is unknown of it. ``gone`` is a variable behind it that is not set, and leaves no word.
     """
 
     text: str
@@ -46,11 +34,11 @@ class StartedWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class Program:
     """A program that the script starts."""
 
     line: int
-    words: tuple[StartedWord, ...]
+    words: tuple[ProgramWord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +48,29 @@ class Path:
     Attributes
     ----------
     decisions : mapping
-        What was decided without being known, and which way was taken.
-    started : list of Started
+        What was decided without being known, and whether it was taken as true.
+    started : list of Program
+        The programs that the script starts on this way, in order.
     unset : mapping
         Variables that were read as empty since the script does not set them, with the line.
-    ended : int
-        Line of the ``exit`` that ended the script; 0 where none did.
     """
 
-    decisions: dict[Unknown, int]
-    started: list[Started]
+    decisions: dict[Unknown, bool]
+    started: list[Program]
     unset: dict[str, int]
     ended: int = 0
+    """Line of the ``exit`` that ended the script; 0 where none did."""
 
 
-@dataclass(slots=True)
-class _Replay:
-    """An iterator's items, which can be read again."""
-
-    rest: Iterator[AndOr | Broken]
-    read: list[AndOr | Broken] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[AndOr | Broken]:
-        yield from self.read
-        for item in self.rest:
-            self.read.append(item)
-            yield item
-
-
-def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[Path]:
+def follow(source: str, text: str, succeeds: Callable[[Program], bool]) -> list[Path]:
     """Return every way through a script.
 
     Parameters
     ----------
     source : str
         Name of the file.
-    text : str
     succeeds : callable
-        Which programs are assumed to succeed; of others it is unknown.
+        Returns whether a program is assumed to succeed; of other programs it is unknown.
 
     Raises
     ------
@@ -105,19 +78,39 @@ def follow(source: str, text: str, succeeds: Callable[[Started], bool]) -> list[
         The script cannot be parsed, does what is not evaluated, or does too much.
     """
     _check_text(source, text)
-    script = _Replay(Parser(text).script())
+    script = Parser(text).script()
     found: list[Path] = []
-    prefix: tuple[int, ...] | None = ()
+    prefix: tuple[bool, ...] | None = ()
     steps = 0
     while prefix is not None:
         if len(found) == MOST_PATHS:
             names = ", ".join(f"{one.source} (line {one.line})" for one in list(found[0].decisions)[:3])
             raise InputError(source, f"depends on too much that is unknown: {names}", REMEDY)
         unknowns, choices = Unknowns(steps=steps), Choices(prefix)
-        found.append(_follow(source, script, unknowns, choices, succeeds))
+        script, items = itertools.tee(script)
+        with _input_errors(source, unknowns):
+            found.append(_follow(source, items, unknowns, choices, succeeds))
         steps = unknowns.steps
-        prefix = _following(choices)
+        prefix = choices.following()
     return found
+
+
+def list_words(source: str, text: str) -> tuple[ProgramWord, ...]:
+    """Return the words of an argument list, in which brackets and bars are characters."""
+    _check_text(source, text)
+    unknowns = Unknowns()
+    shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: False)
+    parser = Parser(text)
+    parser.ends = " \t\n"
+    found: list[ProgramWord] = []
+    with _input_errors(source, unknowns):
+        parser.skip_lines()
+        while parser.char:
+            unknowns.go_to(parser.line())
+            word = parser.word()
+            found += [_word(one, unknowns) for one in shell.fields([word])]
+            parser.skip_lines()
+    return tuple(found)
 
 
 def _check_text(source: str, text: str) -> None:
@@ -125,79 +118,52 @@ def _check_text(source: str, text: str) -> None:
         raise InputError(source, "is not text", REMEDY)
 
 
-def list_words(source: str, text: str) -> tuple[StartedWord, ...]:
-    """Return the words of an argument list, in which brackets and bars are characters."""
-    unknowns = Unknowns()
-    shell = Interpreter(source, unknowns, Choices(), lambda _line, _words: False)
-    parser = Parser(text)
-    parser.ends = " \t\n"
-    found: list[StartedWord] = []
+@contextmanager
+def _input_errors(source: str, unknowns: Unknowns) -> Iterator[None]:
+    """Turn what cannot be evaluated into an error that names the line."""
+    line = 0
     try:
-        _check_text(source, text)
-        parser.skip_lines()
-        while parser.char:
-            unknowns.go_to(parser.line())
-            word = parser.word()
-            found += [_word(one, unknowns) for one in shell.fields([word])]
-            parser.skip_lines()
+        yield
+        return
     except SyntaxProblem as error:
-        raise InputError(
-            f"{source}: line {parser.line(error.position)}", f"cannot be read: {error.problem}", REMEDY
-        ) from None
+        line, problem = error.line, f"cannot be read: {error.problem}"
     except Refusal as error:
-        raise InputError(f"{source}: line {unknowns.line}", error.problem, REMEDY) from None
-    return tuple(found)
-
-
-def _following(choices: Choices) -> tuple[int, ...] | None:
-    """The next combination of decisions, depth first; None after the last."""
-    made = choices.made
-    for at in range(len(made) - 1, -1, -1):
-        _, alternatives, taken = made[at]
-        if taken + 1 < alternatives:
-            return (*(each[2] for each in made[:at]), taken + 1)
-    return None
+        line, problem = error.line, error.problem
+    except Undetermined as error:
+        problem = f"cannot be read, since {error.unknown.reason}"
+    except RecursionError:
+        problem = "cannot be read: it is nested too deeply"
+    raise InputError(f"{source}: line {line or unknowns.line}", problem, REMEDY)
 
 
 def _follow(
-    source: str,
-    script: Iterable[AndOr | Broken],
-    unknowns: Unknowns,
-    choices: Choices,
-    succeeds: Callable[[Started], bool],
+    source: str, items: Iterable[AndOr], unknowns: Unknowns, choices: Choices, succeeds: Callable[[Program], bool]
 ) -> Path:
-    started: list[Started] = []
-    trainings: list[int] = []
+    started: list[Program] = []
+    trainings = 0
 
     def record(line: int, arguments: list[str]) -> bool:
-        started.append(Started(line, tuple(_word(word, unknowns) for word in arguments)))
+        nonlocal trainings
+        started.append(Program(line, tuple(_word(word, unknowns) for word in arguments)))
         if not succeeds(started[-1]):
             return False
-        trainings.append(line)
-        if len(trainings) > MOST_RESTARTS:
+        trainings += 1
+        if trainings > MOST_RESTARTS:
             raise LoopLimit(line, f"more than {MOST_RESTARTS} trainings are started")
         return True
 
     ended = 0
     try:
-        ended = Interpreter(source, unknowns, choices, record).run(script)
-    except WorkLimit as error:
-        if not isinstance(error, LoopLimit) or not started:
-            raise InputError(f"{source}: line {error.line}", error.problem, REMEDY) from None
-    except Refusal as error:
-        raise InputError(f"{source}: line {error.line}", error.problem, REMEDY) from None
-    except Undetermined as error:
-        raise InputError(
-            f"{source}: line {unknowns.line}", f"cannot be read, since {error.unknown.reason}", REMEDY
-        ) from None
-    except RecursionError:
-        raise InputError(f"{source}: line {unknowns.line}", "cannot be read: it is nested too deeply", REMEDY) from None
-    return Path({unknown: taken for unknown, _, taken in choices.made}, started, dict(unknowns.inspected), ended)
+        Interpreter(source, unknowns, choices, record).run(items)
+    except Jump:
+        ended = unknowns.line
+    except LoopLimit:
+        if not started:
+            raise
+    return Path(choices.made, started, dict(unknowns.inspected), ended)
 
 
-def _word(word: str, unknowns: Unknowns) -> StartedWord:
-    if word.isascii():
-        return StartedWord(word)
+def _word(word: str, unknowns: Unknowns) -> ProgramWord:
     gone: Unknown | None = None
     unknown: Unknown | None = None
     for one in unknowns.within(word):
@@ -205,4 +171,4 @@ def _word(word: str, unknowns: Unknowns) -> StartedWord:
             gone = one
         elif unknown is None or one.kind == "list":
             unknown = one
-    return StartedWord(unknowns.shown(word), unknown, gone)
+    return ProgramWord(unknowns.shown(word), unknown, gone)

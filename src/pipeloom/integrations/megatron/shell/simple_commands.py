@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.shell import arithmetic
+from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.builtins import BUILTINS, read_line
 from pipeloom.integrations.megatron.shell.conditions import test
 from pipeloom.integrations.megatron.shell.expansion import Expansion
-from pipeloom.integrations.megatron.shell.parser import Parser
-from pipeloom.integrations.megatron.shell.state import is_name
-from pipeloom.integrations.megatron.shell.syntax import AndOr, Assignment, Broken, Command, Opaque, Simple, Text, Word
+from pipeloom.integrations.megatron.shell.parser import DECLARATIONS, Parser
+from pipeloom.integrations.megatron.shell.state import Array, is_name
+from pipeloom.integrations.megatron.shell.syntax import Assignment, Text, Word
 from pipeloom.integrations.megatron.shell.values import Refusal, Status, Undetermined, Unknown, Unknowns, WorkLimit
+from pipeloom.integrations.megatron.shell.words import SyntaxProblem
 from pipeloom.io.files import read_text
 
 MOST_CALLS = 40
@@ -23,7 +25,6 @@ _ENVIRONMENTS = frozenset(
     ("activate", "conda.sh", ".bashrc", "bashrc", ".bash_profile", ".profile", "profile", "setvars.sh", "set_env.sh")
 )
 """Files that are sourced for paths and libraries only."""
-_DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
 
 
 class Jump(Exception):
@@ -35,90 +36,89 @@ class Jump(Exception):
 
 
 class SimpleCommands(Expansion):
-    """Runs simple commands; what they contain of other commands is run by a subclass."""
+    """Runs simple commands. A subclass runs what they contain of other commands.
 
-    started: Callable[[int, list[str]], bool]
-    calls: int
-    loops: int
+    ``started`` is called with the line and arguments of every program; it returns whether the program is assumed to
+    succeed.
+    """
+
+    def __init__(self, script: str, unknowns: Unknowns, started: Callable[[int, list[str]], bool]) -> None:
+        super().__init__(script, unknowns)
+        self.started = started
+        self.calls = self.loops = 0
+        self.substituted: Status = 0
+        """Status of the last command substitution, which is that of an assignment."""
 
     @abstractmethod
-    def and_or(self, item: AndOr | Broken) -> None:
-        """Run pipelines joined by ``&&`` and ``||``."""
+    def run(self, items: Iterable[syntax.AndOr]) -> Status:
+        """Run commands one by one."""
 
     @abstractmethod
-    def command(self, command: Command) -> Status:
+    def command(self, command: syntax.Command) -> Status:
         """Run any command."""
 
     @abstractmethod
     def in_subshell(self, text: str) -> None:
         """Run text in a new shell, which has the exported variables."""
 
-    def simple(self, command: Simple) -> Status:
+    def simple(self, command: syntax.Simple) -> Status:
+        """Run a simple command."""
         self.unknowns.go_to(command.line)
-        if not command.words:
-            self.status = 0
-            self.assign_all(command.assignments)
-            return self.status
-        first = command.words[0]
-        declared = [name for name in _DECLARATIONS if first == (Text(name, quoted=False),)]
-        if declared:
-            return self._declare(declared[0], command.words[1:])
+        first = command.words[0] if command.words else ()
+        declares = [name for name in DECLARATIONS if first == (Text(name, quoted=False),)]
+        if declares:
+            return self._declare(declares[0], command.words[1:])
         arguments = self.fields([word for word in command.words if isinstance(word, tuple)])
         if not arguments:
-            self.assign_all(command.assignments)
+            self.substituted = self.status if command.words else 0
+            self._assign_all(command.assignments)
+            self.status = self.substituted
             return self.status
-        kept = {one.name: self.variables.get(one.name) for one in command.assignments}
-        exported = set(self.exported)
-        self.assign_all(command.assignments)
+        kept: dict[str, str | Array | None] = {}
+        for one in command.assignments:
+            kept.setdefault(one.name, self.variables.get(one.name))
+        exported, output = set(self.exported), self.output
+        self._assign_all(command.assignments)
         self.exported |= set(kept)
-        output = self.output
-        if command.silent:
-            self.output = None
+        self.output = None if command.silent else output
         try:
-            return self._call(arguments, command)
+            self.status = self._call(arguments, command)
+            return self.status
         finally:
             self.output = output
             self.exported = exported | (self.exported - set(kept))
-            for name, value in kept.items():
-                self.variables.pop(name, None)
-                if value is not None:
-                    self.variables[name] = value
+            self.restore(kept)
 
-    def assign_all(self, assignments: Iterable[Assignment]) -> None:
+    # ------------------------------------------------------------------ assignments
+
+    def _assign_all(self, assignments: Iterable[Assignment]) -> None:
         for one in assignments:
             self._assign(one)
 
     def _assign(self, one: Assignment) -> None:
         self.unknowns.charge()
-        old = self.variables.get(one.name)
         if one.items is not None:
             if one.index is not None:
-                raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not read")
-            self._assign_items(one, old)
+                raise Refusal(self.unknowns.line, f"{one.name}[ ]=( ) is not supported")
+            self._assign_items(one, one.items)
             return
-        index = None
         try:
-            if one.index is not None:
-                index = self.index(one.name, one.index)
+            index = None if one.index is None else self.index(one.name, one.index)
         except Undetermined as error:
-            self.variables[one.name] = {"": self.unknowns.make(error.unknown.source, "list")}
+            self.forget_elements(one.name, error.unknown.source)
             return
         text = self.string(one.value)
-        if one.append:
-            text = (self.get(one.name, index) or "") + text
-        self.set(one.name, text, index)
+        self.set(one.name, (self.get(one.name, index) or "") + text if one.append else text, index)
 
-    def _assign_items(self, one: Assignment, old: object) -> None:
-        found: dict[str, str] = {}
-        if one.append and old is not None:
-            found = dict(old) if isinstance(old, dict) else {"0": str(old)}
-            self.unknowns.charge(len(found) // 10)
-            if "" in found:
-                return
+    def _assign_items(self, one: Assignment, items: tuple[tuple[Word | None, Word], ...]) -> None:
+        old = self.variables.get(one.name) if one.append else None
+        found = dict(old) if isinstance(old, dict) else {} if old is None else {"0": old}
+        self.unknowns.charge(len(found) // 10)
+        if "" in found:
+            return
         named = one.name in self.associative
         place = -1 if named else max(map(int, found), default=-1)
-        assert one.items is not None
-        for key, word in one.items:
+        for key, word in items:
             if key is not None:
                 index = self.index(one.name, key)
                 place = place if named else int(index)
@@ -132,53 +132,47 @@ class SimpleCommands(Expansion):
         self.variables[one.name] = found
 
     def _declare(self, kind: str, words: tuple[Word | Assignment, ...]) -> Status:
-        self.status = 0
         options: set[str] = set()
+        self.status = 0
         for word in words:
             if isinstance(word, Assignment):
                 self._declare_one(kind, word.name, options)
-                if "A" in options:
-                    self.associative.add(word.name)
-                if "i" in options:
-                    word = self._as_integer(word)
-                self._assign(word)
+                self._assign(self._as_integer(word) if "i" in options else word)
                 continue
             for text in map(self.unknowns.known, self.fields([word])):
+                name, equals, value = text.partition("=")
                 if text[:1] in ("-", "+"):
                     options |= set(text[1:])
                     if options & set("nlu"):
-                        raise Refusal(self.unknowns.line, f"{kind} {text} is not read")
-                    continue
-                name, equals, value = text.partition("=")
-                if not is_name(name):
-                    continue
-                self._declare_one(kind, name, options)
-                if "A" in options:
-                    self.associative.add(name)
-                    self.variables.setdefault(name, {})
-                elif "a" in options:
-                    self.variables.setdefault(name, {})
-                if equals:
-                    self.set(name, value)
+                        raise Refusal(self.unknowns.line, f"{kind} {text} is not supported")
+                elif is_name(name):
+                    self._declare_one(kind, name, options)
+                    if options & set("aA"):
+                        self.variables.setdefault(name, {})
+                    if equals:
+                        self.set(name, value)
         self.status = 0
         return 0
 
     def _declare_one(self, kind: str, name: str, options: set[str]) -> None:
-        if self.locals and (kind == "local" or (kind in ("declare", "typeset") and "g" not in options)):
-            self.make_local(name)
+        is_local = kind == "local" or (kind in ("declare", "typeset") and "g" not in options)
+        if is_local and self.locals and name not in self.locals[-1]:
+            self.locals[-1][name] = self.variables.pop(name, None)
         if kind == "export" or "x" in options:
             self.exported.add(name)
+        if "A" in options:
+            self.associative.add(name)
 
     def _as_integer(self, one: Assignment) -> Assignment:
         try:
-            value = str(self.number(one.value))
+            value = str(self.needed_number(one.value, f"the value of {one.name} is not a number"))
         except Undetermined as error:
-            return Assignment(one.name, one.append, one.index, (Opaque(error.unknown.source),))
-        except arithmetic.Failure as error:
-            raise Refusal(self.unknowns.line, f"the value of {one.name} is no number: {error}") from None
+            return Assignment(one.name, one.append, one.index, (syntax.Opaque(error.unknown.source),))
         return Assignment(one.name, one.append, one.index, (Text(value, quoted=True),))
 
-    def _call(self, arguments: list[str], command: Simple) -> Status:
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, arguments: list[str], command: syntax.Simple) -> Status:
         try:
             name = self.unknowns.known(arguments[0])
         except Undetermined:
@@ -193,32 +187,29 @@ class SimpleCommands(Expansion):
             finally:
                 self.functions = functions | self.functions
         rest = list(map(self.unknowns.without_gone, rest))
-        known = {
-            "test": lambda: test(rest, self),
-            "[": lambda: test(rest[:-1], self) if rest and rest[-1] == "]" else 2,
-            "eval": lambda: self.run_text(" ".join(rest)),
-            "source": lambda: self._source(rest),
-            ".": lambda: self._source(rest),
-            "read": lambda: read_line(self, rest, command.stdin),
-        }
-        if name in known:
-            self.status = known[name]()
-            return self.status
-        if name in ("break", "continue") and not self.loops:
-            return 0
-        if name in ("exit", "return", "break", "continue"):
-            self._jump(name, rest)
+        match name:
+            case "test":
+                return test(rest, self)
+            case "[":
+                return test(rest[:-1], self) if rest and rest[-1] == "]" else 2
+            case "eval":
+                return self.run_text(" ".join(rest))
+            case "source" | ".":
+                return self._source(rest)
+            case "read":
+                return read_line(self, rest, command.stdin)
+            case "break" | "continue" if not self.loops:
+                return 0
+            case "exit" | "return" | "break" | "continue":
+                self._jump(name, rest)
+            case "cat" if not rest and command.stdin is not None:
+                self.write(self.string(command.stdin))
+                return 0
+            case "mapfile" | "readarray":
+                self.forget_elements(next((word for word in reversed(rest) if not word.startswith("-")), "MAPFILE"))
+                return 0
         if name in BUILTINS and not (name in ("readlink", "realpath") and self.output is None):
-            self.status = self._builtin(name, rest)
-            return self.status
-        if name == "cat" and not rest and command.stdin is not None:
-            self.write(self.string(command.stdin))
-            self.status = 0
-            return 0
-        if name in ("mapfile", "readarray"):
-            array = next((word for word in reversed(rest) if not word.startswith("-")), "MAPFILE")
-            self.variables[array] = {"": self.unknowns.make(f"${{{array}[@]}}", "list")}
-            return 0
+            return self._builtin(name, rest)
         status = self._program(arguments, command)
         if name == "exec":
             raise Jump("exit")
@@ -230,10 +221,10 @@ class SimpleCommands(Expansion):
         except Undetermined as error:
             if name in ("set", "shift", "unset", "let", "getopts"):
                 raise Refusal(self.unknowns.line, f"{name} depends on {error.unknown.source}") from None
-            self.write(self.unknowns.again(error.unknown))
+            self.write(self.unknowns.derive(error.unknown))
             return Unknown(f"{name} {error.unknown.source}", self.unknowns.line, "text")
 
-    def _jump(self, name: str, rest: list[str]) -> None:
+    def _jump(self, name: str, rest: list[str]) -> NoReturn:
         try:
             number = int(self.unknowns.known(rest[0])) if rest else None
         except Undetermined as error:
@@ -260,7 +251,7 @@ class SimpleCommands(Expansion):
             if jump.kind != "return":
                 raise
         finally:
-            self.restore()
+            self.restore(self.locals.pop())
             self.calls -= 1
             self.positional = positional
         return self.status
@@ -274,12 +265,12 @@ class SimpleCommands(Expansion):
         pinned, unknowns.pinned = unknowns.pinned, unknowns.line
         self.status = 0
         try:
-            for item in Parser(text).script():
-                self.and_or(item)
+            return self.run(Parser(text).script())
+        except SyntaxProblem as error:
+            raise Refusal(unknowns.pinned, f"cannot be read: {error.problem}") from None
         finally:
             self.calls -= 1
             unknowns.line, unknowns.pinned = unknowns.pinned, pinned
-        return self.status
 
     def _source(self, arguments: list[str]) -> Status:
         line = self.unknowns.line
@@ -295,8 +286,7 @@ class SimpleCommands(Expansion):
         except InputError as error:
             raise Refusal(line, f"{path} cannot be sourced: {error.problem}") from None
         positional = self.positional
-        if len(arguments) > 1:
-            self.positional = arguments[1:]
+        self.positional = arguments[1:] or positional
         try:
             with self.within_file(name):
                 return self.run_text(text)
@@ -309,53 +299,43 @@ class SimpleCommands(Expansion):
                 self.positional = positional
 
     def _sourced_path(self, name: str) -> Path | None:
-        """Where a sourced file is, if it can be found beside the script or where Pipeloom runs."""
+        """Return the path of a sourced file, if it is found beside the script or where Pipeloom runs."""
         cwd = self.unknowns.make("$PWD", "text")
-        name = name.replace(cwd, ".") if name else name
-        if not name.isascii() and self.unknowns.within(name):
+        name = name.replace(cwd, ".")
+        if self.unknowns.within(name) or "\0" in name:
             return None
         for path in (Path(name), Path(self.script).parent / name):
-            if "\0" not in name and path.is_file() and path.stat().st_size <= _MOST_SOURCED_BYTES:
+            if path.is_file() and path.stat().st_size <= _MOST_SOURCED_BYTES:
                 return path
         return None
 
-    def _program(self, arguments: list[str], command: Simple) -> Status:
-        """Report a command; what it runs through another shell is run."""
+    def _program(self, arguments: list[str], command: syntax.Simple) -> Status:
+        """Report a program; what it runs through another shell is run."""
         line = self.unknowns.line
         succeeds = False
-        nested = nested_script(arguments, self.unknowns)
-        if (
-            nested is None
-            and command.stdin is not None
-            and self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1] in ("bash", "sh", "-s")
-        ):
+        shown = self.unknowns.shown(" ".join(arguments))
+        nested = _nested_script([self.unknowns.shown(word) for word in arguments], arguments)
+        last = self.unknowns.shown(arguments[-1]).rsplit("/", 1)[-1]
+        if nested is None and command.stdin is not None and last in ("bash", "sh", "-s"):
             nested = self.string(command.stdin)
         if nested is not None:
             self.in_subshell(nested)
         else:
             succeeds = self.started(line, arguments)
-        if self.output is not None:
-            self.output.append(self.unknowns.make(self.unknowns.shown(" ".join(arguments)), "output"))
-        self.status = 0 if succeeds else Unknown(self.unknowns.shown(" ".join(arguments))[:2000], line, "text")
+        self.write(self.unknowns.make(shown, "output"))
+        self.status = 0 if succeeds else Unknown(shown[:2000], line, "text")
         return self.status
 
 
-def nested_script(arguments: list[str], unknowns: Unknowns) -> str | None:
+def _nested_script(shown: list[str], arguments: list[str]) -> str | None:
     """Return the text that a command gives to another shell: ``bash -c TEXT``, ``ssh HOST TEXT``."""
-    names = [unknowns.shown(word).rsplit("/", 1)[-1] for word in arguments]
+    names = [word.rsplit("/", 1)[-1] for word in shown]
     for i, name in enumerate(names):
-        if name in ("bash", "sh", "zsh") and i + 2 < len(names) + 1:
-            flags = 1
-            while i + flags < len(names) and names[i + flags].startswith("-"):
-                if (
-                    names[i + flags].endswith("c")
-                    and i + flags + 1 < len(names)
-                    and not names[i + flags].startswith("--")
-                ):
-                    return arguments[i + flags + 1]
-                flags += 1
-    if names[0] in ("ssh", "pdsh"):
-        texts = [word for word in arguments[1:] if " " in word]
-        if texts:
-            return texts[-1]
-    return None
+        if name in ("bash", "sh", "zsh"):
+            for flag, text in zip(names[i + 1 :], arguments[i + 2 :], strict=False):
+                if not flag.startswith("-"):
+                    break
+                if flag.endswith("c") and not flag.startswith("--"):
+                    return text
+    texts = [word for word in arguments[1:] if " " in word]
+    return texts[-1] if texts and names[0] in ("ssh", "pdsh") else None

@@ -16,14 +16,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """``$name`` or ``${name[index]operator operands}``."""
+    """``$name`` or ``${name[index]operator operands}``; the prefix is ``#`` (length), ``!`` (indirection) or empty."""
 
     name: str
     source: str
     quoted: bool
     index: Word | None = None
     prefix: str = ""
-    """``#`` for a length, ``!`` for an indirection."""
     operator: str = ""
     operands: tuple[Word, ...] = ()
 
@@ -79,15 +78,16 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Simple:
-    """A command with its arguments; a declaration such as ``export`` may have assignments among them."""
+    """A command with its arguments; the arguments of a declaration such as ``export`` may be assignments.
+
+    ``stdin`` is the text of a here-document or here-string. A silent command writes its standard output elsewhere.
+    """
 
     line: int
     assignments: tuple[Assignment, ...]
     words: tuple[Word | Assignment, ...]
     stdin: Word | None = None
-    """Text of a here-document or here-string."""
     silent: bool = False
-    """Whether standard output goes elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +102,20 @@ class AndOr:
 
     line: int
     pipelines: tuple[tuple[str, Pipeline], ...]
-    source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    items: tuple[AndOr | Broken, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A syntax error, which bash reports only when it gets there."""
-
-    line: int
-    problem: str
+Sequence: TypeAlias = tuple[AndOr, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Each condition with its body, and the body of ``else``."""
+    """Each condition with its body; the condition of ``else`` is empty."""
 
     branches: tuple[tuple[Sequence, Sequence], ...]
-    otherwise: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class While:
-    line: int
     condition: Sequence
     body: Sequence
     until: bool
@@ -138,7 +125,6 @@ class While:
 class For:
     """``for name in words``; without ``in`` it runs over the positional parameters."""
 
-    line: int
     name: str
     words: tuple[Word, ...] | None
     body: Sequence
@@ -182,16 +168,8 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Calculation:
-    """``((expression))``."""
-
-    line: int
-    expression: Word
-
-
-@dataclass(frozen=True, slots=True)
 class Condition:
-    """A node of ``[[ ]]``: ``&&``, ``||``, ``!`` over other nodes, or a test over words."""
+    """A node of a condition: an operator over other nodes, or a test of words."""
 
     operator: str
     nodes: tuple[Condition, ...] = ()
@@ -199,13 +177,11 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditional:
-    """``[[ condition ]]``."""
+class Test:
+    """``((expression))`` or ``[[ condition ]]``."""
 
     line: int
-    condition: Condition
+    tested: Word | Condition
 
 
-Command: TypeAlias = (
-    Simple | If | While | For | Count | Case | Group | Redirected | Function | Calculation | Conditional
-)
+Command: TypeAlias = Simple | If | While | For | Count | Case | Group | Redirected | Function | Test

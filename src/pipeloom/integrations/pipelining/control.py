@@ -1,4 +1,4 @@
-"""What the rank of the first stage tells all others at the beginning of a step."""
+"""Control messages, which the rank of the first stage broadcasts at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ from pipeloom.runtime.launch.coordination import broadcast_bytes
 
 _REPORT = 1024
 """Bytes of a report."""
-_MOST_TOLD = 900
-"""Bytes of a failure in it."""
+_MOST_FAILURE = 900
+"""Most bytes of the failure in a report."""
 _FRAME = 4096
-"""Bytes that travel with their length."""
+"""Bytes of a message that are sent together with its length."""
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A step: which order runs, on what."""
+    """The order of a step and the signatures of its inputs."""
 
     number: int = 0
-    """Of the order; one that was told before is known by it."""
+    """Identifies the order; the order itself is sent with its first message only."""
     measures: bool = False
+    """Whether the costs of the stages are measured in this step."""
     order: Order | None = None
     signatures: tuple[Signature, ...] | None = None
-    """None: as when the number was told last."""
+    """None: the same as in the last message with this number."""
     widths: tuple[float, ...] | None = None
-    """New ones, by which plans are made from here on."""
+    """New widths of the stages' outputs, by which later plans are made."""
     failure: str = ""
-    """Why there is no step, and on which rank."""
+    """Why the step does not run, and on which rank; empty if it runs."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its inputs before there is a step."""
+    """Inputs of one rank, which it reports before the step is decided."""
 
     name: str = ""
-    """What was given by microbatch; empty: nothing."""
+    """Name of the argument that has microbatches; empty if no argument has."""
     count: int = 0
-    """How many of it."""
+    """Number of those microbatches."""
     trains: bool = True
-    """Whether this rank runs a training step; false: forwards alone."""
+    """Whether this rank runs a training step; otherwise it runs forwards only."""
     failure: str = ""
     """Why this rank cannot take part."""
 
 
-class Telling:
-    """All ranks report to one, which tells them what they will do.
+class ControlChannel:
+    """Gathers reports of all ranks on one of them, which broadcasts what all will run.
 
     Parameters
     ----------
     pipeline : torch.distributed.ProcessGroup or None
+        Ranks of the pipeline.
     leader : int
-        Rank in it of the first stage.
+        Rank of the first stage in the pipeline's group.
     together : torch.distributed.ProcessGroup or None
-        All that hear, where they are more than the pipeline; its first leader tells.
+        All receivers, where they are more than the pipeline; the leader of its first pipeline broadcasts.
     device : torch.device
+        Device of the messages, unless the group also supports the CPU.
     """
 
     def __init__(
@@ -74,43 +77,43 @@ class Telling:
             every: list[int | None] = [None] * dist.get_world_size(together)
             dist.all_gather_object(every, leaders, group=together)
             self.source = min(rank for rank in every if rank is not None)
-        self.tells = dist.get_rank() == self.source
+        self.broadcasts = dist.get_rank() == self.source
         self._place = self.source if self.group is None else dist.get_group_rank(self.group, self.source)
-        """Of who tells, in the group."""
+        """Rank of the source in the group."""
         self.is_alone = dist.get_world_size(self.group) == 1
-        # Where the group serves the host too, nothing is moved to the device.
-        serves_host = "gloo" in str(dist.get_backend_config(self.group))
-        self.device = torch.device("cpu") if serves_host else torch.device(device)
+        # Where the group supports the CPU too, nothing is moved to the device.
+        supports_cpu = "gloo" in str(dist.get_backend_config(self.group))
+        self.device = torch.device("cpu") if supports_cpu else torch.device(device)
 
     def global_rank(self, place: int) -> int:
-        """Of a rank of the group, the number by which users know it."""
+        """Return the global rank of a rank of the group."""
         return place if self.group is None else dist.get_global_rank(self.group, place)
 
     def gather(self, report: StepReport) -> list[StepReport]:
-        """Give the rank that tells what all ranks report, by rank of the group; to all others nothing.
+        """Return the reports of all ranks, by rank of the group, on the rank that broadcasts; an empty list elsewhere.
 
-        A rank that only found out later that it cannot run would leave the others waiting until their group gives up.
+        Without it, a rank that fails later would leave the others waiting until their group times out.
         """
         if self.is_alone:
             return [report]
-        failure = report.failure.encode()[:_MOST_TOLD].decode(errors="ignore")
+        failure = report.failure.encode()[:_MOST_FAILURE].decode(errors="ignore")
         data = msgspec.msgpack.encode(StepReport(report.name, report.count, report.trains, failure))
         frame = torch.zeros(_REPORT, dtype=torch.uint8)
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         frame = frame.to(self.device)
-        every = [torch.empty_like(frame) for _ in range(dist.get_world_size(self.group))] if self.tells else None
+        every = [torch.empty_like(frame) for _ in range(dist.get_world_size(self.group))] if self.broadcasts else None
         dist.gather(frame, every, group=self.group, group_dst=self._place)
         decoder = msgspec.msgpack.Decoder(StepReport)
-        # Its last field is text: what is zero behind it is room.
+        # The last field is text, so that the zeros behind it are padding.
         return [decoder.decode(each.cpu().numpy().tobytes().rstrip(b"\0")) for each in every or ()]
 
-    def tell(self, message: StepMessage | None) -> StepMessage:
-        """Give all ranks a message; one gives it.
+    def broadcast(self, message: StepMessage | None) -> StepMessage:
+        """Broadcast a message from the one rank that has it, and return it.
 
         Raises
         ------
         ExecutionError
-            When the message is of a failure, on those that hear it.
+            When the message reports a failure; on the ranks that receive it.
         """
         if message is not None and self.is_alone:
             return message
@@ -118,7 +121,7 @@ class Telling:
         data = broadcast_bytes(data, self.group, _FRAME, source=self._place, device=self.device)
         if message is not None:
             return message
-        heard = msgspec.msgpack.decode(data, type=StepMessage)
-        if heard.failure:
-            raise ExecutionError(heard.failure)
-        return heard
+        received = msgspec.msgpack.decode(data, type=StepMessage)
+        if received.failure:
+            raise ExecutionError(received.failure)
+        return received
