@@ -30,7 +30,7 @@ def test(arguments: list[str], shell: Expansion) -> Status:
     """Return the status of ``test``; it is unknown where it depends on something unknown."""
     if not arguments:
         return 1
-    tokens = [(shell.unknowns.shown(text), ((Text(text, quoted=True),),)) for text in arguments]
+    tokens: list[Token] = [(shell.unknowns.shown(text), ((Text(text, quoted=True),),)) for text in arguments]
     try:
         return _status(_Evaluator(shell, integers=True).evaluate(parse_condition(tokens, "-o", "-a")))
     except Wrong:
