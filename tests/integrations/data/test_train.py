@@ -165,7 +165,7 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         return str(caught.value).partition("train.toml: ")[2]
 
     misspelt = refused(**{'freeze = ["vision"]': 'freeze = ["visoin"]'})
-    assert misspelt == "model.freeze: 'visoin' is no module; there are vision, lm"
+    assert misspelt == "model.freeze: 'visoin' is not a module; choose from vision, lm"
     placed = refused(**{"[packing]": "[layout.modules.visoin]\nsegments = 1\n[packing]"})
     assert placed == "layout.modules: module 'visoin': is unknown; the model has vision, lm"
     shutil.copytree(folder / "model", folder / "cut")
@@ -222,9 +222,15 @@ def test_other_paths_that_are_not_there_are_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model_type": "frobnicate"}, "config.json: is no configuration .*frobnicate"),
-        ({"num_hidden_layers": 3}, "config.json: is no configuration .*must be equal to the number of `layer_types`"),
-        ({"num_attention_heads": 0}, "config.json: makes no Qwen2_5_VLForConditionalGeneration .*ZeroDivisionError"),
+        ({"model_type": "frobnicate"}, "config.json: is not a configuration .*frobnicate"),
+        (
+            {"num_hidden_layers": 3},
+            "config.json: is not a configuration .*must be equal to the number of `layer_types`",
+        ),
+        (
+            {"num_attention_heads": 0},
+            "config.json: does not describe a Qwen2_5_VLForConditionalGeneration .*ZeroDivisionError",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_model_is_said_of_it_and_not_of_the_processor(

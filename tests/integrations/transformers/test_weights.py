@@ -235,13 +235,16 @@ KEY = "model.layers.1.mlp.up_proj.weight"
         ),
         (cut, "model.safetensors: is damaged"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345"), "model.safetensors: is damaged"),
-        (lambda folder: change(folder, lambda t: t.update(more=torch.ones(1))), "more: is no parameter of LlamaForCau"),
+        (
+            lambda folder: change(folder, lambda t: t.update(more=torch.ones(1))),
+            "more: is not a parameter of LlamaForCau",
+        ),
         (lambda folder: change(folder, lambda t: t.pop(KEY)), f"parameter '{KEY}': is in none of the files"),
         (lambda folder: change(folder, lambda t: t.update({KEY: torch.ones(3, 2)})), "the shape .3, 2., the model's"),
-        (quantised, "says that weights are quantised"),
+        (quantised, "has quantized weights"),
         (
             lambda folder: change(folder, lambda t: t.update({KEY: t[KEY].to(torch.int8)})),
-            f"{KEY}: is of dtype int8, and the model's parameter is a fraction; quantised weights cannot be trained",
+            f"{KEY}: has dtype int8, but the parameter is floating-point; quantized weights cannot be trained",
         ),
     ],
 )

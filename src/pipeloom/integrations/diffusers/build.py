@@ -134,12 +134,12 @@ def from_diffusers(
     if folder is not None:
         parts = load(folder, device, trains_text="text" not in freeze)
     elif device is not None:
-        raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
+        raise InputError("device", f"is {str(device)!r}, but the model exists already", "leave it out")
     else:
         parts = dict(getattr(model, "components", {"transformer": model}))
     for name in freeze:
         if name not in MODULES:
-            raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(MODULES)}")
+            raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(MODULES)}")
     if parts.get("transformer_2") is not None:
         raise InputError("model", "has two transformers, each for some of the times", "give one of them")
     transformer = parts.get("transformer")

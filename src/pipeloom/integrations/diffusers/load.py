@@ -84,7 +84,9 @@ def _transformer(path: Path, place: torch.device) -> Any:
 
     file = path / CONFIG
     if not file.is_file():
-        raise InputError(str(path), "is no folder with a config.json or model_index.json", "give a saved pipeline's")
+        raise InputError(
+            str(path), "is not a folder with a config.json or model_index.json", "give the folder of a pipeline"
+        )
     name = str(_read(file).get("_class_name"))
     # Before weights are read.
     family = family_of(name)

@@ -80,7 +80,7 @@ class Reader:
             known.append("rope_interpolation_scale")
         for name in sample:
             if name not in known:
-                raise InputError(f"sample.{name}", "is nothing that this model is given", f"it is {', '.join(known)}")
+                raise InputError(f"sample.{name}", "is not an input of this model", f"choose from {', '.join(known)}")
         latents, (prompt, mask) = torch.as_tensor(_entry(sample, "latents")), self._prompt(sample)
         own = sample.get("id")
         name = _digest(latents, prompt) if own is None else str(own)

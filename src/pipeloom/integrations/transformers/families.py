@@ -121,7 +121,7 @@ class Encoder:
     given: str = "pixel_values"
     """First argument of that method."""
     places: tuple[str, ...] = ("image_token_id",)
-    """Fields of the config with the ids of the placeholder tokens: of images, and of videos if the encoder reads them."""
+    """Fields of the config with the ids of the placeholder tokens, of images first and then of videos."""
     keys: tuple[str, ...] = ("pixel_values",)
     """Entries of a sample that the encoder reads."""
     patches: int | None = None

@@ -1,4 +1,4 @@
-"""One layer under a memory strategy, as a step of an ordinary autograd graph."""
+"""Run one layer under a memory strategy, as one node of an ordinary autograd graph."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ def call_held(
     taken: Mapping[str, Tensor],
     emits: tuple[str, ...],
 ) -> Tensor | Emit:
-    """Call a layer that holds its activations as the runtime does under a memory strategy.
+    """Call a layer and hold its activations as the runtime does under a memory strategy.
 
     Parameters
     ----------
-    layer : callable
-    strategy : str
     inputs : tuple
         Positional arguments.
     context : dict
         Keyword arguments that need no gradient.
     taken : mapping
-        The streams that the layer takes.
+        Streams that the layer takes.
     emits : tuple of str
-        The streams that the layer emits.
+        Streams that the layer emits.
     """
     ports = ChunkStreams({0: tuple(taken)}, {0: emits}, frozenset(emits))
     activation = ChunkActivation(torch.device("cpu"), context, None, ports)
-    # The output depends on parameters, of which autograd sees none here.
+    # Autograd does not see the parameters, on which the output depends. This input makes the output require gradients.
     depends = torch.zeros((), requires_grad=True)
     given = (*inputs, *taken.values())
     output, *rest = _Held.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
