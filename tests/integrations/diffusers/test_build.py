@@ -265,7 +265,7 @@ def test_other_arguments_are_refused(tmp_path: Path) -> None:
         pl.from_diffusers(tmp_path)
     with pytest.raises(InputError, match="gives 12 numbers a token, the transformer takes 16"):
         pl.from_diffusers(tiny.wan(text_dim=16), encoder)
-    with pytest.raises(InputError, match="is a Linear; there are T5EncoderModel"):
+    with pytest.raises(InputError, match="is a Linear; use T5EncoderModel"):
         pl.from_diffusers(transformer, torch.nn.Linear(1, 1))
     with pytest.raises(InputError, match="is a DDIMScheduler without sigmas of flow matching"):
         pl.from_diffusers(transformer, encoder, scheduler=diffusers.DDIMScheduler())

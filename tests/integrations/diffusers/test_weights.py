@@ -225,7 +225,7 @@ def test_weights_that_lie_nowhere_are_refused(tmp_path: Path) -> None:
 
 def test_gradients_of_shapes_are_refused(tmp_path: Path) -> None:
     saved("wan", tmp_path)
-    with pytest.raises(InputError, match="has layers of shapes alone; make it without device"):
+    with pytest.raises(InputError, match="is on the meta device; create it without device"):
         pl.check_gradients(pl.from_diffusers(tmp_path, device="meta"), tiny.make("wan")[2])
 
 

@@ -1,4 +1,4 @@
-"""`from_diffusers`: a transformer of the library, and its text encoder, as a `Model`."""
+"""`from_diffusers` converts a transformer of the library and its text encoder to a `Model`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODULES = ("text", "condition", "transformer")
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a model was made of: the library's own parts, and what was asked for."""
+    """The library's parts and the options from which a model is built."""
 
     transformer: Any
     text_encoder: Any
@@ -45,7 +45,7 @@ class Source:
     freeze: tuple[str, ...]
 
     def doubled(self) -> Source:
-        """Return a copy in double precision without dropout."""
+        """Return a copy in double precision and evaluation mode."""
         transformer, text_encoder = copy.deepcopy((self.transformer, self.text_encoder))
         for each in (transformer, text_encoder):
             if each is not None:
@@ -55,9 +55,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class DiffusersModel(Model):
-    """A `Model` of the layers of a transformer of the `diffusers` library.
+    """A `Model` that consists of the layers of a transformer of the `diffusers` library.
 
-    Its ``describe`` tells the sizes of a sample, and as ``id`` the sample's own or a digest of it.
+    Its ``describe`` returns the sizes of a sample. The ``id`` is the sample's own, or a digest of its contents.
     """
 
     _: KW_ONLY
@@ -66,21 +66,21 @@ class DiffusersModel(Model):
     names: dict[str, str] = field(repr=False)
 
     def library_names(self) -> dict[str, str]:
-        """From the name of every parameter, ``module.layer.parameter``, to the library's name.
+        """Return the library's name of each parameter ``module.layer.parameter``.
 
-        That begins with the part's folder in a pipeline: ``transformer`` or ``text_encoder``.
+        It begins with the part's folder in a pipeline: ``transformer`` or ``text_encoder``.
         """
         return dict(self.names)
 
     def part_names(self, part: str) -> dict[str, str]:
-        """Return those of one part, as that calls them."""
+        """Return the library's names within one part."""
         begin = f"{part}."
         return {ours: name.removeprefix(begin) for ours, name in self.names.items() if name.startswith(begin)}
 
     def beside_library(self, batch: Sequence[Any]) -> tuple[DiffusersModel, float, dict[str, Tensor]]:
-        """Return a copy in double precision without dropout, and the library's own loss and gradients of a batch."""
+        """Return a copy in double precision and evaluation mode, and the library's loss and gradients of a batch."""
         if any(p.is_meta for module in self.modules for layer in module.layers for p in layer.parameters()):
-            raise InputError("model", "has layers of shapes alone", 'make it without device="meta"')
+            raise InputError("model", "is on the meta device", 'create it without device="meta"')
         source = self.source.doubled()
         loss, gradients = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
         return build(self.source.doubled()), loss, gradients
@@ -95,40 +95,42 @@ def from_diffusers(
     device: torch.device | str | None = None,
     flow: FlowMatching = FlowMatching(),  # noqa: B008 - frozen
 ) -> DiffusersModel:
-    """Make a `Model` of a diffusion transformer of the `diffusers` library, of the library's own layers.
+    """Convert a diffusion transformer of the `diffusers` library to a `Model`.
 
-    It is trained by flow matching: from a sample with noise and the time, the transformer predicts the velocity from
-    the sample to the noise. The loss is the mean over samples of the mean squared error, as in the library's training
-    scripts. A sample is a mapping: ``latents`` (channels, frames, height, width) as the auto-encoder gives them, and
-    the prompt: ``input_ids`` and perhaps ``attention_mask`` as the pipeline's tokenizer gives them, or
-    ``prompt_embeds`` where there is no text encoder. The library's own layers are used, and go on working in it.
+    It is trained by flow matching: given a noisy sample and the time, the transformer predicts the velocity from the
+    sample to the noise. The loss is the mean squared error, averaged over samples, as in the library's training
+    scripts. The library's layers are shared, so the original model can still be used.
+
+    A sample is a mapping with ``latents`` of shape (channels, frames, height, width) from the autoencoder, and a
+    prompt: ``input_ids`` and optionally ``attention_mask`` from the pipeline's tokenizer, or ``prompt_embeds`` if there
+    is no text encoder.
 
     Parameters
     ----------
     model : diffusers.ModelMixin, diffusers.DiffusionPipeline, str or pathlib.Path
-        A transformer, a pipeline with one, or a folder that either was saved in.
+        A transformer, a pipeline with a transformer, or the folder of a saved one.
     text_encoder : transformers.PreTrainedModel or None
-        T5 or UMT5, for a transformer without a pipeline; None: samples have ``prompt_embeds``.
+        A T5 or UMT5 encoder for a transformer without a pipeline. If None, samples have ``prompt_embeds``.
     scheduler : diffusers.SchedulerMixin or None
-        Whose times and sigmas are trained on; None: the pipeline's, or one with the library's defaults.
+        Scheduler with the times and sigmas of training. None for the pipeline's, or else the library's defaults.
     freeze : sequence of str
-        Modules that are not trained, of ``"text"``, ``"condition"`` (what brings the prompt to the transformer's
-        width) and ``"transformer"``.
+        Modules that are not trained: ``"text"``, ``"condition"`` (the projection of the prompt to the transformer's
+        width) or ``"transformer"``.
     device : torch.device, str or None
-        Where a folder's parts are made. ``"meta"``: shapes alone; in training every rank then reads the weights of its
-        own layers from the folder. None: on the CPU.
+        Device on which the parts of a folder are created. With ``"meta"``, only shapes are created, and in training
+        each rank reads the weights of its own layers from the folder. None for the CPU.
     flow : FlowMatching
-        How times are drawn and weighted, and the seed.
+        Distribution and weighting of times, and the seed.
 
     Returns
     -------
     DiffusersModel
-        A `Model` with ``describe``, which tells the sizes of a sample.
+        A `Model` with ``describe``, which returns the sizes of a sample.
 
     Raises
     ------
     InputError
-        The architecture, or an option of it, is not supported.
+        The architecture or one of its options is not supported.
     """
     folder = Path(model) if isinstance(model, (str, Path)) else None
     if folder is not None:
@@ -147,13 +149,13 @@ def from_diffusers(
     own = parts.get("scheduler")
     drawing = noising(flow, own if scheduler is None else scheduler)
     made = build(Source(transformer, encoder, drawing, tuple(freeze)))
-    # What trains on other times is sampled from as ever.
+    # The pipeline's own scheduler is saved, because the one passed here only applies to training.
     written = {**parts, "scheduler": scheduler if own is None else own}
     return replace(made, pretrained=_weights(made, written, folder))
 
 
 def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None) -> DiffusersWeights:
-    """What knows of the weights of a model that was made of a pipeline's parts, perhaps of those of a folder."""
+    """Return the reader and writer of the weights of a pipeline's parts."""
     source = made.source
     pipeline = folder is not None and is_pipeline(folder)
     place = "transformer/" if pipeline or source.text_encoder is not None else ""
@@ -181,13 +183,13 @@ def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None
 
 
 def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path | None:
-    """The folder, where a part is of shapes alone and weights are there."""
+    """Return the folder if the part is on the meta device and the folder has weights."""
     is_shapes = any(parameter.is_meta for parameter in model.parameters())
     return folder if folder is not None and is_shapes and TensorFiles.are_in(folder, stem) else None
 
 
 def build(source: Source) -> DiffusersModel:
-    """Make the model of what there is."""
+    """Build the model from its parts."""
     transformer, encoder = source.transformer, source.text_encoder
     family = family_of(type(transformer).__name__)
     for option, is_set, remedy in family.refused:
@@ -197,7 +199,7 @@ def build(source: Source) -> DiffusersModel:
         remedy = "turn it off by model.disable_gradient_checkpointing(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
     if transformer.is_cache_enabled:
-        raise InputError("model", "keeps what its blocks gave for later steps", "turn it off by model.disable_cache()")
+        raise InputError("model", "caches outputs of its blocks for later steps", "call model.disable_cache()")
     projection = transformer.get_submodule(family.words)
     width = int(next(projection.parameters()).shape[1])
     if encoder is not None:
@@ -224,7 +226,7 @@ def _one(sample: Any) -> float:
 
 
 def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
-    """The library's name of every parameter; refused is a model of which one would be left out."""
+    """Return the library's name of each parameter. Raise `InputError` if a parameter belongs to no layer."""
     theirs: dict[int, str] = {}
     for folder, part in (("transformer", source.transformer), ("text_encoder", source.text_encoder)):
         for name, tensor in part.state_dict(keep_vars=True).items() if part is not None else ():
@@ -236,7 +238,7 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
                 names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
                 held.add(id(tensor))
     for key, name in theirs.items():
-        # An encoder's table beside the one that it embeds with, where they are not one.
+        # Some text encoders have a second embedding table that they do not use.
         if key not in held and name != "text_encoder.shared.weight":
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
     return names
@@ -244,7 +246,7 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Loss:
-    """Sum over samples of the mean squared error of what is predicted, weighted."""
+    """Sum over samples of the weighted mean squared error of the prediction."""
 
     reader: Reader
     noising: Noising
@@ -261,7 +263,7 @@ class _Loss:
 
 
 class _Builder:
-    """Makes the modules of one transformer."""
+    """Builds the modules of one transformer."""
 
     def __init__(self, source: Source, family: Family, reader: Reader) -> None:
         self.model, self.freeze, self.family, self.reader = source.transformer, source.freeze, family, reader
@@ -334,7 +336,7 @@ class _Builder:
         return shell
 
     def _shell(self, keep: tuple[str, ...], given: Any, with_rope: bool = False) -> nn.Module:
-        """The transformer with some of its parts, and what stands for others."""
+        """Return the transformer with some of its parts, and replacements of the others."""
         family = self.family
         swap: dict[str, nn.Module] = {path: Given(names) for path, names in given.items()}
         swap[family.blocks] = probes("transformer", self.blocks)
