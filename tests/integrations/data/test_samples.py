@@ -271,7 +271,7 @@ class Hearer:
     [
         (b"no sound", "cannot be read as a WAV file"),
         (made.wav(0, 300)[:-100], "its header says 600"),
-        (made.wav(0, 300, rate=8000), "has 8000 samples a second, and the processor wants 16000"),
+        (made.wav(0, 300, rate=8000), "has 8000 samples a second, but the processor needs 16000"),
     ],
 )
 def test_recordings_that_cannot_be_heard_are_refused(tmp_path: Path, sound: bytes, problem: str) -> None:
@@ -310,11 +310,11 @@ def test_what_is_not_there_is_told_before_training(tmp_path: Path, folder: Path)
     shard = made.write_shard(tmp_path / "0.tar", made.talks(2))
     with pytest.raises(InputError, match="no such file"):
         pl.WebDataset(tmp_path / "1*.tar", folder)
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         pl.WebDataset(shard, tmp_path / "nothing")
     with pytest.raises(InputError, match=r"text = 'txt': no sample of .* has it; there are 0.png, json"):
         pl.WebDataset(shard, folder, {"text": "txt"})
-    with pytest.raises(InputError, match=r"fields\['picture'\]: is none"):
+    with pytest.raises(InputError, match=r"fields\['picture'\]: is unknown"):
         pl.WebDataset(shard, folder, {"picture": "png"})
 
 
@@ -389,7 +389,7 @@ def test_what_only_decoding_shows_ends_training_and_can_be_excluded(tmp_path: Pa
     )
     data = samples_of(shard, folder, model)
     assert data.sizes(0)["targets"] == 3
-    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or leave the sample") as caught:
+    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; repair it, or set skip_corrupt") as caught:
         data.load(0, "vision", (0,))
     assert not isinstance(caught.value, CorruptSampleError)
     less = pl.Batches(samples_of(shard, folder, model, exclude=["0.tar/000"]), 2, skip_corrupt=True)
@@ -437,7 +437,7 @@ def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes],
             "see <image_pad>?",
             r"0.tar/000: messages\[0\].content: has the processor's token for image, '<image_pad>', at",
         ),
-        ("see <video_pad>?", "token for video, '<video_pad>', at character 4; write the word otherwise"),
+        ("see <video_pad>?", "token for video, '<video_pad>', at character 4; change the text"),
         ("see <image>?", "0.tar/000: has 1 places for 0 of image; give as many"),
     ],
 )
@@ -479,7 +479,7 @@ def test_what_the_processor_would_stumble_over_is_a_damaged_sample(
 
 
 def test_texts_that_are_empty_or_place_other_images_are_damaged(tmp_path: Path, folder: Path, model: Any) -> None:
-    for text, problem in ((b"", "0.tar/000: has no words"), (b"a <image_pad>", "'<image_pad>', 1 times for 0 of them")):
+    for text, problem in ((b"", "0.tar/000: has no text"), (b"a <image_pad>", "'<image_pad>', 1 times for 0 of them")):
         shard = made.write_shard(tmp_path / "0.tar", [{"txt": text}])
         with pytest.raises(CorruptSampleError, match=problem):
             samples_of(shard, folder, model).sizes(0)
@@ -489,5 +489,5 @@ def test_a_field_that_is_null_is_said_to_be() -> None:
     from pipeloom.integrations.data.examples import Fields, read_example
 
     source: Any = type("Rows", (), {"name": lambda _, i: f"rows[{i}]", "__getitem__": lambda _, i: {"text": None}})()
-    with pytest.raises(CorruptSampleError, match=r"rows\[0\]: has nothing in 'text' \(text\); mend it"):
+    with pytest.raises(CorruptSampleError, match=r"rows\[0\]: has nothing in 'text' \(text\); repair it"):
         read_example(source, 0, Fields(text="text"), None)
