@@ -272,7 +272,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     assert run(["export", str(tmp_path / "run"), "--to", str(tmp_path / "other"), "--shard-gb", "0.001"]) == 0
     assert_same_files(tmp_path / "other", tmp_path / "to")
     (tmp_path / "from").rename(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match="is not there any more, and the model came from it"):
+    with pytest.raises(InputError, match="does not exist any more, and the model came from it"):
         pl.export(result.checkpoint, tmp_path / "third")
     for number, source in enumerate((tmp_path / "elsewhere", result.checkpoint)):
         pl.export(result.checkpoint, tmp_path / str(number), source)

@@ -486,7 +486,7 @@ def test_export_by_the_command_line(
     )
     assert "is missing, the model wants" in capsys.readouterr().err
     assert run(["export", str(folder / "from"), "--to", str(tmp_path / "third")]) == 2
-    assert "is no checkpoint, and has none in it" in capsys.readouterr().err
+    assert "is not a checkpoint and contains none" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
 
 
@@ -495,7 +495,9 @@ def test_export_where_the_source_is_gone(fitted: tuple[Path, pl.FitResult], tmp_
     folder, result = fitted
     (folder / "from").rename(folder / "elsewhere")
     try:
-        with pytest.raises(InputError, match="is not there any more, and the model came from it; give the folder that"):
+        with pytest.raises(
+            InputError, match="does not exist any more, and the model came from it; give the folder that"
+        ):
             pl.export(result.checkpoint, tmp_path / "to")
         assert not list(tmp_path.iterdir())
         pl.export(result.checkpoint, tmp_path / "to", folder / "elsewhere")

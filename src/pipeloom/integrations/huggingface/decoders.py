@@ -1,4 +1,4 @@
-"""Language models: what the blocks of each model type are made of."""
+"""Language models: the blocks of each model type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OLD_WORDS = {"attention": _FULL, "mamba": _LINEAR}
 
 
 def language_model(fields: Fields, *, tied: bool, taken: Sequence[str] = ()) -> tuple[Layer, ...]:
-    """Embedding, blocks and head; the first blocks take the streams ``taken``, one each."""
+    """Return embedding, blocks and head. Each of the first blocks takes one of the streams ``taken``."""
     hidden, words = fields.size("hidden_size"), fields.size("vocab_size")
     blocks = DECODERS[fields.kind](fields)
     for number, stream in enumerate(taken):
@@ -36,13 +36,13 @@ def language_model(fields: Fields, *, tied: bool, taken: Sequence[str] = ()) -> 
 
 
 def counted(blocks: Sequence[ResidualLayer]) -> tuple[ResidualLayer, ...]:
-    """Equal neighbours as one entry with their count."""
+    """Merge equal consecutive layers into one entry with a count."""
     runs = [(layer, len(list(run))) for layer, run in itertools.groupby(blocks)]
     return tuple(msgspec.structs.replace(layer, count=count) for layer, count in runs)
 
 
 def num_blocks(fields: Fields) -> int:
-    """Blocks of a language model whose config counts them."""
+    """Return the number of blocks of a language model."""
     return fields.blocks("num_hidden_layers")
 
 
@@ -74,7 +74,7 @@ def _attention(
 
 
 def _biased(fields: Fields, *, norm_heads: bool = False, window: int | None = None) -> AttentionMixer:
-    """Attention whose four projections have biases, or none."""
+    """Return attention whose four projections all have biases, or all have none."""
     bias = fields.flag("attention_bias")
     return _attention(fields, qkv_bias=bias, output_bias=bias, norm_heads=norm_heads, window=window)
 
@@ -88,9 +88,9 @@ def _window(fields: Fields) -> int | None:
 
 
 def _windows(fields: Fields, default: Callable[[int], bool], *, switch: bool = True) -> list[int | None]:
-    """The window of every block: the config's list of kinds, or by number.
+    """Return the window of each block, from the config's ``layer_types`` or else from ``default``.
 
-    ``switch``: whether windows must be switched on.
+    If ``switch``, the config must enable windows by ``use_sliding_window``.
     """
     count = num_blocks(fields)
     window = None if switch and not fields.flag("use_sliding_window") else _window(fields)
@@ -114,7 +114,7 @@ def _mistral(fields: Fields) -> list[ResidualLayer]:
 
 
 def _late(fields: Fields) -> list[int | None]:
-    """Qwen's windows: in the last blocks."""
+    """Return Qwen's windows, which only the last blocks have."""
     first = fields.size("max_window_layers", least=0)
     return _windows(fields, lambda i: i >= first)
 
@@ -164,7 +164,7 @@ def _mixtral(fields: Fields) -> list[ResidualLayer]:
 
 
 def _sparse(fields: Fields, *, shared: int = 0) -> list[Mixer]:
-    """Qwen's feed-forward of every block: some dense, some of experts."""
+    """Return Qwen's MLP of each block: some are dense, some have experts."""
     experts = fields.size("num_experts", "num_local_experts", least=0)
     dense, step = fields.numbers("mlp_only_layers"), fields.size("decoder_sparse_step")
     out: list[Mixer] = []
@@ -298,4 +298,4 @@ DECODERS: dict[str, Blocks] = {
     "qwen3_vl_text": _qwen3_vl,
     "qwen3_vl_moe_text": _qwen3_vl_moe,
 }
-"""Blocks by model type."""
+"""Functions that return the blocks, by model type."""
