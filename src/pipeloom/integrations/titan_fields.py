@@ -1,4 +1,4 @@
-"""Every field of torchtitan's configuration files, and what is done with it.
+"""All fields of torchtitan's configuration files, and how they are handled.
 
 The names and defaults are those of ``JobConfig`` in every version that reads TOML: from torchtitan's first commit to
 0.2.2. Newer versions are configured in Python. A field is in exactly one of these tables: `READ`, `RENAMED`, `NOTED`,
@@ -60,7 +60,7 @@ RENAMED = {
     "training.sequence_parallel_degree": "parallelism.tensor_parallel_degree",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
 }
-"""Older names of fields."""
+"""Current name of each field that was renamed."""
 
 
 class Noted(NamedTuple):
@@ -68,9 +68,9 @@ class Noted(NamedTuple):
 
     default: Any
     exact: tuple[Any, ...]
-    """Values with which the emulated run is the same run."""
+    """Values for which the emulation is exact."""
     note: str
-    """What is emulated instead, and in which direction time and memory are wrong."""
+    """What is emulated instead, and whether times and memory are too high or too low."""
 
 
 _EIGHT_BITS = Noted(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
@@ -147,7 +147,7 @@ NOTED = {
         "float32", ("float32",), "float32 gradients are emulated, so memory and times are too high"
     ),
 }
-"""Fields that change time or memory and are emulated otherwise."""
+"""Fields that change time or memory and are not emulated exactly."""
 
 
 class Refused(NamedTuple):
@@ -174,7 +174,7 @@ REFUSED = {
     "training.enable_selective_ac": Refused(False, (False,), "give activation_checkpoint.mode instead"),
     "training.enable_loss_parallel": Refused(True, (True,), "give parallelism.disable_loss_parallel instead"),
 }
-"""Fields whose other values change what is run beyond a note."""
+"""Fields for which other values raise an error, because the emulation would be meaningless."""
 
 UNIMPORTANT = {
     "activation_checkpoint": "determinism_check early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns "
@@ -225,10 +225,10 @@ UNIMPORTANT = {
     "validation": "dataset dataset_path enable enabled freq local_batch_size seq_len steps",
     "validation.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
 }
-"""By table, fields that change neither the time nor the memory of an iteration, or only with a field that has a note.
+"""Fields that do not change time and memory of an iteration, by table.
 
-What is quantized, and how, is a detail of ``model.converters``, as are ``memory_budget`` of
-``activation_checkpoint.mode``, and fields of fault tolerance of its ``enable``.
+This includes details of other fields: of quantization (``model.converters``), ``memory_budget`` (of
+``activation_checkpoint.mode``), and of fault tolerance (``fault_tolerance.enable``).
 """
 
 
