@@ -73,7 +73,7 @@ def classifier() -> LogisticRegression:
 
 
 def read(frames: Tensor, clip: Clip) -> int:
-    """Return the digit in a video at the positions of its caption, averaged over all frames."""
+    """Return the most likely digit at the positions that the caption implies, over all frames together."""
     scores = np.zeros(10)
     for number, frame in enumerate(frames.clamp(0, 1)):
         row, column = data.offsets(clip.direction, clip.speed, number)

@@ -116,8 +116,8 @@ def test_both_forms_of_conversations_are_read() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("words", "no list of messages"),
-        ([], "no list of messages"),
+        ("words", "not a list of messages"),
+        ([], "not a list of messages"),
         ([{"role": "cat", "content": "x"}], "'cat' is none of"),
         ([{"role": "user", "content": 3}], "content: is a int"),
         ([{"role": "user", "content": [{"type": "smell"}]}], "of type 'smell'"),
@@ -287,7 +287,7 @@ def test_recordings_that_cannot_be_heard_are_refused(tmp_path: Path, sound: byte
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        ({"png": b"no image", "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(is no image"),
+        ({"png": b"no image", "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(Pillow does not know"),
         ({"png": made.png(0)[:-200], "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(.*truncated"),
         ({"jpg": made.png(0, kind="JPEG")[:-200], "txt": b"a"}, r"0.tar/000.jpg: cannot be read .*truncated"),
         ({"png": made.png(0), "txt": b"\xff\xfe"}, "is not UTF-8"),
@@ -460,7 +460,7 @@ def test_words_that_place_nothing_in_the_data_are_words(tmp_path: Path, folder: 
 def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model: Any) -> None:
     ids = torch.tensor([1, 5, 2])
     with pytest.raises(
-        CorruptSampleError, match=r"sample.input_ids: have 1 places for images, whose tokens are 0; let"
+        CorruptSampleError, match=r"sample.input_ids: have 1 places for images, whose tokens are 0; remove"
     ):
         model.describe({"input_ids": ids, "labels": ids})
 
@@ -469,7 +469,7 @@ def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model:
     ("example", "problem"),
     [
         ({"json": b"[" * 100_000}, "0.tar/000: has messages in too many brackets"),
-        ({"json": said(("assistant", "a"), ("user", "b"))}, "0.tar/000: messages: begins with the assistant"),
+        ({"json": said(("assistant", "a"), ("user", "b"))}, "0.tar/000: messages: begins with an assistant message"),
     ],
 )
 def test_what_the_processor_would_stumble_over_is_a_damaged_sample(

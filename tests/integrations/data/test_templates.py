@@ -195,7 +195,7 @@ def test_images_have_no_place_in_a_template_of_text(tmp_path: Path) -> None:
     processor = templates.processor("llava")
     processor.chat_template = templates.TEXT
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
-    with pytest.raises(CorruptSampleError, match="has no place for an image"):
+    with pytest.raises(CorruptSampleError, match="supports only text, but a message has an image"):
         sample_of(tmp_path, processor, messages, {"png": made.png(0)})
 
 

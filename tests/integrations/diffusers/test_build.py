@@ -75,7 +75,7 @@ def changed(**changes: Any) -> Any:
         (lambda: changed(attention_mask=torch.ones(2)), "attention_mask: has 2 entries, input_ids 5"),
         (lambda: changed(attention_mask=torch.tensor([1, 0, 1, 0, 0])), "has a zero before a one"),
         (lambda: changed(attention_mask=torch.zeros(5)), "input_ids: has no token"),
-        (lambda: changed(rope_interpolation_scale=(1, 1, 1)), "rope_interpolation_scale: is nothing"),
+        (lambda: changed(rope_interpolation_scale=(1, 1, 1)), "rope_interpolation_scale: is not an input"),
     ],
 )
 def test_a_sample_that_is_not_understood_is_refused(sample: Callable[[], Any], message: str) -> None:
@@ -269,7 +269,7 @@ def test_other_arguments_are_refused(tmp_path: Path) -> None:
         pl.from_diffusers(transformer, torch.nn.Linear(1, 1))
     with pytest.raises(InputError, match="is a DDIMScheduler without sigmas of flow matching"):
         pl.from_diffusers(transformer, encoder, scheduler=diffusers.DDIMScheduler())
-    with pytest.raises(InputError, match="'uniform' is none; there are none, logit_normal"):
+    with pytest.raises(InputError, match="'uniform' is unknown; choose from none, logit_normal"):
         pl.FlowMatching(weighting="uniform")  # type: ignore[arg-type]
     save(tmp_path, transformer_2=["diffusers", "WanTransformer3DModel"])
     with pytest.raises(InputError, match="has two transformers"):

@@ -203,7 +203,7 @@ KEY, TEXT_KEY = "blocks.1.attn1.to_q.weight", "encoder.block.1.layer.0.SelfAtten
         (lambda at: (at / "text_encoder/config.json").unlink(), "text_encoder: is not a folder with a config.json"),
         (
             lambda at: change(at / TEXT, lambda t: t.update({EMBED: t["shared.weight"] + 1})),
-            r"text_encoder: shared.weight: differs from encoder.embed_tokens.weight, and config.json",
+            r"text_encoder: shared.weight: differs from encoder.embed_tokens.weight, but config.json",
         ),
     ],
 )
