@@ -54,36 +54,36 @@ def stage_of(index: int, blocks: int, width: int) -> torch.nn.Module:
     return torch.nn.Sequential(*(Block(width) for _ in range(blocks + (blocks // 2 if index == 0 else 0))))
 
 
-def train(rank: int, port: int, asked: argparse.Namespace) -> None:
+def train(rank: int, port: int, args: argparse.Namespace) -> None:
     """Run a few iterations on one rank, and write the trace of those after the warm-up."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(asked.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    per_rank = STAGES_PER_RANK if asked.schedule in MULTI else 1
-    num_stages = per_rank * asked.ranks
-    modules = [stage_of(i, asked.blocks, asked.width) for i in range(rank, num_stages, asked.ranks)]
+    per_rank = STAGES_PER_RANK if args.schedule in MULTI else 1
+    num_stages = per_rank * args.ranks
+    modules = [stage_of(i, args.blocks, args.width) for i in range(rank, num_stages, args.ranks)]
     stages = [
         PipelineStage(module, index, num_stages, torch.device("cpu"))
-        for index, module in zip(range(rank, num_stages, asked.ranks), modules, strict=True)
+        for index, module in zip(range(rank, num_stages, args.ranks), modules, strict=True)
     ]
-    if asked.schedule in MULTI:
-        pipeline = MULTI[asked.schedule](stages, asked.microbatches, loss_fn=torch.nn.functional.mse_loss)
+    if args.schedule in MULTI:
+        pipeline = MULTI[args.schedule](stages, args.microbatches, loss_fn=torch.nn.functional.mse_loss)
     else:
-        pipeline = SINGLE[asked.schedule](stages[0], asked.microbatches, loss_fn=torch.nn.functional.mse_loss)
+        pipeline = SINGLE[args.schedule](stages[0], args.microbatches, loss_fn=torch.nn.functional.mse_loss)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
-    whole = torch.randn(asked.rows * asked.microbatches, asked.width, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(args.rows * args.microbatches, args.width, generator=torch.Generator().manual_seed(0))
 
     with profile(
         activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=0, warmup=WARM_UP, active=asked.iterations),
-        on_trace_ready=lambda found: found.export_chrome_trace(str(asked.out / f"rank{rank}.json.gz")),
-        record_shapes=asked.shapes,
-        with_stack=asked.modules,
-        profile_memory=asked.memory,
+        schedule=schedule(wait=0, warmup=WARM_UP, active=args.iterations),
+        on_trace_ready=lambda found: found.export_chrome_trace(str(args.out / f"rank{rank}.json.gz")),
+        record_shapes=args.shapes,
+        with_stack=args.modules,
+        profile_memory=args.memory,
     ) as profiler:
-        for _ in range(WARM_UP + asked.iterations):
+        for _ in range(WARM_UP + args.iterations):
             inputs = (whole,) if rank == 0 else ()
-            target = whole if rank == asked.ranks - 1 else None
+            target = whole if rank == args.ranks - 1 else None
             pipeline.step(*inputs, target=target)
             with record_function("optimizer"):
                 optimizer.step()
@@ -106,15 +106,15 @@ def main() -> None:
     parser.add_argument("--modules", action="store_true", help="record module calls, for the costs of layers")
     parser.add_argument("--memory", action="store_true", help="record memory, for activations and parameters")
     parser.add_argument("--out", type=Path, default=Path("runs/traces"))
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with heartbeat(f"recording {asked.iterations} iterations on {asked.ranks} ranks"):
-        multiprocessing.spawn(train, args=(port, asked), nprocs=asked.ranks)
-    print(f"wrote {asked.ranks} files to {asked.out}; running pipeloom explain {asked.out}")
-    raise SystemExit(run(["explain", str(asked.out), "--out", str(asked.out.with_suffix(".layers.json"))]))
+    with heartbeat(f"recording {args.iterations} iterations on {args.ranks} ranks"):
+        multiprocessing.spawn(train, args=(port, args), nprocs=args.ranks)
+    print(f"wrote {args.ranks} files to {args.out}; running pipeloom explain {args.out}")
+    raise SystemExit(run(["explain", str(args.out), "--out", str(args.out.with_suffix(".layers.json"))]))
 
 
 if __name__ == "__main__":

@@ -408,15 +408,15 @@ def test_a_tile_is_decoded_with_its_image(tmp_path: Path, folder: Path) -> None:
         {}, {"images": _Media((blob, blob), tuple(Outline((rows, 2), torch.float32, {}) for rows in (3, 1)))}
     )
     model.describe = lambda _: {"id": "x", "image_tokens": [4, 4, 4, 4]}
-    assert [data._asked(outline, "images", "vision", (k,)) for k in range(4)] == [{0}, {0}, {0}, {1}]
+    assert [data._to_decode(outline, "images", "vision", (k,)) for k in range(4)] == [{0}, {0}, {0}, {1}]
     # Two images of three patches and of one.
     model.describe = lambda _: {"id": "x", "image_tokens": [3, 1]}
-    assert [data._asked(outline, "images", "vision", (k,)) for k in range(2)] == [{0}, {1}]
-    assert data._asked(outline, "images", "lm", (0,)) == set()
-    assert data._asked(outline, "images", "vision", ()) == set()
+    assert [data._to_decode(outline, "images", "vision", (k,)) for k in range(2)] == [{0}, {1}]
+    assert data._to_decode(outline, "images", "lm", (0,)) == set()
+    assert data._to_decode(outline, "images", "vision", ()) == set()
     # A model in one piece takes all with the sample.
     model.modules = [SimpleNamespace(reads="sequence")] * 3
-    assert data._asked(outline, "images", "lm", (0,)) == {0, 1}
+    assert data._to_decode(outline, "images", "lm", (0,)) == {0, 1}
 
 
 def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes], **options: Any) -> str:

@@ -193,7 +193,7 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ("REPLICAS", "data.batch: 1 is below parallel.dp, 2 replicas; give every replica a sample"),
         ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most as many"),
         ("SHARDS = []", "webdataset: names no file"),
-        ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
+        ('SHARDS = "a-{000..001.tar"', "has invalid braces"),
     ],
 )
 def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, problem: str) -> None:

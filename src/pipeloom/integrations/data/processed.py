@@ -33,7 +33,7 @@ _IGNORED = -100
 _KEPT_BYTES = 64 * 2**20
 _ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Outputs of a processor with one number per token."""
-_SPOKEN = {"images": "image", "audio": "audio"}
+_PART_TYPES = {"images": "image", "audio": "audio"}
 """Type of a message part for each value of `Module.reads`."""
 _Contents = Mapping[str, list[Any]]
 """Images and recordings by `Module.reads`. In the text half they are blank."""
@@ -207,10 +207,10 @@ class ProcessedDataset(Dataset):
         outline = self._outline(i)
         found = {}
         for reads in outline.media:
-            asked = self._asked(outline, reads, module, instances)
-            if asked:
+            numbers = self._to_decode(outline, reads, module, instances)
+            if numbers:
                 name = self._sized[reads].content
-                found[name] = self._contents(reads, outline, asked)
+                found[name] = self._contents(reads, outline, numbers)
         return {**outline.sample, **found}
 
     def preview(self, i: int) -> str:
@@ -231,7 +231,7 @@ class ProcessedDataset(Dataset):
             raise PipeloomError("the dataset has no model; call bind(model)")
         return self._model
 
-    def _asked(self, outline: _Outline, reads: str, module: str, instances: tuple[int, ...]) -> set[int]:
+    def _to_decode(self, outline: _Outline, reads: str, module: str, instances: tuple[int, ...]) -> set[int]:
         """Return the numbers of the images or recordings to decode."""
         model, given = self._of_model(), outline.media[reads]
         every = set(range(len(given.blobs)))
@@ -250,12 +250,12 @@ class ProcessedDataset(Dataset):
         of_row = [number for number, rows in enumerate(given.rows) for _ in range(rows)]
         return {of_row[each] for each in instances} if count == len(of_row) else every
 
-    def _contents(self, reads: str, outline: _Outline, asked: set[int]) -> Tensor:
+    def _contents(self, reads: str, outline: _Outline, numbers: set[int]) -> Tensor:
         given, promised = outline.media[reads], outline.sample[self._sized[reads].content]
         contents = torch.zeros(promised.shape, dtype=promised.dtype)
         begin = 0
         for number, (blob, rows) in enumerate(zip(given.blobs, given.rows, strict=True)):
-            if number in asked:
+            if number in numbers:
                 one = self._decoded(self._sized[reads], blob, given.promised[number], outline.sample["id"])
                 place = [slice(side) for side in one.shape]
                 place[given.axis] = slice(begin, begin + rows)
@@ -342,13 +342,13 @@ class ProcessedDataset(Dataset):
             raise InputError(f"processor = {shown!r}", f"has no chat template, but {example.name} has messages", remedy)
         if not chat and not (has_template and (contents or example.prompt)):
             return self._plain(example, contents)
-        asked = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-        given = example.messages if chat else asked
-        counts = {_SPOKEN[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
+        turns = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+        given = example.messages if chat else turns
+        counts = {_PART_TYPES[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
         messages, tools = conversation(given, example.name, counts), tools_of(given)
         check_words(messages, self._tokens, example.name)
         messages = template.readable(messages, tools, example.name)
-        messages = with_contents(messages, {_SPOKEN[reads]: each for reads, each in contents.items()})
+        messages = with_contents(messages, {_PART_TYPES[reads]: each for reads, each in contents.items()})
         if self.train_on == "all":
             sample = _flat(template.tokens(messages, tools))
             return {**sample, "labels": self._labels(sample["input_ids"])}
@@ -363,7 +363,7 @@ class ProcessedDataset(Dataset):
             raise CorruptSampleError(example.name, "has no text", "add some, or remove the sample")
         self._check_places(before + text, contents, example.name)
         for reads, each in reversed([*contents.items()]):
-            place = getattr(self.processor, f"{_SPOKEN[reads]}_token", None) or ""
+            place = getattr(self.processor, f"{_PART_TYPES[reads]}_token", None) or ""
             if place not in before + text:
                 before = place * len(each) + before
         sample = self._process(before + text, contents)
@@ -379,7 +379,7 @@ class ProcessedDataset(Dataset):
     def _check_places(self, text: str, contents: _Contents, where: str) -> None:
         """Raise `CorruptSampleError` if the number of placeholder tokens in a text differs from that of contents."""
         for token, kind in self._tokens.items():
-            have = sum(len(each) for reads, each in contents.items() if _SPOKEN[reads] == kind)
+            have = sum(len(each) for reads, each in contents.items() if _PART_TYPES[reads] == kind)
             if (places := text.count(token)) not in (0, have):
                 problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
                 raise CorruptSampleError(where, problem, "change the text, or use one token for each")

@@ -102,18 +102,14 @@ def _without_braces(pattern: str) -> list[str]:
     try:
         return list(expand_urls(pattern))
     except ValueError as error:  # braces that do not close
-        raise InputError(pattern, f"has braces that name nothing ({error})", "as in a-{000..099}.tar") from error
+        raise InputError(pattern, f"has invalid braces ({error})", "write them as in a-{000..099}.tar") from error
 
 
 class Shards:
-    """Samples in tar files, as WebDataset has them: files that share a name up to the first dot are one sample.
+    """Samples in WebDataset tar files. Files with equal names up to the first dot are one sample.
 
-    The `webdataset` library reads shards from front to end, as streams. Here samples are asked for by number, on each
-    rank others; so the headers are read once, and contents where they stand.
-
-    Parameters
-    ----------
-    files : path, pattern or sequence of these
+    The `webdataset` library streams shards sequentially. Here each rank needs random access to different samples, so
+    headers are read once, and contents on demand.
     """
 
     def __init__(self, files: Paths) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, family_of
-from pipeloom.integrations.diffusers.flow import FlowMatching, Noising, noising, wide
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising, wide
 from pipeloom.integrations.diffusers.layers import (
     TransformerBlock,
     TransformerContext,
@@ -23,10 +23,10 @@ from pipeloom.integrations.diffusers.layers import (
 )
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
-from pipeloom.integrations.diffusers.samples import Inputs, Reader, noised_items
+from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
 from pipeloom.integrations.diffusers.text import check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
-from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Given, hollow, note, probes
+from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
@@ -41,7 +41,7 @@ class Source:
 
     transformer: Any
     text_encoder: Any
-    noising: Noising
+    noising: NoiseSampler
     freeze: tuple[str, ...]
 
     def doubled(self) -> Source:
@@ -249,12 +249,12 @@ class _Loss:
     """Sum over samples of the weighted mean squared error of the prediction."""
 
     reader: Reader
-    noising: Noising
+    noising: NoiseSampler
 
     def __call__(self, output: Tensor, part: Part) -> Tensor:
         items = self.reader.items(part)
         losses, begin = [], 0
-        for item, noised in zip(items, noised_items(self.noising, items, part), strict=True):
+        for item, noised in zip(items, noisy_samples(self.noising, items, part), strict=True):
             target = self.reader.enter(noised.target).to(output.device)
             predicted = output[begin : begin + item.video.tokens].reshape(target.shape)
             losses.append((noised.weight.to(output.device) * (wide(predicted) - target) ** 2).mean())
@@ -338,10 +338,10 @@ class _Builder:
     def _shell(self, keep: tuple[str, ...], given: Any, with_rope: bool = False) -> nn.Module:
         """Return the transformer with some of its parts, and replacements of the others."""
         family = self.family
-        swap: dict[str, nn.Module] = {path: Given(names) for path, names in given.items()}
+        swap: dict[str, nn.Module] = {path: ValueSource(names) for path, names in given.items()}
         swap[family.blocks] = probes("transformer", self.blocks)
         if not with_rope:
-            swap["rope"] = Given("rope")
+            swap["rope"] = ValueSource("rope")
         if family.first not in keep:
             first = self.model.get_submodule(family.first)
             swap[family.first] = ConvolutionFiller(first, width=1) if hasattr(first, "out_channels") else Filler()

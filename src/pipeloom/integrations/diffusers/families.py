@@ -158,8 +158,8 @@ def _ltx_enter(config: Any, latents: Tensor) -> Tensor:
 def _ltx_arguments(video: Video) -> dict[str, Any]:
     frames, height, width = video.grid
     mask = torch.tensor([video.mask] * video.count)
-    told = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": video.scale}
-    return {"encoder_attention_mask": mask, **told}
+    sizes = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": video.scale}
+    return {"encoder_attention_mask": mask, **sizes}
 
 
 _FRAME_RATE, _VAE_FRAMES, _VAE_PIXELS = 25.0, 8.0, 32.0

@@ -49,7 +49,7 @@ class FlowMatching:
 
 
 @dataclass(frozen=True, slots=True)
-class Noised:
+class NoisySample:
     """One noisy sample, its time, and the target.
 
     ``target`` is the velocity from the sample to the noise. ``weight`` is the weight of its squared error.
@@ -62,14 +62,14 @@ class Noised:
 
 
 @dataclass(frozen=True, eq=False)
-class Noising:
+class NoiseSampler:
     """Draws noise and times. ``times`` and ``sigmas`` are those of the library's scheduler."""
 
     flow: FlowMatching
     times: Tensor
     sigmas: Tensor
 
-    def of(self, latents: Tensor, name: str, iteration: int) -> Noised:
+    def of(self, latents: Tensor, name: str, iteration: int) -> NoisySample:
         """Return the noisy sample for an iteration. ``name`` is the sample's id."""
         from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
@@ -85,7 +85,7 @@ class Noising:
         noise = torch.randn(latents.shape, generator=draw, dtype=torch.float32).to(clean.dtype)
         sigma = self.sigmas[number].to(clean.dtype)
         weight = compute_loss_weighting_for_sd3(flow.weighting, sigma)
-        return Noised((1.0 - sigma) * clean + sigma * noise, self.times[number], noise - clean, weight)
+        return NoisySample((1.0 - sigma) * clean + sigma * noise, self.times[number], noise - clean, weight)
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def noising(flow: FlowMatching, scheduler: Any) -> Noising:
-    """Return a `Noising` with the times and sigmas of a scheduler of the library.
+def noising(flow: FlowMatching, scheduler: Any) -> NoiseSampler:
+    """Return a `NoiseSampler` with the times and sigmas of a scheduler of the library.
 
     Raises
     ------
@@ -115,4 +115,4 @@ def noising(flow: FlowMatching, scheduler: Any) -> Noising:
     else:
         # A new instance, because sampling changes the times of a scheduler.
         scheduler = type(scheduler).from_config(scheduler.config)
-    return Noising(flow, scheduler.timesteps.clone(), scheduler.sigmas.clone())
+    return NoiseSampler(flow, scheduler.timesteps.clone(), scheduler.sigmas.clone())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
 from pipeloom.integrations.diffusers.samples import Reader, runs_of
-from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
 from pipeloom.integrations.transformers.layers import stop
 from pipeloom.integrations.transformers.packed import Calls, as_context
 from pipeloom.runtime.model.model import Emit, Part
@@ -55,7 +55,7 @@ class _Part(nn.Module):
         super().__init__()
         self.shell, self.dtype = shell, dtype
 
-    def call(self, latents: Tensor, times: Tensor, run: dict[str, Any], running: Running) -> Any:
+    def call(self, latents: Tensor, times: Tensor, run: dict[str, Any], running: HollowRun) -> Any:
         """Run the library's forward pass. Values of prompt and time that ``running`` lacks are filled in."""
         filled = fillers(run["video"], run["width"], latents)
         running.values.update({name: value for name, value in filled.items() if name not in running.values})
@@ -76,10 +76,10 @@ class TransformerFirst(_Part):
         """Take the times of all samples, and one batch of latents per run of samples of equal size."""
         states, found, begin = [], [], 0
         for run, latents in zip(calls.forward(tensors)["runs"], batches, strict=True):
-            running = Running(stop)
+            running = HollowRun(stop)
             try:
                 self.call(latents, times[begin : begin + len(latents)], run, running)
-            except Reached as reached:
+            except BlockReached as reached:
                 states.append(reached.state.flatten(0, 1))
             found.append(running.values)
             begin += len(latents)
@@ -124,7 +124,7 @@ class TransformerLast(_Part):
         """Return the prediction, with one row per token."""
         outputs = []
         for run, state, each in _cut(calls.forward(tensors)["runs"], x, {"time": time}):
-            running = Running(lambda *_, state=state: state, state.detach(), values=each)
+            running = HollowRun(lambda *_, state=state: state, state.detach(), values=each)
             latents = x.new_zeros(()).expand(len(state), *run["video"].form)
             (output,) = self.call(latents, x.new_zeros(()).expand(len(state)), run, running)
             outputs.append(output.reshape(state.shape[0] * state.shape[1], -1))
@@ -194,11 +194,11 @@ class TransformerContext:
         def play(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
             found.append(arguments)
             if probe.place == self.num_blocks - 1:
-                raise Reached(state)
+                raise BlockReached(state)
             return state
 
-        running = Running(play, zero.expand(video.count, video.tokens, self.width), values=dict(filled))
-        with suppress(Reached), torch.no_grad(), run_with(running):
+        running = HollowRun(play, zero.expand(video.count, video.tokens, self.width), values=dict(filled))
+        with suppress(BlockReached), torch.no_grad(), run_with(running):
             self.outline(
                 hidden_states=zero.expand(video.count, *video.form),
                 timestep=zero.expand(video.count),

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.integrations.diffusers.flow import Noising
+from pipeloom.integrations.diffusers.flow import NoiseSampler
 from pipeloom.integrations.diffusers.samples import Reader, Sample
 
 
 def library_gradients(
-    transformer: Any, text_encoder: Any, reader: Reader, noising: Noising, batch: Sequence[Sample]
+    transformer: Any, text_encoder: Any, reader: Reader, noising: NoiseSampler, batch: Sequence[Sample]
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the library's loss in iteration 0, and its gradients by the library's names."""
     losses = []

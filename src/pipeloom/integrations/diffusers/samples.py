@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
-from pipeloom.integrations.diffusers.flow import Noised, Noising
+from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample
 from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import FRAME_COMPRESSION, FRAMES_PER_SECOND, PIXEL_COMPRESSION
 
@@ -158,12 +158,12 @@ class Inputs:
     """Returns the inputs of the transformer's first layer for a part: times, and one batch of noisy latents per run."""
 
     reader: Reader
-    noising: Noising
+    noising: NoiseSampler
     dtype: torch.dtype
 
     def __call__(self, part: Part) -> tuple[Tensor, ...]:
         items = self.reader.items(part)
-        noised = noised_items(self.noising, items, part)
+        noised = noisy_samples(self.noising, items, part)
         entered = [self.reader.enter(each.noisy).to(self.dtype) for each in noised]
         batches, begin = [], 0
         for run in runs_of(items):
@@ -172,7 +172,7 @@ class Inputs:
         return (torch.cat([each.time for each in noised]), *batches)
 
 
-def noised_items(noising: Noising, items: Sequence[Item], part: Part) -> list[Noised]:
+def noisy_samples(noising: NoiseSampler, items: Sequence[Item], part: Part) -> list[NoisySample]:
     """Return the noisy samples for the part's iteration."""
     return [noising.of(item.latents, item.name, part.iteration) for item in items]
 

@@ -13,9 +13,9 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.samples import Sample
 from pipeloom.integrations.transformers.hollow import (
     Arguments,
+    BlockReached,
     EmbeddingFiller,
-    Reached,
-    Running,
+    HollowRun,
     hollow,
     probes,
     run_with,
@@ -40,9 +40,9 @@ class TextFirst(nn.Module):
         """Embed the concatenated ids of all prompts."""
         del lengths
         try:
-            with run_with(Running(stop)):
+            with run_with(HollowRun(stop)):
                 self.shell(input_ids=ids[None])
-        except Reached as reached:
+        except BlockReached as reached:
             return reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
@@ -74,12 +74,12 @@ class TextBlock(nn.Module):
 
         def play(_: nn.Module, state: Tensor, arguments: Arguments) -> Tensor:
             found.append(arguments)
-            raise Reached(state)
+            raise BlockReached(state)
 
         try:
-            with torch.no_grad(), run_with(Running(play)):
+            with torch.no_grad(), run_with(HollowRun(play)):
                 self.outline(inputs_embeds=x)
-        except Reached:
+        except BlockReached:
             return found[0]
         raise AssertionError("the library's forward never came to a block")
 
@@ -95,7 +95,7 @@ class TextLast(nn.Module):
         """Return the embeddings of all prompts."""
         del lengths
         state = x[None]
-        with run_with(Running(lambda *_: state)):
+        with run_with(HollowRun(lambda *_: state)):
             found: Tensor = self.shell(inputs_embeds=state.detach()).last_hidden_state
         return found[0]
 

@@ -23,7 +23,7 @@ from pipeloom.spec.architecture import (
 
 Blocks = Callable[[Fields], list[ResidualLayer]]
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_OLD_WORDS = {"attention": _FULL, "mamba": _LINEAR}
+_OLD_NAMES = {"attention": _FULL, "mamba": _LINEAR}
 
 
 def language_model(fields: Fields, *, tied: bool, taken: Sequence[str] = ()) -> tuple[Layer, ...]:
@@ -94,7 +94,7 @@ def _windows(fields: Fields, default: Callable[[int], bool], *, switch: bool = T
     """
     count = num_blocks(fields)
     window = None if switch and not fields.flag("use_sliding_window") else _window(fields)
-    kinds = fields.words("layer_types", known=(_FULL, _SLIDING, *_OLD_WORDS), count=count)
+    kinds = fields.words("layer_types", known=(_FULL, _SLIDING, *_OLD_NAMES), count=count)
     slides = [default(i) for i in range(count)] if kinds is None else [kind == _SLIDING for kind in kinds]
     return [window if each else None for each in slides]
 
@@ -113,14 +113,14 @@ def _mistral(fields: Fields) -> list[ResidualLayer]:
     return _layers(fields, [(_attention(fields, window=_window(fields)), _mlp(fields))] * num_blocks(fields))
 
 
-def _late(fields: Fields) -> list[int | None]:
+def _last_windows(fields: Fields) -> list[int | None]:
     """Return Qwen's windows, which only the last blocks have."""
     first = fields.size("max_window_layers", least=0)
     return _windows(fields, lambda i: i >= first)
 
 
 def _qwen2(fields: Fields, *, own_width: bool = True) -> list[ResidualLayer]:
-    each = [_attention(fields, qkv_bias=True, own_width=own_width, window=window) for window in _late(fields)]
+    each = [_attention(fields, qkv_bias=True, own_width=own_width, window=window) for window in _last_windows(fields)]
     return _layers(fields, [(attention, _mlp(fields)) for attention in each])
 
 
@@ -129,7 +129,7 @@ def _qwen2_vl(fields: Fields) -> list[ResidualLayer]:
 
 
 def _qwen3(fields: Fields) -> list[ResidualLayer]:
-    each = [_biased(fields, norm_heads=True, window=window) for window in _late(fields)]
+    each = [_biased(fields, norm_heads=True, window=window) for window in _last_windows(fields)]
     return _layers(fields, [(attention, _mlp(fields)) for attention in each])
 
 
@@ -241,9 +241,9 @@ _PATTERN = {"M": _LINEAR, "E": "moe", "*": _FULL, "-": "mlp"}
 
 
 def _nemotron_kinds(fields: Fields) -> list[str]:
-    kinds = fields.words("layers_block_type", "layer_types", known=(_LINEAR, _FULL, "moe", "mlp", *_OLD_WORDS))
+    kinds = fields.words("layers_block_type", "layer_types", known=(_LINEAR, _FULL, "moe", "mlp", *_OLD_NAMES))
     if kinds is not None:
-        return [_OLD_WORDS.get(kind, kind) for kind in kinds]
+        return [_OLD_NAMES.get(kind, kind) for kind in kinds]
     pattern = fields.get("hybrid_override_pattern") if "hybrid_override_pattern" in fields else "ME*-"
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(_PATTERN):
         raise fields.refuse("hybrid_override_pattern", f"{pattern!r} is not of {' '.join(_PATTERN)}")

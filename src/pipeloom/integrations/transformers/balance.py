@@ -76,7 +76,7 @@ def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Bala
     return Balancing(routers, experts, top_k, weight) if routers else None
 
 
-class Choosing(LibraryLayer):
+class RoutedBlock(LibraryLayer):
     """A block with experts that also emits its routing counts and probabilities."""
 
     def __init__(self, inner: LibraryLayer, balancing: Balancing, place: int, before: int | None) -> None:
@@ -118,7 +118,7 @@ class Choosing(LibraryLayer):
         return torch.cat([counts, probabilities.sum(0)])
 
 
-class Balanced(LibraryLayer):
+class BalancingHead(LibraryLayer):
     """The last layer of a language model, which also computes the load-balancing loss."""
 
     def __init__(self, inner: LibraryLayer, balancing: Balancing) -> None:

@@ -23,7 +23,7 @@ from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module
 
-_FOUND: dict[tuple[type, str], Family] = {}
+_DETECTED: dict[tuple[type, str], Family] = {}
 """Cache of `find_family`, which takes seconds, by class and configuration."""
 
 
@@ -157,9 +157,9 @@ def family_of(kind: type, config: Any) -> Family:
     if kind.__name__ in FAMILIES:
         return FAMILIES[kind.__name__]
     key = (kind, config.to_json_string(use_diff=False))
-    if key not in _FOUND:
-        _FOUND[key] = find_family(kind, config, _assemble)
-    return _FOUND[key]
+    if key not in _DETECTED:
+        _DETECTED[key] = find_family(kind, config, _assemble)
+    return _DETECTED[key]
 
 
 def _check_loss(model: Any) -> None:

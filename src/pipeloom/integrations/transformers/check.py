@@ -160,13 +160,13 @@ class _Costs:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _RandomPlan:
     layout: Layout
     packing: Packing
     plan: ExecutionPlan
 
 
-def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int) -> _Drawn:
+def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int) -> _RandomPlan:
     """Draw a random layout, packing, order and memory strategies."""
     spec, strategies = model.spec, [each for each in STRATEGIES if each not in model.excluded]
     layout = _draw_layout(rng, spec, ranks)
@@ -179,7 +179,7 @@ def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int
     timeline = simulate(graph, schedule)
     plan = lower(graph, schedule, timeline, layout, packing, boundary_shapes(spec, layout))
     verify(plan, layout, packing)
-    return _Drawn(layout, packing, plan)
+    return _RandomPlan(layout, packing, plan)
 
 
 def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
@@ -205,7 +205,7 @@ def _on_rank(chunk: Chunk, rank: int) -> Chunk:
     return Chunk(chunk.module, chunk.layers, rank)
 
 
-def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple[float, Gradients]:
+def _run(model: TransformersModel, drawn: _RandomPlan, batch: Sequence[Any]) -> tuple[float, Gradients]:
     """Run a plan with one thread per rank, each with a copy of the layers.
 
     Return the loss, and the gradients by the library's names, summed over the ranks that hold a parameter.

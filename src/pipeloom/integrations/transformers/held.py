@@ -39,13 +39,13 @@ def call_held(
     # Autograd does not see the parameters, on which the output depends. This input makes the output require gradients.
     depends = torch.zeros((), requires_grad=True)
     given = (*inputs, *taken.values())
-    output, *rest = _Held.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
+    output, *rest = _HeldLayer.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
     streams = dict(zip(activation.given or {}, rest, strict=False))
     loss = rest[-1] if activation.losses else None
     return Emit(output, streams, loss) if streams or loss is not None else output
 
 
-class _Held(torch.autograd.Function):
+class _HeldLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: ChunkActivation, layer: Any, strategy: Strategy, taken: Any, *given: Any) -> Any:
         leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given[1:]]

@@ -19,7 +19,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
 
-class Reached(Exception):
+class BlockReached(Exception):
     """Control flow, not an error: the forward pass has reached the wanted block and is left."""
 
     def __init__(self, state: Tensor) -> None:
@@ -28,7 +28,7 @@ class Reached(Exception):
 
 
 @dataclass(frozen=True)
-class Running:
+class HollowRun:
     """Behavior of the replaced parts while a hollow model runs."""
 
     play: Play
@@ -38,23 +38,23 @@ class Running:
     lengths: tuple[int, ...] | None = None
     """Lengths of the packed sequences. None if no masks are needed."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Outputs of `Given` parts, and values recorded by `note`, by name."""
+    """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
 
 class _Here(threading.local):
-    running: Running | None = None
+    running: HollowRun | None = None
 
 
 _here = _Here()
 
 
-def running() -> Running | None:
+def running() -> HollowRun | None:
     """Return the settings of the hollow model that runs in this thread, or None if none runs."""
     return _here.running
 
 
 @contextmanager
-def run_with(now: Running) -> Iterator[None]:
+def run_with(now: HollowRun) -> Iterator[None]:
     """Apply these settings to hollow models inside the ``with`` block. Other models are not affected."""
     before, _here.running = _here.running, now
     try:
@@ -63,7 +63,7 @@ def run_with(now: Running) -> Iterator[None]:
         _here.running = before
 
 
-def _now() -> Running:
+def _now() -> HollowRun:
     if _here.running is None:
         raise PipeloomError("a hollow model was called outside of its layers")
     return _here.running
@@ -134,7 +134,7 @@ class Gap(nn.Module):
         raise PipeloomError("the library's forward pass calls a part that belongs to another layer")
 
 
-class Given(nn.Module):
+class ValueSource(nn.Module):
     """Replaces a part. Its output is the running model's value of a name, or a tuple of values for several names."""
 
     def __init__(self, names: str | tuple[str, ...]) -> None:

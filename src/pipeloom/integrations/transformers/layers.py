@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
 from pipeloom.runtime.model.model import Emit
 
@@ -120,7 +120,7 @@ class TappedBlock(Block):
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedFeatures:
     """Features that are added to the hidden state after a block of the language model."""
 
     stream: str
@@ -133,7 +133,7 @@ class Added:
 class AddingBlock(Block):
     """A block of the language model after which encoder features from a stream are added."""
 
-    def __init__(self, block: Block, added: Added) -> None:
+    def __init__(self, block: Block, added: AddedFeatures) -> None:
         super().__init__(block.inner, block.place, block.path, block.form, alone=block.alone)
         self.added = added
 
@@ -162,11 +162,11 @@ class _Shell(LibraryLayer):
 def stop(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
     """Leave the forward pass at the first block."""
     del probe, arguments
-    raise Reached(state)
+    raise BlockReached(state)
 
 
 @dataclass(frozen=True)
-class Taken:
+class EncoderOutput:
     """How the first layer of a language model takes the output of an encoder. For the fields see `Encoder`."""
 
     name: str
@@ -181,7 +181,7 @@ class Taken:
 class TextFirst(_Shell):
     """The part before the blocks of a language model: embed tokens and insert the outputs of encoders."""
 
-    def __init__(self, shell: nn.Module, encoders: tuple[Taken, ...] = ()) -> None:
+    def __init__(self, shell: nn.Module, encoders: tuple[EncoderOutput, ...] = ()) -> None:
         super().__init__(shell)
         self.encoders = encoders
 
@@ -203,19 +203,19 @@ class TextFirst(_Shell):
         def play(probe: Probe, x: Tensor, _: Arguments) -> Tensor:
             if probe.tower in states:
                 return states[probe.tower]
-            raise Reached(x)
+            raise BlockReached(x)
 
         # At most one encoder has its projector in this layer.
         filling = next(iter(states.values())).detach() if states else None
         try:
-            with run_with(Running(play, filling)):
+            with run_with(HollowRun(play, filling)):
                 self.shell(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False, **given)
-        except Reached as reached:
+        except BlockReached as reached:
             # The empty sum connects each encoder to the graph, so that it gets a gradient even without images.
             return reached.state[0] + sum(rows[:0].sum() for rows in upstream) if upstream else reached.state[0]
         raise AssertionError("the library's forward pass never reached a block")
 
-    def _features(self, rows: Tensor, encoder: Taken, videos: tuple[tuple[int, bool], ...]) -> dict[str, Any]:
+    def _features(self, rows: Tensor, encoder: EncoderOutput, videos: tuple[tuple[int, bool], ...]) -> dict[str, Any]:
         """Return features in the library's form, separately for images and videos.
 
         ``videos`` has the number of rows of each instance, and whether it is a video.
@@ -251,7 +251,7 @@ class TextLast(_Shell):
         state = x[None]
         given = {name: value for name, value in calls.forward(tensors).items() if name in self.takes}
         ones = torch.ones(state.shape[:2], dtype=torch.int64, device=x.device)
-        with run_with(Running(lambda *_: state, state.detach())):
+        with run_with(HollowRun(lambda *_: state, state.detach())):
             out = self.shell(inputs_embeds=state.detach(), attention_mask=ones, use_cache=False, **given)
         logits: Tensor = out.logits[0]
         return logits
@@ -269,9 +269,9 @@ class EncoderFirst(_Shell):
         given = calls.forward(tensors)
         given.pop("shape")
         try:
-            with run_with(Running(stop)):
+            with run_with(HollowRun(stop)):
                 getattr(self.shell, self.features)(pixels, **given)
-        except Reached as reached:
+        except BlockReached as reached:
             return self.form.ours(reached.state)
         raise AssertionError("the library's forward pass never reached a block")
 
@@ -288,7 +288,7 @@ class EncoderLast(_Shell):
         state, given = self.form.theirs(x), calls.forward(tensors)
         # Only the shape of the pixels matters, because their embedding is replaced. Zeros could look like padding.
         pixels = x.new_ones(()).expand(given.pop("shape"))
-        with run_with(Running(lambda *_: state, state.detach())):
+        with run_with(HollowRun(lambda *_: state, state.detach())):
             features = getattr(self.shell, self.features)(pixels, **given).pooler_output
         if isinstance(features, (tuple, list)):
             features = torch.cat(tuple(features))
@@ -306,13 +306,13 @@ def record(
         assert probe.place == len(found), "blocks run in another order"
         found.append(arguments)
         if len(found) == num_blocks:
-            raise Reached(state)
+            raise BlockReached(state)
         return state
 
     try:
-        with torch.no_grad(), run_with(Running(play, filling, lengths)):
+        with torch.no_grad(), run_with(HollowRun(play, filling, lengths)):
             call(shell)
-    except Reached:
+    except BlockReached:
         return found
     raise AssertionError("the library's forward pass never reached its last block")
 

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.balance import Balanced, Balancing, Choosing, find_balancing, stream
+from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
 from pipeloom.integrations.transformers.families import Encoder, Taps, Text
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, EmbeddingFiller, Filler, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     PACKED,
-    Added,
+    AddedFeatures,
     AddingBlock,
     Block,
     EncoderFirst,
     EncoderLast,
+    EncoderOutput,
     LibraryLayer,
     OneByOne,
-    Taken,
     TappedBlock,
     TextFirst,
     TextLast,
@@ -79,7 +79,7 @@ class Builder:
         swap: dict[str, nn.Module] = {}
         for each in self.encoders:
             tapped = each.taps.features if each.taps else ""
-            taken.append(Taken(each.name, each.given, each.listed, tapped, each.form if each.in_lm else None))
+            taken.append(EncoderOutput(each.name, each.given, each.listed, tapped, each.form if each.in_lm else None))
             if each.in_lm:
                 keep += each.last
                 swap |= self._fillers((*each.first, *each.unused))
@@ -124,9 +124,9 @@ class Builder:
             raise InputError(entity, "is set, but this model's layers are called once per sequence", remedy)
         before: int | None = None
         for place in balancing.routers:
-            layers[place + 1] = Choosing(layers[place + 1], balancing, place, before)
+            layers[place + 1] = RoutedBlock(layers[place + 1], balancing, place, before)
             before = place
-        return [*layers[:-1], Balanced(layers[-1], balancing)]
+        return [*layers[:-1], BalancingHead(layers[-1], balancing)]
 
     def _sums(self, balancing: Balancing | None) -> dict[int, dict[str, Shape | None]]:
         if balancing is None:
@@ -135,7 +135,7 @@ class Builder:
         shape = TensorShape(("instances", balancing.width), dtype)
         return {place + 1: {stream(place): shape} for place in balancing.routers}
 
-    def _taken(self, added: dict[int, Added], balancing: Balancing | None) -> dict[int, tuple[str, ...]]:
+    def _taken(self, added: dict[int, AddedFeatures], balancing: Balancing | None) -> dict[int, tuple[str, ...]]:
         taken: dict[int, tuple[str, ...]] = {place + 1: (each.stream,) for place, each in added.items()}
         if balancing is not None:
             places = list(balancing.routers)
@@ -144,15 +144,15 @@ class Builder:
                 taken[taker] = (*taken.get(taker, ()), stream(place))
         return taken
 
-    def _added(self) -> dict[int, Added]:
+    def _added(self) -> dict[int, AddedFeatures]:
         """Return the encoder features added after each block of the language model, by block number."""
-        found: dict[int, Added] = {}
+        found: dict[int, AddedFeatures] = {}
         for encoder in self.encoders:
             if encoder.taps is not None:
                 method = getattr(type(self.model.get_submodule(self.text.trunk)), encoder.taps.add)
                 # The method does not use the trunk, which no layer has as a whole.
                 add = partial(method, None)
-                found |= {i: Added(_stream(i), encoder.name, add) for i in range(len(encoder.taps.ends))}
+                found |= {i: AddedFeatures(_stream(i), encoder.name, add) for i in range(len(encoder.taps.ends))}
         return found
 
     def _probes(self, encoder: Encoder) -> nn.Module:

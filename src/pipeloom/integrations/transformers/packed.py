@@ -46,49 +46,49 @@ def register() -> None:
     AttentionMaskInterface.register(EAGER, make_eager_mask)
 
 
-def make_mask(**asked: Any) -> Any:
+def make_mask(**options: Any) -> Any:
     """Return a `Mask` if sequences are packed, else the library's own mask."""
     from transformers.masking_utils import sdpa_mask
 
     now = running()
     if now is None:
-        return sdpa_mask(**asked)
+        return sdpa_mask(**options)
     if now.lengths is None:
         return None
-    window = _window(asked)
-    if asked.get("allow_is_causal_skip"):
+    window = _window(options)
+    if options.get("allow_is_causal_skip"):
         return Mask(now.lengths, True, window)
-    if asked.get("allow_is_bidirectional_skip") and window is None:
+    if options.get("allow_is_bidirectional_skip") and window is None:
         return Mask(now.lengths, False)
-    return _inner_masks(sdpa_mask, now.lengths, asked)
+    return _inner_masks(sdpa_mask, now.lengths, options)
 
 
-def make_eager_mask(**asked: Any) -> Any:
+def make_eager_mask(**options: Any) -> Any:
     """As `make_mask`, in the form that the models' own attention functions take."""
     from transformers.masking_utils import eager_mask
 
     now = running()
     if now is None:
-        return eager_mask(**asked)
-    _window(asked)
-    return None if now.lengths is None else _inner_masks(eager_mask, now.lengths, asked)
+        return eager_mask(**options)
+    _window(options)
+    return None if now.lengths is None else _inner_masks(eager_mask, now.lengths, options)
 
 
-def _window(asked: dict[str, Any]) -> int | None:
+def _window(options: dict[str, Any]) -> int | None:
     """Return the number of tokens that each token attends to, or None for all."""
-    window: int | None = asked.get("local_size")
-    if window is not None and window != getattr(asked.get("config"), "sliding_window", None):
+    window: int | None = options.get("local_size")
+    if window is not None and window != getattr(options.get("config"), "sliding_window", None):
         # The boundaries of chunks depend on the position of the sequence in the pack.
         raise InputError("model", f"has attention in chunks of {window} tokens", "it cannot be packed")
     return window
 
 
-def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], asked: dict[str, Any]) -> Mask:
+def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], options: dict[str, Any]) -> Mask:
     blocks, begin = [], 0
-    asked |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
+    options |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
     for length in lengths:
         inside = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
-        blocks.append(make(**asked | inside))
+        blocks.append(make(**options | inside))
         begin += length
     return Mask(lengths, False, blocks=tuple(blocks))
 
@@ -109,8 +109,8 @@ def attention(
 
     attention_mask = _as_mask(module, attention_mask, kwargs)
     if isinstance(attention_mask, Mask) and not attention_mask.blocks:
-        asked = {name: value for name, value in kwargs.items() if name != "is_causal"}
-        kernel = varlen.choose(query, key, value, asked)
+        options = {name: value for name, value in kwargs.items() if name != "is_causal"}
+        kernel = varlen.choose(query, key, value, options)
         if kernel is not None:
             _check(attention_mask, query)
             mask = attention_mask

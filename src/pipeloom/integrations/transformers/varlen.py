@@ -14,9 +14,7 @@ from torch import Tensor
 Kernel = Callable[["Packed", Tensor, Tensor, Tensor], Tensor]
 """Maps queries, keys and values of shape (tokens, heads, width) to outputs of the same shape."""
 
-_UNDERSTOOD = frozenset(
-    ("dropout", "scaling", "sliding_window", "position_ids", "position_embeddings", "cache_position")
-)
+_HARMLESS = frozenset(("dropout", "scaling", "sliding_window", "position_ids", "position_embeddings", "cache_position"))
 """Options that do not change the result, or that are part of the mask."""
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -48,14 +46,14 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]) -> Kernel | None:
+def choose(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Kernel | None:
     """Return the kernel, or None if sequences must be attended one by one.
 
     Parameters
     ----------
     query, key, value : Tensor
         Inputs of the library's attention functions, of shape (1, heads, tokens, width).
-    asked : dict
+    options : dict
         Further options of the model's attention.
     """
     if query.device.type != "cuda" or query.dtype not in _HALVES:
@@ -65,9 +63,9 @@ def choose(query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]) -> 
     width = query.shape[-1]
     if not width == key.shape[-1] == value.shape[-1] or width > 256 or width % 8:
         return None
-    if any(value is not None and value is not False for name, value in asked.items() if name not in _UNDERSTOOD):
+    if any(value is not None and value is not False for name, value in options.items() if name not in _HARMLESS):
         return None
-    if asked.get("dropout"):
+    if options.get("dropout"):
         return None
     return _torch_kernel()
 

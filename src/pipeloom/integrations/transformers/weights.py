@@ -61,7 +61,7 @@ def check_own_code(path: str | Path, error: Exception) -> None:
     files = Path(path).glob("*config.json")
     asks = "Unrecognized" in str(error) and any(b'"auto_map"' in file.read_bytes() for file in files)
     if asks or "trust_remote_code" in str(error):
-        problem = "asks to run Python code of its own (auto_map), which is never run"
+        problem = "requires its own Python code (auto_map), which is never run"
         raise InputError(str(path), problem, "give a folder whose classes the transformers library has") from error
 
 
