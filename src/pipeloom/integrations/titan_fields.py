@@ -63,7 +63,7 @@ RENAMED = {
 """Current name of each field that was renamed."""
 
 
-class NotedField(NamedTuple):
+class Note(NamedTuple):
     """A field that the emulator does not model."""
 
     default: Any
@@ -73,71 +73,67 @@ class NotedField(NamedTuple):
     """What is emulated instead, and whether times and memory are too high or too low."""
 
 
-_EIGHT_BITS = NotedField(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
+_EIGHT_BITS = Note(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
 _SLOWER = "its cost is not emulated, so times are too low"
 
 NOTED = {
-    "activation_checkpoint.debug": NotedField(False, (False,), _SLOWER),
-    "compile.backend": NotedField(
-        "inductor", ("inductor",), "Inductor's kernels are emulated, so times may be too low"
-    ),
-    "compile.components": NotedField(
+    "activation_checkpoint.debug": Note(False, (False,), _SLOWER),
+    "compile.backend": Note("inductor", ("inductor",), "Inductor's kernels are emulated, so times may be too low"),
+    "compile.components": Note(
         ["model", "loss"],
         (["model", "loss"], ["loss", "model"]),
         "model and loss are emulated with fused kernels, so times and memory are too low",
     ),
-    "compile.enable": NotedField(
+    "compile.enable": Note(
         False, (True,), "fused kernels are emulated, so times and memory are too low without torch.compile"
     ),
-    "debug.deterministic": NotedField(False, (False,), _SLOWER),
-    "fault_tolerance.enable": NotedField(False, (False,), _SLOWER),
-    "fault_tolerance.semi_sync_method": NotedField(
+    "debug.deterministic": Note(False, (False,), _SLOWER),
+    "fault_tolerance.enable": Note(False, (False,), _SLOWER),
+    "fault_tolerance.semi_sync_method": Note(
         None, (None, ""), "gradients are emulated as reduced in every iteration, so times are too high"
     ),
     "float8.enable_float8_linear": _EIGHT_BITS,
-    "float8.emulate": NotedField(False, (False,), _SLOWER),
-    "model.attn_mask_type": NotedField(
+    "float8.emulate": Note(False, (False,), _SLOWER),
+    "model.attn_mask_type": Note(
         "causal",
         ("block_causal",),
         "attention within each sample is emulated, so times are too low where packed samples attend to each other",
     ),
-    "optimizer.fused": NotedField(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
-    "optimizer.early_step_in_backward": NotedField(
+    "optimizer.fused": Note(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
+    "optimizer.early_step_in_backward": Note(
         False, (False,), "gradients are emulated as held until the update, so memory is too high"
     ),
-    "optimizer.implementation": NotedField(
-        "fused", ("fused",), "a fused optimizer step is emulated, so times are too low"
-    ),
-    "parallelism.context_parallel_load_balancer": NotedField(
+    "optimizer.implementation": Note("fused", ("fused",), "a fused optimizer step is emulated, so times are too low"),
+    "parallelism.context_parallel_load_balancer": Note(
         "headtail", ("headtail", "ptrr"), "context-parallel ranks with equal work are emulated, so times are too low"
     ),
-    "parallelism.disable_loss_parallel": NotedField(
+    "parallelism.disable_loss_parallel": Note(
         False, (False,), "a loss divided over tensor-parallel ranks is emulated, so times and memory are too low"
     ),
-    "parallelism.enable_async_tensor_parallel": NotedField(
+    "parallelism.enable_async_tensor_parallel": Note(
         False, (False,), "tensor-parallel messages are emulated without overlap, so times are too high"
     ),
-    "parallelism.enable_compiled_autograd": NotedField(
+    "parallelism.enable_compiled_autograd": Note(
         False, (False,), "the backward is emulated without compiled autograd, so times may be too high"
     ),
-    "parallelism.expert_parallel_comm_backend": NotedField(
+    "parallelism.expert_parallel_comm_backend": Note(
         "standard", ("standard",), "NCCL's all-to-all is emulated, so times are too high"
     ),
-    "profiling.enable_memory_snapshot": NotedField(False, (False,), _SLOWER),
-    "profiling.enable_profiling": NotedField(
+    "profiling.enable_memory_snapshot": Note(False, (False,), _SLOWER),
+    "profiling.enable_profiling": Note(
         False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
     ),
-    "profiling.run_profiler": NotedField(
+    "profiling.run_profiler": Note(
         False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
     ),
-    "quantize.dense.float8.emulate": NotedField(False, (False,), _SLOWER),
-    "quantize.linear.float8.emulate": NotedField(False, (False,), _SLOWER),
-    "training.dtype": NotedField(
+    "quantize.dense.float8.emulate": Note(False, (False,), _SLOWER),
+    "quantize.linear.float8.emulate": Note(False, (False,), _SLOWER),
+    "training.dtype": Note(
         "float32",
         ("float32",),
         "float32 main weights, gradients and optimizer states are emulated, so memory and times are too high",
     ),
-    "training.enable_cpu_offload": NotedField(
+    "training.enable_cpu_offload": Note(
         False,
         (False,),
         "parameters, gradients and optimizer states are emulated on the device, so memory is too high and times are "
@@ -146,8 +142,8 @@ NOTED = {
     "training.enable_float8_linear": _EIGHT_BITS,
     "training.enable_fp8_linear": _EIGHT_BITS,
     "training.fp8_linear": _EIGHT_BITS,
-    "training.gc_debug": NotedField(False, (False,), _SLOWER),
-    "training.mixed_precision_reduce": NotedField(
+    "training.gc_debug": Note(False, (False,), _SLOWER),
+    "training.mixed_precision_reduce": Note(
         "float32", ("float32",), "float32 gradients are emulated, so memory and times are too high"
     ),
 }
