@@ -24,7 +24,7 @@ from pipeloom.integrations.diffusers.layers import (
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
 from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
-from pipeloom.integrations.diffusers.text import check_encoder, text_module
+from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.weights import TransformersWeights
@@ -290,7 +290,7 @@ class _Builder:
             [Words(self.model.get_submodule(family.words), self.dtype, family.pads)],
             reads="text",
             output=rows,
-            inputs=None if self.encodes else _Embeddings(self.reader),
+            inputs=None if self.encodes else Prompts(self.reader.prompt),
             context=_count,
             after=("text",) if self.encodes else (),
             frozen="condition" in self.freeze,
@@ -346,14 +346,6 @@ class _Builder:
             first = self.model.get_submodule(family.first)
             swap[family.first] = ConvolutionFiller(first, width=1) if hasattr(first, "out_channels") else Filler()
         return hollow(self.model, keep, swap)
-
-
-@dataclass(frozen=True)
-class _Embeddings:
-    reader: Reader
-
-    def __call__(self, part: Part) -> Tensor:
-        return torch.cat([self.reader.prompt(part.samples[place]) for place, _ in part.instances])
 
 
 def _count(part: Part) -> dict[str, Any]:

@@ -101,7 +101,9 @@ class TextLast(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Ids:
+class Prompts:
+    """Returns the concatenated prompts of a part."""
+
     prompt: Callable[[Sample], Tensor]
 
     def __call__(self, part: Part) -> Tensor:
@@ -159,7 +161,7 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
         reads="text",
         hidden=shape,
         output=shape,
-        inputs=_Ids(prompt),
+        inputs=Prompts(prompt),
         context=_Lengths(prompt),
         frozen=frozen,
         kinds=(

@@ -63,24 +63,15 @@ def _two_layers(width: int, *, bias: bool = True) -> tuple[Step, ...]:
 # ------------------------------------------------------------------ Qwen
 
 
-def _qwen_parts(config: Config, kind: str) -> tuple[Fields, Fields, bool]:
-    """Return the fields of text and vision, and whether the head is tied. Old configs have text fields at the top."""
-    whole = Fields(config, kind)
-    text = whole.part("text_config", f"{kind}_text") if "text_config" in whole else Fields(config, f"{kind}_text")
-    tied = whole.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
-    return text, whole.part("vision_config", f"{kind}_vision"), tied
+def _qwen2_vl(kind: str, tower: Callable[[Fields], Tower]) -> Callable[[Config], Modules]:
+    def read(config: Config) -> Modules:
+        whole = Fields(config, kind)
+        # Old configs have the text fields at the top.
+        text = whole.part("text_config", f"{kind}_text") if "text_config" in whole else Fields(config, f"{kind}_text")
+        tied = whole.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
+        return _vision(tower(whole.part("vision_config", f"{kind}_vision"))), _lm(text, tied=tied)
 
-
-def _qwen2_vl(config: Config) -> Modules:
-    text, vision, tied = _qwen_parts(config, "qwen2_vl")
-    lm = ModuleArchitecture("lm", "sequence", language_model(text, tied=tied), ("vision",))
-    return _vision(qwen2_vision(vision)), lm
-
-
-def _qwen2_5_vl(config: Config) -> Modules:
-    text, vision, tied = _qwen_parts(config, "qwen2_5_vl")
-    lm = ModuleArchitecture("lm", "sequence", language_model(text, tied=tied), ("vision",))
-    return _vision(qwen2_5_vision(vision)), lm
+    return read
 
 
 def _qwen3_vl(kind: str) -> Callable[[Config], Modules]:
@@ -188,8 +179,8 @@ _CLASSES = {
 }
 FAMILIES: dict[str, Family] = {
     **{kind: Family(f"{name}ForCausalLM", _text_alone(kind)) for kind, name in _CLASSES.items() if kind in DECODERS},
-    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl),
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl("qwen2_vl", qwen2_vision)),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", _qwen2_vl("qwen2_5_vl", qwen2_5_vision)),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", _qwen3_vl("qwen3_vl")),
     "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _qwen3_vl("qwen3_vl_moe")),
     "qwen2_5_omni_thinker": Family("Qwen2_5OmniThinkerForConditionalGeneration", _omni),

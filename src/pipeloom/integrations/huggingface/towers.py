@@ -153,10 +153,6 @@ def siglip(fields: Fields, used: int, *, normed: bool = False) -> Tower:
     return Tower((*layers, norm), hidden, (*rest, *head)) if normed else Tower(layers, hidden, (*rest, norm, *head))
 
 
-def _siglip(fields: Fields, used: int) -> Tower:
-    return siglip(fields, used)
-
-
 def _pixtral(fields: Fields, used: int) -> Tower:
     hidden, (down, right) = fields.size("hidden_size"), fields.pair("patch_size")
     feed = MLPMixer(fields.size("intermediate_size"))
@@ -194,7 +190,7 @@ def internvl(fields: Fields, used: int, *, last: bool) -> Tower:
 
 TOWERS: dict[str, Callable[[Fields, int], Tower]] = {
     "clip_vision_model": _clip,
-    "siglip_vision_model": _siglip,
+    "siglip_vision_model": siglip,
     "pixtral": _pixtral,
 }
 """Encoders that can be combined with any language model, by model type. Arguments: fields and blocks that run."""

@@ -96,7 +96,8 @@ class TextContext:
 
         called = {each.name: self._called(each, samples) for each in self.encoders}
         found = record(self.shell, call, self.num_blocks, filling, None if text.one_by_one else lengths)
-        for block, arguments in zip(self._blocks(), found, strict=True):
+        blocks: Any = self.shell.get_submodule(self.text.blocks)
+        for block, arguments in zip(blocks, found, strict=True):
             kind = getattr(block, "block_type", None)
             if len(lengths) > 1 and not has_mask(arguments) and kind not in (*text.alone, *text.pointwise):
                 raise InputError(f"a {type(block).__name__}", "gets no mask", "it cannot be packed; not supported")
@@ -121,9 +122,6 @@ class TextContext:
             ids = torch.cat([sample["input_ids"] for sample in samples])[None]
             found["places"] = torch.isin(ids, torch.tensor(encoder.ids(self.shell.config)))
         return found
-
-    def _blocks(self) -> Any:
-        return self.shell.get_submodule(self.text.blocks)
 
     def _positions(self, sample: dict[str, Any]) -> Tensor:
         find = self.text.positions

@@ -96,7 +96,7 @@ def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, li
             reason = line(error)
             continue
         size = sum(p.numel() for p in shapes.parameters())
-        if any({signature(b) for b in _blocks(shapes, path)} != set(each) for path, each in wanted.items()):
+        if any({signature(b) for b in shapes.get_submodule(path)} != set(each) for path, each in wanted.items()):
             reason = "a smaller configuration has other kinds of layers"
         elif size <= _MOST:
             sized.append((max(size, _ENOUGH), number, candidate))
@@ -127,10 +127,6 @@ def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) in counts and not inside:
             found[path] = module
     return found
-
-
-def _blocks(model: nn.Module, path: str) -> Any:
-    return model.get_submodule(path)
 
 
 def signature(block: nn.Module) -> tuple[Any, ...]:
