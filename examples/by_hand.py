@@ -1,4 +1,4 @@
-"""The digits example step by step, with a loop of its own: model, layout, planner, trainer."""
+"""The digits example with its own training loop: model, layout, planner and trainer, step by step."""
 
 import torch
 from digits_vlm import task

@@ -1,4 +1,4 @@
-"""A text-to-video transformer of the diffusers library over two ranks: tiny, with random weights and videos."""
+"""Train a tiny text-to-video transformer of the diffusers library on two ranks, with random weights and videos."""
 
 import diffusers
 import torch
@@ -7,7 +7,7 @@ import transformers
 import pipeloom as pl
 
 
-def build_model():  # tiny, with random weights; for a pipeline that was saved: pl.from_diffusers("its/folder")
+def build_model():  # for a saved pipeline: pl.from_diffusers("its/folder")
     heads = {"num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4}
     sizes = {"text_dim": 32, "freq_dim": 32, "ffn_dim": 96, "num_layers": 4, "rope_max_seq_len": 64}
     transformer = diffusers.WanTransformer3DModel(**heads, **sizes)
@@ -16,13 +16,13 @@ def build_model():  # tiny, with random weights; for a pipeline that was saved: 
     return pl.from_diffusers(transformer, text_encoder)
 
 
-def batches():  # latents as the auto-encoder gives them, prompts as the tokenizer does; the same in every process
+def batches():  # every process must produce the same batches
     draw = torch.Generator().manual_seed(0)
     for _ in range(30):
         yield [sample(draw) for _ in range(8)]
 
 
-def sample(draw):  # a word of the prompt says what the video shows; videos are of several lengths and sizes
+def sample(draw):  # latents of various sizes as from the autoencoder, and a prompt as from the tokenizer
     frames, height, width, word = (int(torch.randint(1, 4, (), generator=draw)) for _ in range(4))
     latents = torch.full((4, frames, 4 * height, 4 * width), float(word - 2))
     return {

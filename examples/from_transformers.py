@@ -1,4 +1,4 @@
-"""A vision-language model of the transformers library over two ranks: tiny, with random weights and pictures."""
+"""Train a tiny vision-language model of the transformers library on two ranks, with random weights and images."""
 
 import torch
 import transformers
@@ -6,7 +6,7 @@ import transformers
 import pipeloom as pl
 
 
-def build_model():  # tiny, with random weights; for one that was saved: pl.from_transformers("its/folder")
+def build_model():  # for a saved model: pl.from_transformers("its/folder")
     words = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     names = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
@@ -16,13 +16,13 @@ def build_model():  # tiny, with random weights; for one that was saved: pl.from
     return pl.from_transformers(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-def batches():  # samples as the library's processor gives them, and labels; the same in every process
+def batches():  # every process must produce the same batches
     draw = torch.Generator().manual_seed(0)
     for _ in range(6):
         yield [sample(draw) for _ in range(8)]
 
 
-def sample(draw):
+def sample(draw):  # the output of the library's processor, and labels
     height, width, words = (int(torch.randint(1, 5, (), generator=draw)) for _ in range(3))
     ids = torch.tensor([1, *[60] * (height * width), *range(2, 2 + 3 * words)])
     return {

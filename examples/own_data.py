@@ -1,4 +1,4 @@
-"""Conversations in a WebDataset shard, with a tokenizer and a tiny Llama that are made here, over two ranks."""
+"""Train a tiny Llama on conversations from a WebDataset shard, on two ranks. Model and data are created here."""
 
 import io
 import json
@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<stop>{% e
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
-def make():  # you have these: a model's folder with its tokenizer or processor, and shards
+def make():  # creates what you would have: the folder of a model with its tokenizer, and shards
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=" "))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("<stop>|[\\s\\S]"), "isolated")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<stop>")

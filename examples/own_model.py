@@ -1,4 +1,4 @@
-"""A model of one's own, as docs/bring-your-own-model.md describes it, over two ranks."""
+"""Train your own model on two ranks. docs/bring-your-own-model.md explains each part."""
 
 from functools import partial
 
@@ -10,18 +10,18 @@ from pipeloom.runtime import Model, Module, Part
 
 
 class Merge(nn.Module):
-    """Embeds the tokens and puts the images in their places: your code, not Pipeloom's."""
+    """Embeds the tokens and inserts the images. This is your code, not Pipeloom's."""
 
     def __init__(self):
         super().__init__()
         self.word = nn.Embedding(100, 16)
 
-    def forward(self, ids, places, images, **_):  # the owners are no affair of it
+    def forward(self, ids, places, images, **_):  # ignores `owner`
         return self.word(ids).index_add(0, places, images)
 
 
 class Mixer(nn.Module):
-    """Adds to every token the mean of its document."""
+    """Adds the mean of its document to each token."""
 
     def forward(self, x, *, owner):
         total = torch.zeros(int(owner.max()) + 1, x.shape[1]).index_add(0, owner, x)
@@ -37,7 +37,8 @@ class Head(nn.Module):
         return self.out(x)
 
 
-# A sample is whatever your loader gives; here (token ids, pictures of 8 numbers, its name), a picture for each id 0.
+# A sample is whatever your data loader returns. Here it is a triple: token ids, images of 8 numbers each, and a name.
+# Token id 0 is the placeholder of an image.
 def pictures(part: Part):
     return torch.stack([part.samples[sample][1][index] for sample, index in part.instances])
 
@@ -79,13 +80,13 @@ def build_model():
 
 
 def describe(sample):
-    """What the planner is told about a sample: sizes, never data."""
+    """Return the sizes of a sample. The planner sees only these."""
     ids, images, name = sample
     return {"id": name, "text_tokens": len(ids) - len(images), "image_tokens": [1] * len(images)}
 
 
 def batches():
-    """Ten batches, the same in every process."""
+    """Yield ten batches. Every process must produce the same ones."""
     draw = torch.Generator().manual_seed(0)
     for number in range(10):
         yield [sample(f"{number}.{place}", draw) for place in range(12)]

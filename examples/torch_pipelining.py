@@ -1,6 +1,6 @@
-"""PyTorch's stages, run by plans made for every step: torchrun --nproc-per-node 2 examples/torch_pipelining.py.
+"""Run PyTorch's pipeline stages with a plan for each step: torchrun --nproc-per-node 2 examples/torch_pipelining.py.
 
-Lines that end in (*) are all that differs from a script with ``ScheduleInterleaved1F1B``, which ``--theirs`` runs.
+Only the lines marked (*) differ from a script with ``ScheduleInterleaved1F1B``. ``--theirs`` runs that schedule.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main(theirs: bool, steps: int) -> None:
 
 
 def lengths(schedule: PlannedSchedule, rank: int, last: int) -> None:
-    """What PyTorch's runtime cannot: microbatches of other lengths and another number, in every step."""
+    """Vary the number and the lengths of microbatches per step, which PyTorch's runtime does not support."""
     for step in range(3):
         torch.manual_seed(step)
         batch = [torch.randn(1, int(n), WIDTH) for n in torch.randint(8, 65, (3 + step,))]
@@ -76,7 +76,7 @@ def lengths(schedule: PlannedSchedule, rank: int, last: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--theirs", action="store_true", help="run ScheduleInterleaved1F1B in its place")
+    parser.add_argument("--theirs", action="store_true", help="run ScheduleInterleaved1F1B instead")
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     main(given.theirs, given.steps)

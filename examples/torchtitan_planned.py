@@ -1,8 +1,8 @@
-"""torchtitan's debug Llama over two CPU ranks: torchrun --nproc-per-node 2 examples/torchtitan_planned.py.
+"""Train torchtitan's debug Llama on two CPU ranks: torchrun --nproc-per-node 2 examples/torchtitan_planned.py.
 
-Needs the extra ``pipeloom[torchtitan]``. In torchtitan's trainer, which asks for GPUs, one line of a model's spec is
-all that changes: ``dataclasses.replace(spec, pipelining_fn=pipeline_planned)``. Here the part of it that pipelining is
-made of runs on CPUs, with plain attention in the place of Triton's. ``--theirs`` takes torchtitan's own function.
+Needs the extra ``pipeloom[torchtitan]``. With torchtitan's trainer, which needs GPUs, only one line changes:
+``dataclasses.replace(spec, pipelining_fn=pipeline_planned)``. This script runs torchtitan's pipelining on CPUs, with
+plain attention instead of Triton's. ``--theirs`` uses torchtitan's own function.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main(theirs: bool, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--theirs", action="store_true", help="take pipeline_llm")
+    parser.add_argument("--theirs", action="store_true", help="use pipeline_llm instead")
     parser.add_argument("--steps", type=int, default=5)
     given = parser.parse_args()
     main(given.theirs, given.steps)

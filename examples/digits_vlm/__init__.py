@@ -1,1 +1,1 @@
-"""Reading handwritten digits in documents: an example of Pipeloom."""
+"""Example: a vision-language model that reads handwritten digits in documents."""

@@ -1,16 +1,13 @@
-"""Documents of text with images of handwritten digits in it.
+"""Documents with images of handwritten digits.
 
-A document has a short title and one line for each thing to read.  In a
-document with images every line ends in the picture of a digit; in a text-only
-document every line ends in the name of a digit.  After the marker ``ANSWER``
-come the digits that were read, in order, and the marker ``END``::
+A document has a short title and one line per item. In a document with images, each line contains an image of a digit.
+In a text-only document, each line contains the name of a digit. The marker ``ANSWER`` is followed by the digits in
+order and the marker ``END``::
 
     the old note . page of <image> . her ink <image> . ANSWER 7 2 END
     a short list . three and . two small . ANSWER 3 2 END
 
-Everything is drawn from numbered seeds: batch ``i`` is a function of
-``(seed, i)`` alone, so every process can make it again, and training can
-resume at any iteration.
+Batch ``i`` depends only on ``(seed, i)``. So every process can produce it, and training can resume at any iteration.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ FIRST_FILLER = TOKEN_IDS[FILLERS[0]]
 # ------------------------------------------------------------------- shapes
 IMAGE_SIDE = 8
 PATCHES_PER_IMAGE = 16
-"""Patches of 4x4 pixels, overlapping, one for every 2x2 pixels."""
+"""Overlapping patches of 4x4 pixels with a stride of 2 pixels."""
 PIXELS_PER_PATCH = 16
 TOKENS_PER_IMAGE = 1
 MAX_LINES = 12
@@ -56,25 +53,24 @@ MAX_LINES = 12
 # ------------------------------------------------------------------- images
 NUM_HELD_OUT = 360
 NUM_VARIANTS = 32
-"""Distorted copies of every training image."""
+"""Distorted variants of each training image."""
 
-# The mean number of images per document of a batch is itself drawn, from a
-# log-normal law, so that batches differ widely; these values make the mean
-# over all documents three, after cutting at MAX_LINES.
+# The mean number of images per document is drawn for each batch from a log-normal distribution, so that batches differ
+# widely. With these values the mean over all documents is three, after the limit of MAX_LINES.
 INTENSITY_MEDIAN = 2.6
 INTENSITY_SIGMA = 0.9
 
 
 @dataclass(frozen=True)
 class Image:
-    """A reference to an image; its pixels are looked up where they are needed.
+    """A reference to an image.
 
     Attributes
     ----------
     index
         Row of the image in scikit-learn's digits.
     variant
-        Which distorted copy of the image; -1 is the image as it is.
+        Number of the distorted variant, or -1 for the original image.
     """
 
     index: int
@@ -90,14 +86,12 @@ class Document:
     identifier
         Name of the document, unique in a run.
     prompt
-        Token ids up to and with ``ANSWER``; each image is a run of
-        ``TOKENS_PER_IMAGE`` ids ``IMAGE``.
+        Token ids up to and including ``ANSWER``. Each image has ``TOKENS_PER_IMAGE`` ids ``IMAGE``.
     prompt_lines
-        For every token of the prompt, the line it is on: 0 for the title,
-        1, 2, ... for the things to read.  ``ANSWER`` has 1, as it asks for the
-        digit of line 1.
+        Line of each token of the prompt: 0 for the title, then 1, 2, ... ``ANSWER`` has 1, because the digit of line 1
+        comes next.
     images
-        The images, in the order of the placeholders.
+        Images in the order of their placeholders.
     digits
         The answer.
     """
@@ -110,22 +104,22 @@ class Document:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The token ids that the language model reads: prompt and digits."""
+        """Token ids of prompt and digits, which the language model reads."""
         return (*self.prompt, *self.digits)
 
     @property
     def lines(self) -> tuple[int, ...]:
-        """The line of every input; a digit has the line it asks for next."""
+        """Line of each input. A digit has the line of the digit that follows it."""
         return (*self.prompt_lines, *range(2, len(self.digits) + 2))
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """What the last inputs, from ``ANSWER`` on, should predict."""
+        """Targets of the inputs from ``ANSWER`` on."""
         return (*self.digits, END)
 
     @property
     def text(self) -> str:
-        """The document in words."""
+        """The document as text."""
         words = [VOCABULARY[token] for token in (*self.inputs, END)]
         return " ".join(words)
 
@@ -136,7 +130,7 @@ def _digits() -> tuple[FloatArray, IntArray]:
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    # What `load_digits` reads: importing scikit-learn would take every process seconds.
+    # Read the file of `load_digits` directly, because importing scikit-learn takes seconds in each process.
     rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     return (rows[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), rows[:, -1].astype(np.int64)
 
@@ -150,11 +144,10 @@ def split() -> tuple[IntArray, IntArray]:
 
 @functools.cache
 def _pool() -> torch.Tensor:
-    """Return copies of all images, ``(NUM_VARIANTS + 1, images, 8, 8)``.
+    """Return variants of all images, ``(NUM_VARIANTS + 1, images, 8, 8)``.
 
-    The last copy, variant -1, is the images as they are; the others are
-    turned, scaled, slanted and shifted a little.  Making them once is far
-    cheaper than making them in each iteration.
+    The last variant is the original images. The others are slightly rotated, scaled, sheared and shifted. They are
+    computed once, because computing them in each iteration is slow.
     """
     generator = torch.Generator().manual_seed(7)
     images = torch.from_numpy(_digits()[0])[:, None]
@@ -179,7 +172,7 @@ def _pool() -> torch.Tensor:
 
 @functools.cache
 def _patch_pixels() -> torch.Tensor:
-    """Return, for each pixel of each patch, its place in the padded image."""
+    """Return the index of each pixel of each patch in the padded image."""
     padded_side = IMAGE_SIDE + 2
     places = torch.arange(padded_side**2).view(padded_side, padded_side)
     patches = places.unfold(0, 4, 2).unfold(1, 4, 2)
@@ -187,29 +180,16 @@ def _patch_pixels() -> torch.Tensor:
 
 
 def patches(images: Sequence[Image], dtype: torch.dtype) -> torch.Tensor:
-    """Return the patches of images.
-
-    Parameters
-    ----------
-    images
-        The images.
-    dtype
-        Type of the result.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(len(images), PATCHES_PER_IMAGE, PIXELS_PER_PATCH)``.
-    """
+    """Return the patches of images, ``(len(images), PATCHES_PER_IMAGE, PIXELS_PER_PATCH)``."""
     variants = torch.tensor([image.variant for image in images], dtype=torch.long)
     indices = torch.tensor([image.index for image in images], dtype=torch.long)
     padded = functional.pad(_pool()[variants, indices], (1, 1, 1, 1)).flatten(1)
-    # Centred on zero, in about unit scale.
+    # Centered on zero, with a standard deviation of about one.
     return ((padded[:, _patch_pixels()] - 0.3) / 0.38).to(dtype)
 
 
 def _document(identifier: str, rng: np.random.Generator, images: Sequence[Image], names: Sequence[int]) -> Document:
-    """Write the text around images or, if there are none, around names."""
+    """Write a document with images, or with names if there are no images."""
     prompt: list[int] = []
     lines: list[int] = []
 
@@ -232,8 +212,8 @@ def _document(identifier: str, rng: np.random.Generator, images: Sequence[Image]
 
 
 def _draw(identifier: str, rng: np.random.Generator, rows: IntArray, intensity: float, plain: bool) -> Document:
-    """Draw a document with, on average, nearly ``intensity`` images."""
-    # Geometric from zero: many documents with few images, few with many.
+    """Draw a document whose number of images has a mean of nearly ``intensity``."""
+    # Geometric distribution from zero: most documents have few images.
     count = min(int(rng.geometric(1 / (1 + intensity))) - 1, MAX_LINES)
     if count == 0:
         names = [int(name) for name in rng.integers(10, size=int(rng.integers(1, 9)))]
@@ -246,17 +226,7 @@ def _draw(identifier: str, rng: np.random.Generator, rows: IntArray, intensity: 
 
 
 def batch(seed: int, iteration: int, documents_per_batch: int) -> list[Document]:
-    """Return the documents of one iteration of training.
-
-    Parameters
-    ----------
-    seed
-        Seed of the run.
-    iteration
-        Number of the iteration.
-    documents_per_batch
-        How many documents.
-    """
+    """Return the documents of one training iteration."""
     rng = np.random.default_rng((seed, iteration))
     intensity = float(INTENSITY_MEDIAN * np.exp(rng.normal(0.0, INTENSITY_SIGMA)))
     rows = split()[0]
@@ -270,14 +240,14 @@ def batches(seed: int, num_iterations: int, documents_per_batch: int, start: int
 
 
 def held_out_documents(num_documents: int = 400, intensity: float = 3.1, seed: int = 99) -> list[Document]:
-    """Return documents whose images were never used in training, undistorted."""
+    """Return documents with undistorted images that are not in the training set."""
     rng = np.random.default_rng((seed,))
     rows = split()[1]
     return [_draw(f"held-out-{number}", rng, rows, intensity, plain=True) for number in range(num_documents)]
 
 
 def describe(document: Document) -> dict[str, object]:
-    """Return the sizes of a document, as the planner wants them."""
+    """Return the sizes of a document for the planner."""
     count = len(document.images)
     return {
         "id": document.identifier,

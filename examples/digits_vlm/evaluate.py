@@ -17,13 +17,13 @@ DOCUMENTS_PER_GROUP = 12
 
 @dataclass(frozen=True)
 class Documents:
-    """Some documents with all of their images."""
+    """Documents with all of their images."""
 
     samples: tuple[Document, ...]
 
     @property
     def instances(self) -> tuple[tuple[int, int], ...]:
-        """The images: (index into samples, index of the image in it)."""
+        """The images as pairs: index of the sample, index of the image in it."""
         return tuple(
             (sample, image) for sample, document in enumerate(self.samples) for image in range(len(document.images))
         )
@@ -50,21 +50,16 @@ def _logits(layers: Sequence[nn.Module], part: Documents, vision_out: Tensor) ->
 def decode(
     vision: Sequence[nn.Module], lm: Sequence[nn.Module], documents: Sequence[Document]
 ) -> list[tuple[int, ...]]:
-    """Answer documents, always with the likeliest token.
+    """Answer documents by greedy decoding, and return the tokens of each answer before ``END``.
 
     Parameters
     ----------
     vision, lm
-        The layers of the two modules.
+        Layers of the two modules.
     documents
-        The documents; their answers are not looked at.
-
-    Returns
-    -------
-    list[tuple[int, ...]]
-        For each document the tokens of its answer before ``END``.
+        The documents. Their answers are not used.
     """
-    # Documents that will finish together are decoded together.
+    # Documents with answers of similar length are decoded together.
     order = sorted(range(len(documents)), key=lambda i: max(documents[i].prompt_lines))
     answers: dict[int, tuple[int, ...]] = {}
     for first in range(0, len(order), DOCUMENTS_PER_GROUP):
@@ -76,7 +71,7 @@ def decode(
             logits = _logits(lm, part, torch.cat([images[i] for i in active]))
             lengths = torch.tensor([len(document.inputs) for document in part.samples])
             scores = logits[lengths.cumsum(0) - 1]
-            # A model that has learned nothing yet may prefer it, and there is no image to go there.
+            # An untrained model may prefer the placeholder, for which there is no image.
             scores[:, IMAGE] = -torch.inf
             likeliest = scores.argmax(dim=1).tolist()
             for i, token in zip(active, likeliest, strict=True):
@@ -94,10 +89,9 @@ def evaluate(vision: Sequence[nn.Module], lm: Sequence[nn.Module], documents: Se
     Returns
     -------
     dict[str, float]
-        Of the documents with images ``digit_accuracy`` (the part of all
-        digits that stand right, in their places), ``exact_match`` (the part
-        of documents answered without a fault) and ``documents``; the same for
-        text-only documents, with names that begin with ``text_``.
+        For documents with images: ``digit_accuracy`` (fraction of digits that are correct at their position),
+        ``exact_match`` (fraction of documents without an error) and ``documents``. For text-only documents the same
+        names with the prefix ``text_``.
     """
     answers = decode(vision, lm, documents)
     scores: dict[str, float] = {}

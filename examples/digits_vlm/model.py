@@ -1,13 +1,10 @@
-"""A small vision transformer and a small causal language model, as layers.
+"""A small vision transformer and a small causal language model, as lists of layers.
 
-Each module is a list of layers, and each layer is built from its own seed, so
-that a process can build the layers of its chunks and no others and still have
-the same weights as every other process.
+Each layer is initialized from its own seed. So a process can build only the layers of its chunks, with the same weights
+as in all other processes.
 
-Between the layers of ``vision`` passes ``(instances, 16, 64)``, and its last
-layer returns ``(instances, 1, 64)``; between the layers of
-``lm`` passes ``(tokens, 64)``: the documents of a microbatch one after the
-other, without padding.
+The hidden state of ``vision`` has shape ``(instances, 16, 64)``, and its output ``(instances, 1, 64)``. The hidden
+state of ``lm`` has shape ``(tokens, 64)``: the documents of a microbatch are concatenated without padding.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ LINE_STD = 1.0
 
 
 class Part(Protocol):
-    """What one microbatch, or one slice of its images, consists of."""
+    """One microbatch, or a sub-microbatch of its images."""
 
     @property
     def samples(self) -> Sequence[Document]:
@@ -43,7 +40,7 @@ class Part(Protocol):
 
     @property
     def instances(self) -> Sequence[tuple[int, int]]:
-        """The images: (index into samples, index of the image in it)."""
+        """The images as pairs: index of the sample, index of the image in it."""
 
 
 class Block(nn.Module):
@@ -60,17 +57,16 @@ class Block(nn.Module):
         self.narrow = nn.Linear(MLP_RATIO * dim, dim)
 
     def transform(self, x: Tensor, mask: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
-        """Apply attention and perceptron.
+        """Apply attention and MLP.
 
         Parameters
         ----------
         x
-            ``(batch, tokens, dim)``.
+            Hidden state, ``(batch, tokens, dim)``.
         mask
-            True where the token of the row may attend to that of the column;
-            by default everywhere.
+            True where the token of the row may attend to that of the column. None for all.
         extra
-            What to add to the queries, keys and values, ``(tokens, 3 * dim)``.
+            Added to the queries, keys and values, ``(tokens, 3 * dim)``.
         """
         batch, tokens, dim = x.shape
         heads = self.qkv(self.attention_norm(x))
@@ -85,8 +81,8 @@ class Block(nn.Module):
 
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the perceptron of a block over tensor-parallel ranks; its attention and all other layers stay whole."""
-    # Slow to import, and wanted with tensor parallelism alone.
+    """Shard the MLP of a block over tensor-parallel ranks. Attention and all other layers are replicated."""
+    # Slow to import, and only needed with tensor parallelism.
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     if isinstance(layer, Block):
@@ -94,7 +90,7 @@ def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class PatchEmbedding(nn.Module):
-    """Layer 0 of vision: patches to vectors, with learned positions."""
+    """Layer 0 of vision: projects patches and adds learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +104,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionBlock(Block):
-    """A middle layer of vision: every patch sees every patch of its image."""
+    """A middle layer of vision: each patch attends to all patches of its image."""
 
     def __init__(self) -> None:
         super().__init__(VISION_DIM, VISION_HEADS)
@@ -135,7 +131,7 @@ class PatchMerger(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Layer 0 of lm: embeds the tokens and puts the images in their places."""
+    """Layer 0 of lm: embeds the tokens and inserts the images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,22 +142,20 @@ class TokenEmbedding(nn.Module):
 
         ``vision_out`` has the images in the order of their placeholders.
         """
-        del lines, mask  # only the blocks attend
+        del lines, mask  # used by the blocks only
         x = functional.embedding(ids, self.word)
-        # With no images this adds nothing, and sends vision_out an empty gradient.
+        # Without images this adds nothing, and vision_out gets an empty gradient.
         return x.index_add(0, image_places, vision_out.flatten(0, 1).to(x.dtype))
 
 
 class CausalBlock(Block):
-    """A middle layer of lm: a token sees what is before it in its document."""
+    """A middle layer of lm: each token attends to itself and the earlier tokens of its document."""
 
     def __init__(self) -> None:
         super().__init__(LM_DIM, LM_HEADS)
-        # What the line of a token adds to its query, key and value: 0 is the
-        # title, and END stands one after the last line.  At first it adds the
-        # same to query and key, so that tokens attend to their own line.
-        # Without that, finding out which image an answer is about takes far
-        # longer than reading the image.
+        # Added to query, key and value of a token, depending on its line: 0 is the title, and END is one after the last
+        # line. Initially, query and key get the same vector, so that tokens attend to their own line. Otherwise,
+        # learning which image an answer is about takes far longer than learning to read the image.
         line = torch.randn(data.MAX_LINES + 2, LM_DIM) * LINE_STD
         self.line = nn.Parameter(torch.cat([line, line, torch.zeros_like(line)], dim=1))
 
@@ -186,11 +180,11 @@ class Head(nn.Module):
 
 
 def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> list[nn.Module]:
-    """Build layers, each from a seed of its own."""
+    """Build layers, each from its own seed."""
     layers = []
     with torch.random.fork_rng(devices=[]):
         for index, kind in enumerate(kinds):
-            # The processor's generator alone; `torch.manual_seed` is slow beside it where no accelerator is.
+            # Seeds only the CPU's generator. `torch.manual_seed` is much slower.
             torch.default_generator.manual_seed((seed * 2 + module) * 1000 + index)
             layers.append(kind())
     return layers
@@ -207,26 +201,25 @@ def lm_layers(seed: int) -> list[nn.Module]:
 
 
 def vision_inputs(part: Part, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the patches of a part's images."""
+    """Return the patches of the images of a part."""
     images = [part.samples[sample].images[image] for sample, image in part.instances]
     return data.patches(images, dtype)
 
 
 def lm_inputs(part: Part) -> tuple[Tensor, Tensor]:
-    """Return a part's token ids and the places of its images among them."""
+    """Return the token ids of a part and the positions of its images."""
     ids = torch.tensor([token for document in part.samples for token in document.inputs])
     return ids, (ids == data.IMAGE).nonzero()[:, 0]
 
 
 def lm_context(part: Part) -> dict[str, Tensor]:
-    """Return what the layers of lm need beside the hidden state.
+    """Return the keyword arguments of all layers of lm.
 
     Returns
     -------
     dict[str, torch.Tensor]
-        ``lines``, the line of each token, and ``mask``, ``(tokens, tokens)``,
-        true where the token of the row may attend to that of the column:
-        the same document, and not later in it.
+        ``lines``, the line of each token, and ``mask``, ``(tokens, tokens)``, which is true where the token of the row
+        may attend to that of the column: in the same document, and not later.
     """
     lengths = torch.tensor([len(document.inputs) for document in part.samples])
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -235,7 +228,7 @@ def lm_context(part: Part) -> dict[str, Tensor]:
 
 
 def loss(logits: Tensor, part: Part) -> Tensor:
-    """Return the sum over the answers of the cross entropy of each token."""
+    """Return the cross entropy, summed over the tokens of all answers."""
     rows: list[int] = []
     targets: list[int] = []
     end = 0
@@ -248,5 +241,5 @@ def loss(logits: Tensor, part: Part) -> Tensor:
 
 
 def num_targets(document: Document) -> int:
-    """Return how many tokens of a document count in the loss."""
+    """Return the number of tokens of a document that count in the loss."""
     return len(document.targets)

@@ -1,4 +1,4 @@
-"""The digits task as `pipeloom train` takes it: the model, its batches, their metadata, and how it is judged."""
+"""The digits task for `pipeloom train`: model, batches, sample sizes and evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ __all__ = ["batches", "build_model", "describe", "evaluate"]
 
 
 def build_model(seed: int, frozen: bool = False) -> pl.Model:
-    """Describe the two modules; the layers and the merge of images into text are the user's own code.
-
-    ``frozen``: the encoder stays as it was built, and nothing flows back through it.
-    """
+    """Build the model from two modules. If ``frozen``, the encoder is not trained and has no backward pass."""
     dtype = torch.get_default_dtype()
     vision = pl.Module(
         "vision",
@@ -47,11 +44,11 @@ def build_model(seed: int, frozen: bool = False) -> pl.Model:
 
 
 def batches(num_iterations: int, documents_per_batch: int, seed: int = 0) -> Iterator[list[data.Document]]:
-    """Yield the documents of every iteration; the same on every rank."""
+    """Yield the documents of each iteration. They are the same on all ranks."""
     return data.batches(seed, num_iterations, documents_per_batch)
 
 
 def evaluate(trained: pl.Model) -> Mapping[str, float]:
-    """Read held-out documents and count what was right."""
+    """Score the answers to held-out documents."""
     vision, language = (list(module.layers) for module in trained.modules)
     return evaluate_layers(vision, language, data.held_out_documents())

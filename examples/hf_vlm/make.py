@@ -1,8 +1,8 @@
-"""Make what a user would have: a folder with a small Qwen2.5-VL, and WebDataset shards for it to learn from.
+"""Create a small Qwen2.5-VL and WebDataset shards to train it on.
 
-``python examples/hf_vlm/make.py`` writes into ``runs/hf_vlm_data``: ``model`` (configuration, random weights,
-tokenizer, image processor), ``train-*.tar`` and ``held-out.tar``. A document is a conversation about some images, each
-of one handwritten digit of scikit-learn's, drawn small or large; the assistant says which digit it is.
+``python examples/hf_vlm/make.py`` writes to ``runs/hf_vlm_data``: ``model`` (configuration, random weights, tokenizer,
+image processor), ``train-*.tar`` and ``held-out.tar``. A document is a conversation about images. Each image shows a
+handwritten digit of scikit-learn's data set at one of three sizes, and the assistant names the digit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TEMPLATE = (
 
 
 def main(num_shards: int = 4, documents_per_shard: int = 2000, num_held_out: int = 200) -> None:
-    """Write model and shards; what is there is written anew."""
+    """Write the model and the shards. Existing files are replaced."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     save_model(FOLDER / "model")
@@ -58,11 +58,11 @@ def main(num_shards: int = 4, documents_per_shard: int = 2000, num_held_out: int
         write_shard(FOLDER / f"train-{number}.tar", documents)
     rng = np.random.default_rng(2)
     write_shard(FOLDER / "held-out.tar", (document(rng, digits, held_out) for _ in range(num_held_out)))
-    print(f"{num_shards * documents_per_shard} documents to learn from, {num_held_out} held out, in {FOLDER}")
+    print(f"{num_shards * documents_per_shard} training documents and {num_held_out} held-out ones in {FOLDER}")
 
 
 def save_model(folder: Path) -> None:
-    """Qwen2.5-VL of 0.8 million random weights, with its tokenizer and image processor."""
+    """Save a Qwen2.5-VL with 0.8 million random weights, its tokenizer and its image processor."""
     token = {word: number for number, word in enumerate((*WORDS, *MARKS))}
     words = Tokenizer(models.WordLevel(token, unk_token="<|unk|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -74,7 +74,7 @@ def save_model(folder: Path) -> None:
         chat_template=TEMPLATE,
     )
     tokenizer.save_pretrained(folder)
-    # Patches of 4 x 4 pixels, four of them a token: a digit of 8 x 8 pixels is one token, enlarged thrice nine.
+    # A token is four patches of 4 x 4 pixels: a digit of 8 x 8 pixels is one token, or nine at three times the size.
     size = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
@@ -96,7 +96,7 @@ def save_model(folder: Path) -> None:
 
 
 def document(rng: np.random.Generator, digits: Any, rows: np.ndarray, moved: bool = False) -> dict[str, bytes]:
-    """One to eight images of digits, and a conversation about them: contents by extension."""
+    """Return one to eight images of digits and a conversation about them, by file extension."""
     messages, images = [], {}
     for number, row in enumerate(rng.choice(rows, size=min(int(rng.geometric(1 / 3)), MOST_IMAGES))):
         scale = int(rng.choice((1, 2, 3)))

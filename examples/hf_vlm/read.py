@@ -1,6 +1,6 @@
-"""Read held-out documents with the plain library: ``python examples/hf_vlm/read.py FOLDER``.
+"""Evaluate an exported model on held-out documents: ``python examples/hf_vlm/read.py FOLDER``.
 
-FOLDER is what `pipeloom export` wrote; nothing of Pipeloom is needed to read with it.
+FOLDER is the output of `pipeloom export`. The script uses only the transformers library, not Pipeloom.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARD = Path("runs/hf_vlm_data/held-out.tar")
 
 
 def main(folder: str) -> None:
-    """Print how many digits are read right, with the images and with blank ones in their place."""
+    """Print the accuracy on digits, with the images and with blank images."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
@@ -35,7 +35,7 @@ def main(folder: str) -> None:
 def read(
     model: Any, tokenizer: Any, processor: Any, images: list[Image.Image], messages: Any, *, blank: bool = False
 ) -> list[tuple[str, str]]:
-    """Answers of the model, and the right ones."""
+    """Return pairs of the model's answer and the correct answer."""
     given = encode(tokenizer, processor, images, messages)
     if blank:
         given["pixel_values"] = torch.zeros_like(given["pixel_values"])
@@ -44,7 +44,7 @@ def read(
 
 
 def documents(shard: Path) -> list[tuple[list[Image.Image], Any]]:
-    """Images and messages of every document."""
+    """Return the images and messages of each document."""
     contents: dict[str, dict[str, bytes]] = defaultdict(dict)
     with tarfile.open(shard) as file:
         for member in file:
@@ -60,7 +60,7 @@ def documents(shard: Path) -> list[tuple[list[Image.Image], Any]]:
 
 
 def encode(tokenizer: Any, processor: Any, images: list[Image.Image], messages: Any) -> dict[str, torch.Tensor]:
-    """A document as the model takes it, each image with as many tokens as it has squares of four patches."""
+    """Return the model's inputs for a document. An image has one token for each square of four patches."""
     pixels = processor(images, return_tensors="pt")
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     for grid in pixels["image_grid_thw"]:
@@ -72,7 +72,7 @@ def encode(tokenizer: Any, processor: Any, images: list[Image.Image], messages: 
 
 @torch.no_grad()
 def answered(model: Any, tokenizer: Any, given: dict[str, torch.Tensor]) -> list[str]:
-    """The likeliest word where the assistant speaks; what it should have said in the turns before stands there."""
+    """Return the most likely word of each assistant turn, given the correct answers of the earlier turns."""
     assistant = tokenizer.convert_tokens_to_ids("assistant")
     likeliest = model(**given).logits[0].argmax(-1)
     return tokenizer.convert_ids_to_tokens(likeliest[given["input_ids"][0] == assistant].tolist())

@@ -1,4 +1,4 @@
-"""A Megatron script, the fastest pipeline that it can be given, and that pipeline as Megatron Core reads it.
+"""Find the fastest pipeline layout for a Megatron script, and check it with Megatron Core.
 
 pip install "pipeloom[megatron]"
 python examples/megatron/plan.py
@@ -21,7 +21,7 @@ def main(seconds: float = 10.0) -> None:
     print(f"best {found.best.iteration_s:.2f} s, {found.gain:.1%} faster (emulated). In place of")
     print("  " + " ".join(run.replaced))
     print("write\n  " + "\n  ".join(found.arguments()))
-    warnings.simplefilter("ignore")  # of kernels that Megatron Core would use on a GPU
+    warnings.simplefilter("ignore")  # about missing GPU kernels
     logging.disable()
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

@@ -1,1 +1,1 @@
-"""A language model of unlike layers, attention, experts and state space, alone: an example of Pipeloom."""
+"""Example: a language model with attention, mixture-of-experts and state space layers."""

@@ -1,12 +1,12 @@
-"""Key-value recall: text of which every word but the last of each question is noise to be remembered.
+"""Key-value recall: the model must remember random facts and answer questions about them.
 
-A sample begins with facts, pairs of a key and a value in random order with filler in between, and goes on with
-questions, each a known key after ``?``; what follows is the value of that key::
+A sample begins with facts, which are pairs of a key and a value separated by filler. Questions follow: each is ``?``,
+a known key, and the value of that key::
 
     c = 3 . . a = 7 . f = 1 . ? a 7 ? c 3 ? a 7
 
-Only the answers count. Without looking back a model can do no better than one in ten; samples have between 2 and
-12 facts, so that their lengths differ widely, and so do those of batches.
+Only the values in answers count in the loss. A model without memory has an accuracy of 0.1 at most. Samples have 2 to
+12 facts, so the lengths of samples and batches vary widely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
 IS, ASK, FILLER = (TOKEN_IDS[word] for word in ("=", "?", "."))
 FIRST_VALUE = TOKEN_IDS["0"]
 MIN_FACTS, MAX_FACTS = 2, 12
-# The mean number of facts is itself drawn for every batch: easy batches are short, hard ones long.
+# The mean number of facts is drawn for each batch, so that batches differ in length.
 MEAN_FACTS = (3.0, 9.0)
 
 
@@ -34,9 +34,9 @@ class Text:
     ----------
     identifier : str
     tokens : tuple of int
-        What the model reads.
+        Token ids.
     answers : tuple of (int, int)
-        Position of a question's key, and the value that is to follow it.
+        Position of the key in each question, and the value that follows it.
     """
 
     identifier: str
@@ -45,7 +45,7 @@ class Text:
 
 
 def draw(identifier: str, rng: np.random.Generator, num_facts: int) -> Text:
-    """Draw one sample with so many facts, and as many questions and one more."""
+    """Draw one sample with ``num_facts`` facts and ``num_facts + 1`` questions."""
     keys = rng.permutation(len(KEYS))[:num_facts]
     values = FIRST_VALUE + rng.integers(len(VALUES), size=num_facts)
     tokens: list[int] = []
@@ -60,7 +60,7 @@ def draw(identifier: str, rng: np.random.Generator, num_facts: int) -> Text:
 
 
 def batch(seed: int, iteration: int, texts_per_batch: int) -> list[Text]:
-    """The texts of one iteration: a function of seed and iteration alone."""
+    """Return the texts of one iteration. They depend only on seed and iteration."""
     rng = np.random.default_rng((seed, iteration))
     mean = rng.uniform(*MEAN_FACTS)
     facts = np.clip(rng.poisson(mean, texts_per_batch), MIN_FACTS, MAX_FACTS).tolist()
@@ -74,12 +74,12 @@ def batches(seed: int, num_iterations: int, texts_per_batch: int, start: int = 0
 
 
 def held_out(num_texts: int = 200, seed: int = 99) -> Sequence[Text]:
-    """Texts that are in no batch of training."""
+    """Return texts that are in no training batch."""
     rng = np.random.default_rng((seed, 10**6, 7))
     counts = rng.integers(MIN_FACTS, MAX_FACTS + 1, size=num_texts).tolist()
     return [draw(f"held-out-{number}", rng, count) for number, count in enumerate(counts)]
 
 
 def describe(text: Text) -> dict[str, object]:
-    """Sizes of a text, as the planner wants them."""
+    """Return the sizes of a text for the planner."""
     return {"id": text.identifier, "text_tokens": len(text.tokens)}

@@ -1,7 +1,7 @@
 """Five kinds of layers: embedding, causal attention, selective state space, experts, head.
 
-Texts of a microbatch lie one after the other, without padding, as ``(tokens, DIM)``. What all layers need beside
-that is which text each token is of.
+The texts of a microbatch are concatenated without padding, as ``(tokens, DIM)``. In addition, all layers get the text
+that each token belongs to.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional
 from .data import VOCABULARY, Text
 
 DIM, HEADS, STATE, NUM_EXPERTS, EXPERT_DIM = 64, 4, 8, 4, 128
-# Layers between embedding and head: m is state space, a attention, e experts.
+# Layers between embedding and head: m for state space, a for attention, e for experts.
 PATTERN = "maememae"
 
 
 class Part(Protocol):
-    """What one microbatch consists of."""
+    """One microbatch."""
 
     @property
     def samples(self) -> Sequence[Text]:
@@ -29,7 +29,7 @@ class Part(Protocol):
 
 
 class Embedding(nn.Module):
-    """Layer 0: a vector for each token."""
+    """Layer 0: embeds the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention within each text, without positions: the state space layers know the order."""
+    """Causal attention within each text. It has no positions, because the state space layers encode the order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Attention(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A selective state space layer as in Mamba: a short convolution, then a scan whose decay the input chooses.
+    """A selective state space layer as in Mamba: a short convolution, then a scan whose decay depends on the input.
 
-    The scan is written as a product with decays between every two tokens of a text, which plain torch does in few
-    operations; a kernel would do it in linear time.
+    The scan is computed as a product with the decays between all pairs of tokens of a text, which takes few operations
+    of plain torch. A kernel would take linear time.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class StateSpace(nn.Module):
         values, gate = self.enter(self.norm(x)).chunk(2, dim=1)
         values = functional.silu(self._convolve(values, owner))
         into, out_of, step = self.choose(values).split([STATE, STATE, HEADS], dim=1)
-        # Each head forgets at its own pace: exp of minus the sum of steps from one token to another.
+        # The decay between two tokens is exp(-sum of the steps between them), for each head.
         passed = functional.softplus(step).cumsum(0)
         decay = torch.exp((passed[None] - passed[:, None]).masked_fill(~mask[..., None], -torch.inf))
         weight = (out_of @ into.T)[..., None] * functional.softplus(step)[None]
@@ -93,7 +93,7 @@ class StateSpace(nn.Module):
         return out
 
     def _convolve(self, values: Tensor, owner: Tensor) -> Tensor:
-        """Add to every token some of the two before it, where they are of the same text."""
+        """Convolve each token with the two tokens before it in the same text."""
         total = values * self.taps[0]
         for back in (1, 2):
             same = functional.pad(owner[back:] == owner[:-back], (back, 0))[: len(owner), None]
@@ -102,7 +102,7 @@ class StateSpace(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: every token goes through the two that its router likes best."""
+    """A mixture of experts: each token goes through the two experts with the highest router probability."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Head(nn.Module):
 
 
 def layers(seed: int) -> list[nn.Module]:
-    """All layers, each from a seed of its own."""
+    """Build all layers, each from its own seed."""
     kinds: dict[str, Callable[[], nn.Module]] = {"m": StateSpace, "a": Attention, "e": Experts}
     built: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
@@ -151,19 +151,19 @@ def layers(seed: int) -> list[nn.Module]:
 
 
 def inputs(part: Part) -> Tensor:
-    """Token ids of all texts."""
+    """Return the concatenated token ids of all texts."""
     return torch.tensor([token for text in part.samples for token in text.tokens])
 
 
 def context(part: Part) -> dict[str, Any]:
-    """``owner``, the text of each token, and ``mask``: the same text, and not later in it."""
+    """Return ``owner``, the text of each token, and ``mask``, the causal mask within each text."""
     lengths = torch.tensor([len(text.tokens) for text in part.samples])
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return {"owner": owner, "mask": (owner[:, None] == owner).tril_()}
 
 
 def answers(samples: Sequence[Text]) -> tuple[Tensor, Tensor]:
-    """Rows of the logits that predict an answer, and the answers."""
+    """Return the rows of the logits that predict an answer, and the answers."""
     rows: list[int] = []
     targets: list[int] = []
     begin = 0
@@ -175,11 +175,11 @@ def answers(samples: Sequence[Text]) -> tuple[Tensor, Tensor]:
 
 
 def loss(logits: Tensor, part: Part) -> Tensor:
-    """Sum of the cross entropy over the answers."""
+    """Return the cross entropy, summed over the answers."""
     rows, targets = (numbers.to(logits.device) for numbers in answers(part.samples))
     return functional.cross_entropy(logits[rows], targets, reduction="sum")
 
 
 def num_targets(text: Text) -> int:
-    """How many tokens of a text count in the loss."""
+    """Return the number of tokens of a text that count in the loss."""
     return len(text.answers)

@@ -1,4 +1,4 @@
-"""Recall as `pipeloom train` takes it: the model, its batches, their metadata, and how it is judged."""
+"""The recall task for `pipeloom train`: model, batches, sample sizes and evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["batches", "build_model", "describe", "evaluate"]
 
 
 def build_model(seed: int) -> pl.Model:
-    """One module; its unlike layers are given as they are."""
+    """Build the model, which is one module with layers of different kinds."""
     language = pl.Module(
         "lm",
         model.layers(seed),
@@ -30,13 +30,13 @@ def build_model(seed: int) -> pl.Model:
 
 
 def batches(num_iterations: int, texts_per_batch: int, seed: int = 0, start: int = 0) -> Iterator[list[data.Text]]:
-    """Yield the texts of every iteration from ``start`` on; the same on every rank."""
+    """Yield the texts of each iteration from ``start`` on. They are the same on all ranks."""
     return data.batches(seed, num_iterations, texts_per_batch, start)
 
 
 @torch.no_grad()
 def evaluate(trained: pl.Model) -> Mapping[str, float]:
-    """Ask for the values of held-out facts: share of answers that are right, of all and of long texts."""
+    """Return the accuracy on held-out texts, over all texts and over long ones."""
     right: list[bool] = []
     long: list[bool] = []
     texts = data.held_out()

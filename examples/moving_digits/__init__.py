@@ -1,1 +1,1 @@
-"""From a caption to a video of a moving digit: an example of Pipeloom."""
+"""Example: a text-to-video model that generates moving digits from captions."""

@@ -1,12 +1,12 @@
-"""Captions, and videos of a handwritten digit that moves as the caption says.
+"""Captions and videos of moving handwritten digits.
 
-A video has 2 to 6 frames of 12 x 12 pixels, in which a digit of scikit-learn's 8 x 8 digits starts at one side and
-moves to the other, by one or two pixels a frame until it gets there::
+A video has 2 to 6 frames of 12 x 12 pixels. One of scikit-learn's 8 x 8 digits starts at one side and moves to the
+other by one or two pixels per frame::
 
     the old film shows a seven that slowly moves left
     quickly up goes one small three
 
-Batch ``i`` is a function of ``(seed, i)`` alone.
+Batch ``i`` depends only on ``(seed, i)``.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ PATCHES_PER_FRAME = (SIDE // PATCH) ** 2
 PIXELS = PATCH * PATCH
 MIN_FRAMES, MAX_FRAMES = 2, 6
 NUM_HELD_OUT = 300
-# What makes pixels about centred, and of about unit scale.
+# With these values, pixels have a mean of about 0 and a standard deviation of about 1.
 MEAN, SCALE = 0.14, 0.3
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One sample: a caption, what it means, and the seed of the noise that the video is trained with.
+    """One sample: a caption, its meaning, and the seed of the noise.
 
     Attributes
     ----------
     caption : tuple of int
-        Tokens.
+        Token ids.
     image : int
-        Row of scikit-learn's digits that is shown.
+        Row of the image in scikit-learn's digits.
     label, direction, speed : int
-        What the caption says.
+        Meaning of the caption.
     seed : int
-        Of the noise and of the time on the way from video to noise.
+        Seed of the noise and of the time between video and noise.
     """
 
     identifier: str
@@ -67,30 +67,30 @@ class Clip:
 
     @property
     def num_tokens(self) -> int:
-        """Patches of all frames."""
+        """Number of patches of all frames."""
         return self.num_frames * PATCHES_PER_FRAME
 
 
 @functools.cache
 def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Pixels, ``(1797, 8, 8)`` between 0 and 1, and labels."""
+    """Return pixels, ``(1797, 8, 8)`` between 0 and 1, and labels."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    # What `load_digits` reads: importing scikit-learn would take every process seconds.
+    # Read the file of `load_digits` directly, because importing scikit-learn takes seconds in each process.
     rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     return (rows[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), rows[:, -1].astype(np.int64)
 
 
 @functools.cache
 def split() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows of the images of training, and of those that are held out."""
+    """Return the rows of the training images and of the held-out images."""
     order = np.random.default_rng(31).permutation(len(digits()[1]))
     return order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
 
 
 def offsets(direction: int, speed: int, frame: int) -> tuple[int, int]:
-    """Row and column of the digit's upper left corner in a frame."""
+    """Return row and column of the digit's upper left corner in a frame."""
     most = SIDE - DIGIT
     way = min(most, frame * (speed + 1))
     middle = most // 2
@@ -98,7 +98,7 @@ def offsets(direction: int, speed: int, frame: int) -> tuple[int, int]:
 
 
 def video(clip: Clip) -> Tensor:
-    """Patches of all frames, ``(num_tokens, PIXELS)``, about centred and of about unit scale."""
+    """Return the normalized patches of all frames, ``(num_tokens, PIXELS)``."""
     frames = torch.zeros(clip.num_frames, SIDE, SIDE)
     image = torch.from_numpy(digits()[0][clip.image])
     for number in range(clip.num_frames):
@@ -109,7 +109,7 @@ def video(clip: Clip) -> Tensor:
 
 
 def frames_of(patches: Tensor) -> Tensor:
-    """Undo `video`: ``(num_frames, SIDE, SIDE)``, pixels between 0 and 1 where they are as in the data."""
+    """Invert `video`: return frames, ``(num_frames, SIDE, SIDE)``. Pixels of real videos are between 0 and 1."""
     across = SIDE // PATCH
     grid = patches.view(-1, across, across, PATCH, PATCH).transpose(2, 3)
     return grid.reshape(-1, SIDE, SIDE) * SCALE + MEAN
@@ -130,7 +130,7 @@ def draw(identifier: str, rng: np.random.Generator, rows: npt.NDArray[np.int64],
 
 
 def batch(seed: int, iteration: int, clips_per_batch: int) -> list[Clip]:
-    """The clips of one iteration; how long they are on average is drawn for every batch."""
+    """Return the clips of one iteration. Their mean length is drawn for each batch."""
     rng = np.random.default_rng((seed, iteration))
     mean = float(rng.uniform(2.0, 5.0))
     return [draw(f"{iteration}-{number}", rng, split()[0], mean) for number in range(clips_per_batch)]
@@ -143,13 +143,13 @@ def batches(seed: int, num_iterations: int, clips_per_batch: int, start: int = 0
 
 
 def held_out(num_clips: int, seed: int = 99) -> Sequence[Clip]:
-    """Clips of images that are in no batch of training."""
+    """Return clips with images that are in no training batch."""
     rng = np.random.default_rng((seed, 10**6, 7))
     return [draw(f"held-out-{number}", rng, split()[1], 4.0) for number in range(num_clips)]
 
 
 def describe(clip: Clip) -> dict[str, object]:
-    """Sizes of a clip, as the planner wants them: half a second and 16 x 16 pixels are one token there."""
+    """Return the sizes of a clip for the planner, where a token is half a second of 16 x 16 pixels."""
     side = 16 * (SIDE // PATCH)
     return {
         "id": clip.identifier,

@@ -1,4 +1,4 @@
-"""Make videos for held-out captions, and look whether they show what the captions say."""
+"""Generate videos for held-out captions, and check whether they match the captions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(layers: Sequence[nn.Module], *inputs: Tensor, **context: Tensor) -> Tens
 
 @torch.no_grad()
 def held_out_loss(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: Sequence[Clip]) -> float:
-    """The loss of training, on clips that were not trained on."""
+    """Return the training loss on held-out clips."""
     total, dtype = 0.0, next(video[0].parameters()).dtype
     for first in range(0, len(clips), CLIPS_PER_GROUP):
         part = part_of(clips[first : first + CLIPS_PER_GROUP])
@@ -46,7 +46,7 @@ def held_out_loss(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: 
 
 @torch.no_grad()
 def generate(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: Sequence[Clip]) -> list[Tensor]:
-    """Make a video for the caption of each clip from noise alone, ``(frames, SIDE, SIDE)``."""
+    """Generate a video, ``(frames, SIDE, SIDE)``, from noise for the caption of each clip."""
     made: list[Tensor] = []
     dtype = next(video[0].parameters()).dtype
     for first in range(0, len(clips), CLIPS_PER_GROUP):
@@ -58,7 +58,7 @@ def generate(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: Seque
         x = torch.cat([model.noise_of(clip)[1] for clip in group]).to(dtype)
         for step in range(STEPS, 0, -1):
             context["time"] = model.waves(torch.full((len(group),), step / STEPS)).to(dtype)
-            # The way from what is seen to what it came from, as far as one step of those that are left.
+            # Move toward the prediction by one of the remaining steps.
             x = x + (run(video, x, places, captions, **context) - x) / step
         made += [data.frames_of(piece) for piece in x.float().split(sizes)]
     return made
@@ -66,14 +66,14 @@ def generate(text: Sequence[nn.Module], video: Sequence[nn.Module], clips: Seque
 
 @functools.cache
 def classifier() -> LogisticRegression:
-    """Reads digits: fitted on the images of training as they are."""
+    """Return a digit classifier, fitted on the undistorted training images."""
     pixels, labels = data.digits()
     rows = data.split()[0]
     return LogisticRegression(max_iter=300, C=0.3).fit(pixels[rows].reshape(len(rows), -1), labels[rows])
 
 
 def read(frames: Tensor, clip: Clip) -> int:
-    """The digit that a video shows where its caption says that it is, over all frames together."""
+    """Return the most likely digit at the positions that the caption implies, over all frames together."""
     scores = np.zeros(10)
     for number, frame in enumerate(frames.clamp(0, 1)):
         row, column = data.offsets(clip.direction, clip.speed, number)
@@ -83,7 +83,7 @@ def read(frames: Tensor, clip: Clip) -> int:
 
 
 def motion(frames: Tensor) -> int:
-    """The direction in which a video's ink moves from its first frame to its last."""
+    """Return the direction in which the center of mass moves from the first frame to the last."""
     ink = frames.clamp(0, 1)
     mass = ink.sum((1, 2)).clamp(min=1e-6)
     places = torch.arange(SIDE, dtype=torch.float32)
@@ -95,14 +95,14 @@ def motion(frames: Tensor) -> int:
 
 
 def evaluate(text: Sequence[nn.Module], video: Sequence[nn.Module], num_clips: int = 120) -> dict[str, float]:
-    """Score videos made for held-out captions.
+    """Score generated videos for held-out captions.
 
     Returns
     -------
     dict[str, float]
-        ``held_out_loss``; ``digit_match`` and ``direction_match``, the share of made videos that show the digit and
-        the direction of their captions; ``digit_match_real``, what the same reader makes of real held-out videos, which
-        is the most that can be expected. Guessing gives 0.1 and 0.25.
+        ``held_out_loss``; ``digit_match`` and ``direction_match``, the fractions of generated videos with the digit and
+        the direction of their captions; ``digit_match_real``, the accuracy of the digit classifier on real held-out
+        videos, which is an upper limit. Random guesses give 0.1 and 0.25.
     """
     clips = data.held_out(num_clips)
     made = generate(text, video, clips)

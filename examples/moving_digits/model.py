@@ -1,8 +1,8 @@
-"""A text encoder, and a diffusion transformer that turns noise into the video that the text speaks of.
+"""A text encoder, and a diffusion transformer that generates videos from noise and captions.
 
-Trained as a rectified flow: between the video at time 0 and noise at time 1 every clip is shown at one time on the
-straight way, and the model says what the video was; that, and what it is shown, give the direction of the way.
-Captions, and videos, of a microbatch lie one after the other, without padding.
+It is trained as a rectified flow: the input is a point on the straight line between the video at time 0 and noise at
+time 1, and the model predicts the video. Prediction and input together give the velocity. The captions and the videos
+of a microbatch are concatenated without padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_WORDS = 16
 
 
 class Part(Protocol):
-    """What one microbatch consists of."""
+    """One microbatch."""
 
     @property
     def samples(self) -> Sequence[Clip]:
@@ -30,11 +30,11 @@ class Part(Protocol):
 
     @property
     def instances(self) -> Sequence[tuple[int, int]]:
-        """Those that go through the module together: index into samples, and 0."""
+        """The clips that go through the module together, as pairs: index of the sample, and 0."""
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block within each sequence; ``mask`` says which tokens are of one."""
+    """A pre-norm transformer block. ``mask`` is true for pairs of tokens of the same sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * DIM, DIM)
 
     def transform(self, x: Tensor, mask: Tensor, change: Sequence[Tensor]) -> Tensor:
-        """Apply attention and perceptron, each on a scaled and shifted input: ``change`` has two of each."""
+        """Apply attention and MLP, each to a scaled and shifted input. ``change`` has the scales and shifts."""
         heads = self.qkv(self.attention_norm(x) * (1 + change[0]) + change[1])
         query, key, value = heads.view(len(x), 3, HEADS, DIM // HEADS).permute(1, 2, 0, 3).unbind(0)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """Layer 0 of text: words and their places."""
+    """Layer 0 of text: embeds words and their positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TextBlock(Block):
 
 
 class Pool(nn.Module):
-    """The last layer of text: one vector for each caption, the sum of those words that matter."""
+    """The last layer of text: one vector per caption, a gated sum over its words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Pool(nn.Module):
 
 
 class Patches(nn.Module):
-    """Layer 0 of video: noisy patches with their places, and to each what its caption says."""
+    """Layer 0 of video: embeds noisy patches and their positions, and adds the caption's vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Patches(nn.Module):
 
 
 class VideoBlock(Block):
-    """A middle layer of video: how far the video is on its way to noise scales and shifts what goes in."""
+    """A middle layer of video, whose inputs are scaled and shifted depending on the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class VideoBlock(Block):
 
 
 class Pixels(nn.Module):
-    """The last layer of video: what the video was before there was noise."""
+    """The last layer of video: predicts the video without noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,17 +150,17 @@ class Pixels(nn.Module):
 
 
 def text_layers(seed: int) -> list[nn.Module]:
-    """All layers of the text encoder."""
+    """Build the layers of the text encoder."""
     return _build(seed, 0, [Words, *[TextBlock] * TEXT_BLOCKS, Pool])
 
 
 def video_layers(seed: int) -> list[nn.Module]:
-    """All layers of the diffusion transformer."""
+    """Build the layers of the diffusion transformer."""
     return _build(seed, 1, [Patches, *[VideoBlock] * VIDEO_BLOCKS, Pixels])
 
 
 def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> list[nn.Module]:
-    """Build layers, each from a seed of its own."""
+    """Build layers, each from its own seed."""
     layers = []
     with torch.random.fork_rng(devices=[]):
         for index, kind in enumerate(kinds):
@@ -170,24 +170,24 @@ def _build(seed: int, module: int, kinds: Sequence[Callable[[], nn.Module]]) -> 
 
 
 def clips_of(part: Part) -> list[Clip]:
-    """The clips that go through a module together."""
+    """Return the clips that go through a module together."""
     return [part.samples[sample] for sample, _ in part.instances]
 
 
 def text_inputs(part: Part) -> tuple[Tensor, Tensor]:
-    """Words of all captions, and their places."""
+    """Return the words of all captions and their positions."""
     captions = [clip.caption for clip in clips_of(part)]
     ids = torch.tensor([word for caption in captions for word in caption])
     return ids, torch.cat([torch.arange(len(caption)) for caption in captions])
 
 
 def text_context(part: Part) -> dict[str, Tensor]:
-    """Which words are of one caption."""
+    """Return the caption of each word, and the mask of words of the same caption."""
     return _owners([len(clip.caption) for clip in clips_of(part)])
 
 
 def video_inputs(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Patches of all videos, each on its way to noise, and their places."""
+    """Return the noisy patches of all videos and their positions."""
     noisy = []
     for clip in clips_of(part):
         time, noise = noise_of(clip)
@@ -196,43 +196,43 @@ def video_inputs(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def video_context(part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Which patches are of one video, and how far each video is on its way."""
+    """Return the video of each patch, the mask of patches of the same video, and the time of each video."""
     clips = clips_of(part)
     times = torch.tensor([noise_of(clip)[0] for clip in clips])
     return _owners([clip.num_tokens for clip in clips]) | {"time": waves(times).to(dtype)}
 
 
 def places_of(sizes: Sequence[int]) -> Tensor:
-    """Place of every patch in its video."""
+    """Return the position of each patch in its video."""
     return torch.cat([torch.arange(size) for size in sizes])
 
 
 def waves(times: Tensor) -> Tensor:
-    """Times between 0 and 1 as ``(times, DIM)`` sines and cosines."""
+    """Return sines and cosines, ``(times, DIM)``, of times between 0 and 1."""
     angles = times[:, None] * torch.exp(torch.linspace(0, 5, DIM // 2))
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def noise_of(clip: Clip) -> tuple[float, Tensor]:
-    """Time and noise of a clip: the same whoever asks, on whatever rank."""
+    """Return time and noise of a clip. They are the same on all ranks."""
     generator = torch.Generator().manual_seed(clip.seed)
-    # Near the video there is little to learn.
+    # Favors large times, because there is little to learn near time 0.
     time = float(torch.sigmoid(1.0 + torch.randn((), generator=generator, dtype=torch.float32)))
     return time, torch.randn(clip.num_tokens, data.PIXELS, generator=generator, dtype=torch.float32)
 
 
 def loss(output: Tensor, part: Part) -> Tensor:
-    """Sum over all patches of the mean squared error of what a patch was.
+    """Return the mean squared error of the predicted patches, summed over patches.
 
-    The error of the direction would be this over the time squared: it would count the times near the video most, at
-    which nothing has to be learnt of the caption.
+    The error of the velocity would be this divided by the squared time. It would have the largest weight near time 0,
+    where the prediction hardly depends on the caption.
     """
     wanted = torch.cat([data.video(clip) for clip in clips_of(part)]).to(output)
     return (output - wanted).square().mean(dim=1).sum()
 
 
 def num_targets(clip: Clip) -> int:
-    """How many patches of a clip count in the loss."""
+    """Return the number of patches of a clip, all of which count in the loss."""
     return clip.num_tokens
 
 

@@ -1,4 +1,4 @@
-"""Moving digits as `pipeloom train` takes them: the model, its batches, their metadata, and how it is judged."""
+"""The moving-digits task for `pipeloom train`: model, batches, sample sizes and evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["batches", "build_model", "describe", "evaluate"]
 
 
 def build_model(seed: int) -> pl.Model:
-    """Describe the two modules; the layers are the user's own code."""
+    """Build the model from two modules."""
     dtype = torch.get_default_dtype()
     text = pl.Module(
         "text",
@@ -42,11 +42,11 @@ def build_model(seed: int) -> pl.Model:
 
 
 def batches(num_iterations: int, clips_per_batch: int, seed: int = 0, start: int = 0) -> Iterator[list[data.Clip]]:
-    """Yield the clips of every iteration from ``start`` on; the same on every rank."""
+    """Yield the clips of each iteration from ``start`` on. They are the same on all ranks."""
     return data.batches(seed, num_iterations, clips_per_batch, start)
 
 
 def evaluate(trained: pl.Model) -> Mapping[str, float]:
-    """Make videos for held-out captions and look what they show."""
+    """Score generated videos for held-out captions."""
     text, video = (list(module.layers) for module in trained.modules)
     return evaluate_layers(text, video)

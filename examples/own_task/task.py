@@ -1,4 +1,4 @@
-"""What `pipeloom train` asks of a task file: a model, its batches, and what is told the planner of a sample."""
+"""A task file for `pipeloom train`: the model, its batches, and the sizes of samples for the planner."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import pipeloom as pl
 WORDS = 50
 
 
-def build_model(seed, width):  # alike in every process
+def build_model(seed, width):  # every process must build the same model
     torch.manual_seed(seed)
     blocks = [nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(4)]
     layers = [nn.Embedding(WORDS, width), *blocks, nn.Linear(width, WORDS)]
@@ -18,15 +18,15 @@ def build_model(seed, width):  # alike in every process
     return pl.Model([module], loss, num_targets=lambda text: len(text[1]), name="own_task")
 
 
-def words_of(part):  # a text is a name and its words; a part, the texts that go through the model together
+def words_of(part):  # a text is a pair (name, words); a part holds the texts of one microbatch
     return torch.cat([words for _, words in part.samples])
 
 
-def loss(output, part):  # of guessing each word's successor, summed over all words
+def loss(output, part):  # cross entropy of each word's successor, summed over all words
     return nn.functional.cross_entropy(output, (words_of(part) + 1) % WORDS, reduction="sum")
 
 
-def batches(num_iterations, texts):  # the same in every process
+def batches(num_iterations, texts):  # every process must produce the same batches
     for number in range(num_iterations):
         yield batch(number, texts)
 
@@ -41,20 +41,20 @@ def batch(number, texts):
     return [(f"{number}.{i}", torch.randint(WORDS, (length,), generator=draw)) for i, length in enumerate(lengths)]
 
 
-def describe(text):  # sizes, never words
+def describe(text):  # the planner sees only sample sizes
     return {"id": text[0], "text_tokens": len(text[1])}
 
 
 class Notify(pl.Callback):
     def on_evaluation(self, evaluated):
-        print(f"after {evaluated.iteration} iterations: {evaluated.loss:.3f} on texts that are not trained on")
+        print(f"after {evaluated.iteration} iterations: validation loss {evaluated.loss:.3f}")
 
 
 def callbacks():
     return [Notify()]
 
 
-def evaluate(model):  # with the trained weights, at the end
+def evaluate(model):  # called with the trained weights after training
     x = words = torch.arange(WORDS)
     with torch.no_grad():
         for layer in model.module("lm").layers:

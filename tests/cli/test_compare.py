@@ -334,7 +334,7 @@ def test_two_processes_find_what_one_finds(folder: Path, capsys: pytest.CaptureF
             ["--now", "config.json"],
             "--now config.json: is a Hugging Face configuration, which describes a model and no run",
         ),
-        (["--freeze", "vision", "--freeze", "lm"], "has no module that is trained"),
+        (["--freeze", "vision", "--freeze", "lm"], "has no trainable module"),
     ],
 )
 def test_wrong_input_is_one_line(

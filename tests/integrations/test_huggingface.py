@@ -93,7 +93,10 @@ def changed(config, part=None, /, **fields):
     ("config", "message"),
     [
         ({"hidden_size": 8}, "model_type: is missing"),
-        ({"_class_name": "WanTransformer3DModel"}, "_class_name: 'WanTransformer3DModel' is of the diffusers library"),
+        (
+            {"_class_name": "WanTransformer3DModel"},
+            "_class_name: 'WanTransformer3DModel' belongs to the diffusers library",
+        ),
         ({"model_type": "mamba2"}, "model_type: 'mamba2' is not known; known are llama, "),
         (
             changed(QWEN3_30B_A3B, architectures=["Qwen3MoeForTokenClassification"]),

@@ -54,7 +54,7 @@ def test_what_is_not_modelled_is_noted_or_refused(tmp_path: Path, name: str) -> 
     other = {"parallelism.context_parallel_load_balancer": '"none"', "model.attn_mask_type": '"full"'}.get(name, "7")
     text = f"[training]\n[{table}]\n{field} = {other}\n" if table != "training" else f"[training]\n{field} = {other}\n"
     if name in REFUSED:
-        with pytest.raises(InputError, match=rf"{name}: 7 is not understood; "):
+        with pytest.raises(InputError, match=rf"{name}: 7 is not supported; "):
             read(tmp_path, text)
         return
     (note,) = (note for note in read(tmp_path, text).notes if note.startswith(f"{name} = "))
@@ -163,14 +163,14 @@ def test_what_is_emulated_otherwise_is_noted(tmp_path: Path, text: str, words: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[training]\nlocal_batch_sise = 4\n", "training.local_batch_sise: is no field of torchtitan; did you mean"),
-        ("[training]\n[paralelism]\npipeline_parallel_degree = 4\n", "paralelism: is no field of torchtitan"),
+        ("[training]\nlocal_batch_sise = 4\n", "training.local_batch_sise: is not a field of torchtitan; did you mean"),
+        ("[training]\n[paralelism]\npipeline_parallel_degree = 4\n", "paralelism: is not a field of torchtitan"),
         ("[training]\nbatch_size = 4\nlocal_batch_size = 2\n", "local_batch_size: is given beside training.batch_size"),
-        ("[training]\nlocal_batch_size = 4\nglobal_batch_size = 33\n", "33 is not understood; give a multiple of 32"),
+        ("[training]\nlocal_batch_size = 4\nglobal_batch_size = 33\n", "33 is not supported; give a multiple of 32"),
         (PIPELINE + "pipeline_parallel_microbatch_size = 3\n", "local_batch_size = 8 must be a multiple"),
-        ("[training]\nlocal_batch_size = 0\n", "local_batch_size: 0 is not understood; give a whole number"),
-        ('[training]\n[model]\nconverters = ["lora"]\n', r"model.converters: \['lora'\] is not understood"),
-        ('[training]\n[optimizer]\nname = "Muon"\n', "optimizer.name: 'Muon' is not understood"),
+        ("[training]\nlocal_batch_size = 0\n", "local_batch_size: 0 is not supported; give a whole number"),
+        ('[training]\n[model]\nconverters = ["lora"]\n', r"model.converters: \['lora'\] is not supported"),
+        ('[training]\n[optimizer]\nname = "Muon"\n', "optimizer.name: 'Muon' is not supported"),
         ('[training]\n[activation_checkpoint]\nselective_ac_option = "some"\n', "give 'op' or a whole number"),
         (PIPELINE + 'pipeline_parallel_schedule_csv = "a.csv"\n', "emulated are schedules by name"),
         (

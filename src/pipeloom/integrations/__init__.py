@@ -1,1 +1,1 @@
-"""Bridges to other projects' files."""
+"""Integrations with other libraries and their file formats."""

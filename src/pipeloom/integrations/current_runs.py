@@ -1,4 +1,4 @@
-"""What somebody runs now, wherever its description comes from: words, a file of ours, torchtitan's, Megatron's."""
+"""Load the description of a current training run: words, a TOML file, or a file of torchtitan or Megatron."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from pipeloom.spec.current_run import CurrentRun, RunSchedule
 from pipeloom.spec.strategies import Strategy
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
-"""An example."""
+"""An example for error messages."""
 _OF_TRAINERS = ("only", "rejected", "state", "source", "notes")
-"""Fields that only a trainer's own files say."""
+"""Fields that are only set from a trainer's own files."""
 FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in _OF_TRAINERS)
-"""What may be said."""
+"""Fields that a user may set."""
 _LONGEST_PATH = 4096
 _READS = f"words ({WORDS}), a .toml with a table [now] or of torchtitan, and arguments of Megatron"
 
 
 def load_run(given: str, num_devices: int | None = None, num_blocks: int | None = None) -> CurrentRun:
-    """What somebody runs now.
+    """Load the description of a current training run.
 
     Parameters
     ----------
     given : str
-        Words ``tp=2 pp=4 schedule=1f1b`` (`CurrentRun` has the names), or a file: a ``.toml`` with these fields in a
-        table ``[now]``, one of torchtitan, or arguments of Megatron in any other.
+        Words such as ``tp=2 pp=4 schedule=1f1b`` with the fields of `CurrentRun`, or a file: a ``.toml`` with these
+        fields in a table ``[now]``, a ``.toml`` of torchtitan, or any other file with Megatron's arguments.
     num_devices : int or None
-        Of the cluster, for replicas where Megatron's arguments or torchtitan's file do not say.
+        Devices of the cluster. Determines the number of replicas if the file does not.
     num_blocks : int or None
         Blocks of the model's last module, which torchtitan divides into stages by its own rule.
 
     Raises
     ------
     InputError
-        Neither, or a field that cannot be; it is named.
+        The text is neither words nor a file, or a field is invalid.
     """
     path = Path(given) if len(given) < _LONGEST_PATH and "\0" not in given else None
     if path is not None and path.is_file():
@@ -60,13 +60,13 @@ def load_run(given: str, num_devices: int | None = None, num_blocks: int | None 
 
 
 def is_megatron(name: str) -> bool:
-    """Whether a file is read as Megatron's arguments: one that no other reader takes by its name."""
+    """Return whether a file is read as Megatron's arguments, because its suffix belongs to no other format."""
     path = Path(name)
     return not name.endswith((".toml", ".json")) and len(name) < _LONGEST_PATH and "\0" not in name and path.is_file()
 
 
 def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
-    """The one place where a run as Megatron describes it becomes ours."""
+    """Convert the description of a run from Megatron's arguments."""
     from pipeloom.integrations.megatron import read_megatron
 
     megatron = read_megatron(path, default_devices=num_devices)
@@ -94,7 +94,7 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
         "zero": degrees.zero,
         "schedule": "interleaved" if setup.virtual > 1 else "1f1b",
         "group": setup.group_size if setup.virtual > 1 else None,
-        # All prediction layers are one block, which Megatron keeps in one stage.
+        # All multi-token prediction layers are one block, which Megatron keeps in one stage.
         "layout": [count + ("m" in stage) for count, stage in zip(counts, setup.stages, strict=True)],
         "recompute": word,
         "microbatch_tokens": megatron.micro_batch_size * megatron.seq_length,
@@ -139,7 +139,7 @@ def _of_toml(path: Path, num_devices: int | None, num_blocks: int | None) -> Cur
     text = read_text(path)
     try:
         content = tomllib.loads(text)
-    # ValueError: no TOML, or a number of thousands of digits.
+    # ValueError: not TOML, or a number of thousands of digits.
     except (ValueError, RecursionError) as error:
         raise InputError(str(path), f"is not TOML: {error}") from error
     if "now" in content:

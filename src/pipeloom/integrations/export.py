@@ -1,4 +1,4 @@
-"""`export`: a checkpoint of a training run as a folder that the model's own library reads."""
+"""`export` converts a checkpoint of a training run to a folder in the format of the model's own library."""
 
 from __future__ import annotations
 
@@ -27,39 +27,42 @@ def export(
     weights: Weights = "trained",
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the weights of a checkpoint as the model's own library has them, a few at a time.
+    """Write the weights of a checkpoint in the format of the model's own library.
+
+    Only a few tensors are in memory at a time.
 
     Parameters
     ----------
     checkpoint : path
-        A checkpoint, the folder of checkpoints, or that of the run: of these the newest is taken that is not damaged.
+        A checkpoint, a folder of checkpoints, or the folder of a run. The newest intact checkpoint is exported.
     folder : path
-        New or empty; gets safetensors with the library's keys, its configuration, and the source's files of processor
-        and tokenizer.
+        New or empty folder for the safetensors files with the library's keys, the configuration, and the source's files
+        of processor and tokenizer.
     source : path or None
-        The folder that the model came from, or one with its config.json; None: as the run noted it.
+        Folder of the original model, or one with its config.json. None for the folder that the run recorded.
     weights : "trained" or "ema"
-        Those of the last iteration, or their average.
+        Weights of the last iteration, or their exponential moving average.
     shard_bytes : int
-        Most bytes of one file.
+        Maximum number of bytes per file.
 
     Returns
     -------
     Path
-        The checkpoint that was taken.
+        The exported checkpoint.
 
     Raises
     ------
     InputError
-        When there is no checkpoint, it is of another model or damaged, nothing says which library's model it is, or the
-        folder is not empty.
+        There is no checkpoint, it is damaged or belongs to another model, its library is unknown, or the folder is not
+        empty.
     """
     found, target = _newest(Path(checkpoint)), Path(folder)
-    # Before anything is read.
+    # Checks the folder before anything is read.
     begin(target)
     try:
         model = _model(found, source)
         pretrained = pretrained_of(model)
+        # `save_torch_state_dict` of huggingface_hub needs all tensors in memory at once.
         writer = ShardWriter(partial_of(target), "0", shard_bytes)
         for piece in _pieces(SavedWeights(found, model.saved_tensors(), weights), pretrained, shard_bytes):
             add(writer, [pretrained.saved(piece)])
@@ -72,20 +75,21 @@ def export(
 
 
 def _newest(path: Path) -> Path:
-    """The checkpoint that is meant."""
+    """Return the checkpoint at a path, or the newest one in it."""
     if (path / ".metadata").exists():
         return path
     for folder in (path, path / "checkpoints"):
         newest = Checkpoints(folder).newest()
         if newest is not None:
             return newest
-    raise InputError(str(path), "is no checkpoint, and has none in it", "give a folder step-N of a run's checkpoints")
+    remedy = "give a folder step-N of a run's checkpoints"
+    raise InputError(str(path), "is not a checkpoint and contains none", remedy)
 
 
 def _model(checkpoint: Path, source: Path | str | None) -> Model:
-    """The shapes of the model that was trained."""
+    """Return the shapes of the trained model."""
     for file in checkpoint.rglob("*"):
-        # A library that opens a pipe would wait for ever.
+        # Opening a named pipe would block forever.
         if not (file.is_file() or file.is_dir()):
             raise InputError(str(file), "is not a regular file", "remove it")
     if source is not None:
@@ -99,19 +103,19 @@ def _model(checkpoint: Path, source: Path | str | None) -> Model:
         raise InputError(str(checkpoint), "does not say from which folder its model came", _REMEDY)
     if folder and not Path(folder).is_dir():
         remedy = f"{_REMEDY}, or {checkpoint} for weights and config.json alone"
-        raise InputError(folder, "is not there any more, and the model came from it", remedy)
-    # A model that was made otherwise than from a folder: the checkpoint has its configuration.
+        raise InputError(folder, "does not exist any more, and the model came from it", remedy)
+    # If the model was not loaded from a folder, the checkpoint has its configuration.
     return _KINDS[kind](folder or str(checkpoint))
 
 
 def _kind_of(folder: Path) -> str:
-    """Which library a folder is of."""
+    """Return the library of a model's folder."""
     if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
         return "diffusers"
     config = folder / "config.json"
     if config.is_file():
         return "diffusers" if '"_class_name"' in config.read_text(encoding="utf-8") else "transformers"
-    raise InputError(str(folder), "has no config.json", "give a folder that the model's library saved it in")
+    raise InputError(str(folder), "has no config.json", "give the folder of a model that its library saved")
 
 
 def _transformers(folder: str) -> Model:
@@ -127,11 +131,11 @@ def _diffusers(folder: str) -> Model:
 
 
 _KINDS: dict[str, Callable[[str], Model]] = {"transformers": _transformers, "diffusers": _diffusers}
-"""From the first word of `Pretrained.origin` to what builds the model's shapes from the folder behind it."""
+"""Functions that build the model's shapes from a folder, by the library named in `Pretrained.origin`."""
 
 
 def _pieces(weights: SavedWeights, pretrained: Pretrained, most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Weights that are saved together, read some pieces at a time."""
+    """Yield groups of weights that are saved together, reading a limited number of bytes at a time."""
     waiting: list[tuple[str, ...]] = []
     size = 0
     for piece in pretrained.pieces():

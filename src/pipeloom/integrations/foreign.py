@@ -1,4 +1,4 @@
-"""Recognize files of programs that Pipeloom does not read, so that an error can name them."""
+"""Recognize files of other programs that Pipeloom does not support, so that errors can name them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SUFFIXES = {
     ".tsv": "a table of tab-separated values",
     ".parquet": "a Parquet file",
 }
-"""What a file is by its suffix alone."""
+"""Kind of file by suffix."""
 MODELS = (
     "a Hugging Face configuration, which describes a model and no run",
     "a configuration of the diffusers library, which describes a model and no run",
 )
-"""Kinds that describe a model."""
+"""Kinds of files that describe a model."""
 _SETTINGS = {
     "a file of SimuMax": (
         {"sys_name", "accelerator"},
@@ -45,14 +45,14 @@ _SETTINGS = {
     MODELS[0]: ({"model_type"}, {"architectures"}),
     MODELS[1]: ({"_class_name"},),
 }
-"""By kind of file, sets of settings; all of one set stand together only in files of that kind."""
+"""Sets of settings by kind of file. Only files of that kind have all settings of a set."""
 _MARKS = {"nemo_automodel": r"\bnemo_automodel\b", "galvatron": r"(?i)galvatron"}
 _LOONGFORGE = r"(?i)\bloongforge|\baiak_training"
 _SIZED = re.compile(r"num[-_]layers|NUM_LAYERS|--load|use-checkpoint-args|MODEL_ARGS")
 
 
 def foreign_kind(path: Path) -> str:
-    """Name what a file is, where it is one of a program that Pipeloom does not read; empty: it is not known.
+    """Return the kind of a file of an unsupported program, or an empty string if it is not recognized.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def foreign_kind(path: Path) -> str:
         document = json_document(text)
         return kind_of_settings(document) if isinstance(document, dict) else ""
     if path.suffix in (".yaml", ".yml"):
-        # A package that reads YAML may be missing.
+        # Regular expressions, because no YAML library may be installed.
         if re.search(_LOONGFORGE, text):
             return "a file of LoongForge"
         names = set(re.findall(r"^([\w.-]+)\s*:", text, re.MULTILINE))
@@ -77,7 +77,7 @@ def foreign_kind(path: Path) -> str:
 
 
 def json_document(text: str) -> Any:
-    """Return what a text holds as JSON; None if it is not JSON."""
+    """Parse JSON. Return None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def json_document(text: str) -> Any:
 
 
 def kind_of_settings(document: Mapping[Any, Any]) -> str:
-    """Name the kind of file whose settings these are; empty: it is not known."""
+    """Return the kind of file with these settings, or an empty string if it is not recognized."""
     return _kind(set(_setting_names(document)))
 
 
@@ -94,7 +94,7 @@ def _kind(names: set[str]) -> str:
 
 
 def _setting_names(document: Mapping[Any, Any]) -> Iterator[str]:
-    """Names of settings, those of a section with its name; and the package whose classes are named."""
+    """Yield the names of settings, with the section as prefix, and the package of ``_target_`` classes."""
     for name, value in document.items():
         yield str(name)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A described model, wherever its description comes from."""
+"""Load a model description from any supported source."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _READS = "a name, a Hugging Face config.json or its folder, a .toml, or a file o
 
 
 def load_model(name: str, freeze: Sequence[str] = ()) -> Architecture:
-    """A model by its name or description.
+    """Load a model by its name or description.
 
-    A name is the zoo's, or that of a published model (`known_models`; ``Qwen/Qwen2.5-VL-7B-Instruct`` is one of them
-    too); a description is a TOML file, a Hugging Face `config.json`, a folder that holds one, or a file of
-    Megatron's arguments.
+    A name is that of a model of the zoo, or of a published model (`known_models`), such as
+    ``Qwen/Qwen2.5-VL-7B-Instruct``. A description is a TOML file, a Hugging Face `config.json` or its folder, or a file
+    with Megatron's arguments.
 
     Parameters
     ----------
     freeze : sequence of str
-        Modules that are not trained, beside those that the description says.
+        Modules that are not trained, in addition to those that the description freezes.
 
     Raises
     ------
     InputError
-        A module that the model does not have, no module left to train, or what reading raises.
+        The model is unknown or invalid, it lacks a module of ``freeze``, or all of its modules are frozen.
     """
     model = _described(name)
     for each in freeze:
         model.module(each)
     if all(m.frozen or m.name in freeze for m in model.modules):
-        raise InputError(f"model {model.name!r}", "has no module that is trained, all are frozen", "train at least one")
+        raise InputError(f"model {model.name!r}", "has no trainable module, all are frozen", "train at least one")
     frozen = tuple(msgspec.structs.replace(m, frozen=m.frozen or m.name in freeze) for m in model.modules)
     return msgspec.structs.replace(model, modules=frozen) if freeze else model
 

@@ -1,4 +1,4 @@
-"""Every field of torchtitan's configuration files, and what is done with it.
+"""All fields of torchtitan's configuration files, and how they are handled.
 
 The names and defaults are those of ``JobConfig`` in every version that reads TOML: from torchtitan's first commit to
 0.2.2. Newer versions are configured in Python. A field is in exactly one of these tables: `READ`, `RENAMED`, `NOTED`,
@@ -60,80 +60,80 @@ RENAMED = {
     "training.sequence_parallel_degree": "parallelism.tensor_parallel_degree",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
 }
-"""Older names of fields."""
+"""Current name of each field that was renamed."""
 
 
-class Noted(NamedTuple):
+class Note(NamedTuple):
     """A field that the emulator does not model."""
 
     default: Any
     exact: tuple[Any, ...]
-    """Values with which the emulated run is the same run."""
+    """Values for which the emulation is exact."""
     note: str
-    """What is emulated instead, and in which direction time and memory are wrong."""
+    """What is emulated instead, and whether times and memory are too high or too low."""
 
 
-_EIGHT_BITS = Noted(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
+_EIGHT_BITS = Note(False, (False, ""), "FP8 is emulated as bfloat16, so times are too high")
 _SLOWER = "its cost is not emulated, so times are too low"
 
 NOTED = {
-    "activation_checkpoint.debug": Noted(False, (False,), _SLOWER),
-    "compile.backend": Noted("inductor", ("inductor",), "Inductor's kernels are emulated, so times may be too low"),
-    "compile.components": Noted(
+    "activation_checkpoint.debug": Note(False, (False,), _SLOWER),
+    "compile.backend": Note("inductor", ("inductor",), "Inductor's kernels are emulated, so times may be too low"),
+    "compile.components": Note(
         ["model", "loss"],
         (["model", "loss"], ["loss", "model"]),
         "model and loss are emulated with fused kernels, so times and memory are too low",
     ),
-    "compile.enable": Noted(
+    "compile.enable": Note(
         False, (True,), "fused kernels are emulated, so times and memory are too low without torch.compile"
     ),
-    "debug.deterministic": Noted(False, (False,), _SLOWER),
-    "fault_tolerance.enable": Noted(False, (False,), _SLOWER),
-    "fault_tolerance.semi_sync_method": Noted(
+    "debug.deterministic": Note(False, (False,), _SLOWER),
+    "fault_tolerance.enable": Note(False, (False,), _SLOWER),
+    "fault_tolerance.semi_sync_method": Note(
         None, (None, ""), "gradients are emulated as reduced in every iteration, so times are too high"
     ),
     "float8.enable_float8_linear": _EIGHT_BITS,
-    "float8.emulate": Noted(False, (False,), _SLOWER),
-    "model.attn_mask_type": Noted(
+    "float8.emulate": Note(False, (False,), _SLOWER),
+    "model.attn_mask_type": Note(
         "causal",
         ("block_causal",),
         "attention within each sample is emulated, so times are too low where packed samples attend to each other",
     ),
-    "optimizer.fused": Noted(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
-    "optimizer.early_step_in_backward": Noted(
+    "optimizer.fused": Note(None, (None, True), "a fused optimizer step is emulated, so times are too low"),
+    "optimizer.early_step_in_backward": Note(
         False, (False,), "gradients are emulated as held until the update, so memory is too high"
     ),
-    "optimizer.implementation": Noted("fused", ("fused",), "a fused optimizer step is emulated, so times are too low"),
-    "parallelism.context_parallel_load_balancer": Noted(
+    "optimizer.implementation": Note("fused", ("fused",), "a fused optimizer step is emulated, so times are too low"),
+    "parallelism.context_parallel_load_balancer": Note(
         "headtail", ("headtail", "ptrr"), "context-parallel ranks with equal work are emulated, so times are too low"
     ),
-    "parallelism.disable_loss_parallel": Noted(
+    "parallelism.disable_loss_parallel": Note(
         False, (False,), "a loss divided over tensor-parallel ranks is emulated, so times and memory are too low"
     ),
-    "parallelism.enable_async_tensor_parallel": Noted(
+    "parallelism.enable_async_tensor_parallel": Note(
         False, (False,), "tensor-parallel messages are emulated without overlap, so times are too high"
     ),
-    "parallelism.enable_compiled_autograd": Noted(
+    "parallelism.enable_compiled_autograd": Note(
         False, (False,), "the backward is emulated without compiled autograd, so times may be too high"
     ),
-    "parallelism.expert_parallel_comm_backend": Noted(
+    "parallelism.expert_parallel_comm_backend": Note(
         "standard", ("standard",), "NCCL's all-to-all is emulated, so times are too high"
     ),
-    "profiling.enable_memory_snapshot": Noted(False, (False,), _SLOWER),
-    "profiling.enable_profiling": Noted(
+    "profiling.enable_memory_snapshot": Note(False, (False,), _SLOWER),
+    "profiling.enable_profiling": Note(
         False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
     ),
-    "profiling.run_profiler": Noted(
+    "profiling.run_profiler": Note(
         False, (False,), "an iteration without the profiler is emulated, so times of profiled iterations are too low"
     ),
-    "quantize.dense.float8.emulate": Noted(False, (False,), _SLOWER),
-    "quantize.linear.float8.emulate": Noted(False, (False,), _SLOWER),
-    "training.dtype": Noted(
+    "quantize.dense.float8.emulate": Note(False, (False,), _SLOWER),
+    "quantize.linear.float8.emulate": Note(False, (False,), _SLOWER),
+    "training.dtype": Note(
         "float32",
         ("float32",),
         "float32 main weights, gradients and optimizer states are emulated, so memory and times are too high",
     ),
-    "training.enable_cpu_offload": Noted(
+    "training.enable_cpu_offload": Note(
         False,
         (False,),
         "parameters, gradients and optimizer states are emulated on the device, so memory is too high and times are "
@@ -142,15 +142,15 @@ NOTED = {
     "training.enable_float8_linear": _EIGHT_BITS,
     "training.enable_fp8_linear": _EIGHT_BITS,
     "training.fp8_linear": _EIGHT_BITS,
-    "training.gc_debug": Noted(False, (False,), _SLOWER),
-    "training.mixed_precision_reduce": Noted(
+    "training.gc_debug": Note(False, (False,), _SLOWER),
+    "training.mixed_precision_reduce": Note(
         "float32", ("float32",), "float32 gradients are emulated, so memory and times are too high"
     ),
 }
-"""Fields that change time or memory and are emulated otherwise."""
+"""Fields that change time or memory and are not emulated exactly."""
 
 
-class Refused(NamedTuple):
+class RestrictedField(NamedTuple):
     """A field of which only some values can be emulated."""
 
     default: Any
@@ -162,19 +162,19 @@ _NO_TRAINING = "it is no training then"
 _WRITE_STAGES = "give module_fqns_per_model_part instead"
 
 REFUSED = {
-    "checkpoint.create_seed_checkpoint": Refused(False, (False,), _NO_TRAINING),
-    "comm.mode": Refused("default", ("default",), _NO_TRAINING),
-    "experimental.pipeline_parallel_split_mode": Refused("manual", ("manual",), _WRITE_STAGES),
-    "experimental.torch_spmd": Refused(False, (False,), "leave it out"),
-    "memory_estimation.enable": Refused(False, (False,), _NO_TRAINING),
-    "estimate.memory": Refused(False, (False,), _NO_TRAINING),
-    "optimizer.name": Refused("AdamW", ("AdamW", "Adam"), "the memory of Adam and AdamW is known"),
-    "parallelism.pipeline_parallel_schedule_csv": Refused("", ("", None), "emulated are schedules by name"),
-    "parallelism.pipeline_parallel_split_points": Refused([], ([], ""), _WRITE_STAGES),
-    "training.enable_selective_ac": Refused(False, (False,), "give activation_checkpoint.mode instead"),
-    "training.enable_loss_parallel": Refused(True, (True,), "give parallelism.disable_loss_parallel instead"),
+    "checkpoint.create_seed_checkpoint": RestrictedField(False, (False,), _NO_TRAINING),
+    "comm.mode": RestrictedField("default", ("default",), _NO_TRAINING),
+    "experimental.pipeline_parallel_split_mode": RestrictedField("manual", ("manual",), _WRITE_STAGES),
+    "experimental.torch_spmd": RestrictedField(False, (False,), "leave it out"),
+    "memory_estimation.enable": RestrictedField(False, (False,), _NO_TRAINING),
+    "estimate.memory": RestrictedField(False, (False,), _NO_TRAINING),
+    "optimizer.name": RestrictedField("AdamW", ("AdamW", "Adam"), "the memory of Adam and AdamW is known"),
+    "parallelism.pipeline_parallel_schedule_csv": RestrictedField("", ("", None), "emulated are schedules by name"),
+    "parallelism.pipeline_parallel_split_points": RestrictedField([], ([], ""), _WRITE_STAGES),
+    "training.enable_selective_ac": RestrictedField(False, (False,), "give activation_checkpoint.mode instead"),
+    "training.enable_loss_parallel": RestrictedField(True, (True,), "give parallelism.disable_loss_parallel instead"),
 }
-"""Fields whose other values change what is run beyond a note."""
+"""Fields for which other values raise an error, because the emulation would be meaningless."""
 
 UNIMPORTANT = {
     "activation_checkpoint": "determinism_check early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns "
@@ -225,10 +225,10 @@ UNIMPORTANT = {
     "validation": "dataset dataset_path enable enabled freq local_batch_size seq_len steps",
     "validation.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
 }
-"""By table, fields that change neither the time nor the memory of an iteration, or only with a field that has a note.
+"""Fields that do not change time and memory of an iteration, by table.
 
-What is quantized, and how, is a detail of ``model.converters``, as are ``memory_budget`` of
-``activation_checkpoint.mode``, and fields of fault tolerance of its ``enable``.
+This includes details of other fields: of quantization (``model.converters``), ``memory_budget`` (of
+``activation_checkpoint.mode``), and of fault tolerance (``fault_tolerance.enable``).
 """
 
 

@@ -15,16 +15,16 @@ from pipeloom.search.schedules import SCHEDULES, schedule_name
 from pipeloom.spec.current_run import RunSchedule
 
 TABLES = ("parallelism", "training", "job")
-"""A file with one of these tables is one of torchtitan."""
+"""Tables that identify a file of torchtitan."""
 _EMULATED = ("gpipe", "1f1b", "interleaved1f1b")
-"""Schedules of PyTorch that can be emulated."""
+"""Supported schedules of PyTorch."""
 _FIELDS = frozenset((*READ, *RENAMED, *NOTED, *REFUSED, *unimportant_fields()))
 _PARENTS = frozenset(field[:i] for field in _FIELDS for i, letter in enumerate(field) if letter == ".")
 _QUANTIZED = re.compile(r"(quantize\.\w+\.)?(float8|mx)")
 
 
 class _File:
-    """The fields of a file by their paths, each known to torchtitan, under their newest names."""
+    """The fields of a file by their current paths. Unknown fields raise `InputError`."""
 
     def __init__(self, content: dict[str, Any], path: Path) -> None:
         self.path = path
@@ -51,8 +51,8 @@ class _File:
                 remedy = f"did you mean {near[0]}? " if near else ""
                 raise InputError(
                     f"{self.path}: {printable(label)}",
-                    "is no field of torchtitan",
-                    f"{remedy}leave out what only a configuration class of your own has",
+                    "is not a field of torchtitan",
+                    f"{remedy}leave out fields of your own configuration classes",
                 )
 
     def get(self, name: str) -> Any:
@@ -72,23 +72,23 @@ class _File:
         return value
 
     def one_of(self, name: str, words: tuple[str, ...]) -> str:
-        """Return a word that must be one of those that can be emulated."""
+        """Return a word that must be one of the supported ones."""
         value: str = self.get(name)
         if value not in words:
-            raise self.refused(name, f"emulated are {', '.join(words)}")
+            raise self.refused(name, f"choose from {', '.join(words)}")
         return value
 
     def label(self, name: str) -> str:
-        """Return a field's name as the file has it."""
+        """Return the name of a field in the file."""
         return self.labels.get(name, name)
 
     def refused(self, name: str, remedy: str) -> InputError:
-        """Make the error for a field's value."""
+        """Return an error for the value of a field."""
         value = self.given.get(name, READ.get(name))
-        return InputError(f"{self.path}: {self.label(name)}", f"{value!r} is not understood", remedy)
+        return InputError(f"{self.path}: {self.label(name)}", f"{value!r} is not supported", remedy)
 
     def notes(self) -> list[str]:
-        """Return what is emulated otherwise than it runs, of fields that do not depend on others."""
+        """Return notes on fields that are not emulated exactly and do not depend on others."""
         notes = []
         for name, (default, exact, note) in NOTED.items():
             value = self.given.get(name, default)
@@ -98,18 +98,18 @@ class _File:
 
 
 def read_titan(content: dict[str, Any], path: Path, num_devices: int | None, num_blocks: int | None) -> dict[str, Any]:
-    """Read torchtitan's configuration. Data count as packed to ``seq_len``.
+    """Read torchtitan's configuration. Samples are assumed to be packed to ``seq_len``.
 
     Parameters
     ----------
     content : dict
         The TOML document.
     path : Path
-        Its file, for errors.
+        Its file, for error messages.
     num_devices : int or None
-        Devices of the cluster, for the data-parallel degree where the file leaves it open.
+        Devices of the cluster. Determines the data-parallel degree if the file does not.
     num_blocks : int or None
-        Blocks of the model, by which torchtitan divides it into stages; None: stages of equal numbers of blocks.
+        Blocks of the model, from which torchtitan's split into stages follows. None for stages of equal size.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def read_titan(content: dict[str, Any], path: Path, num_devices: int | None, num
     Raises
     ------
     InputError
-        A field that torchtitan does not know, or a value that cannot be emulated.
+        A field is unknown to torchtitan, or a value cannot be emulated.
     """
     file = _File(content, path)
     notes = file.notes()
@@ -156,18 +156,18 @@ def read_titan(content: dict[str, Any], path: Path, num_devices: int | None, num
 
 
 def _schedule(file: _File, pp: int) -> tuple[RunSchedule, int]:
-    """Return the schedule, and how many stages a rank has by default."""
+    """Return the schedule, and the default number of stages per rank."""
     word: str = file.get("parallelism.pipeline_parallel_schedule")
     if pp == 1:
         return "1f1b", 1
     if word.lower() not in _EMULATED:
-        raise file.refused("parallelism.pipeline_parallel_schedule", f"emulated are {', '.join(_EMULATED)}")
+        raise file.refused("parallelism.pipeline_parallel_schedule", f"choose from {', '.join(_EMULATED)}")
     name = schedule_name(word)
     return name, SCHEDULES[name].stages
 
 
 def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[int]:
-    """Return the blocks of every stage; an empty list where only the model would tell."""
+    """Return the number of blocks of each stage, or an empty list if it depends on the unknown model."""
     name = "parallelism.module_fqns_per_model_part"
     parts = file.get(name)
     if parts:
@@ -189,7 +189,7 @@ def _stages(file: _File, pp: int, chunks: int, num_blocks: int | None) -> list[i
 
 
 def _split(file: _File, ends: list[str], less: list[int], stages: int, num_blocks: int) -> list[int]:
-    """Divide blocks as torchtitan does: the ends count as so many blocks more, the first stages have what is left."""
+    """Divide blocks as torchtitan does: embedding and head count as ``less`` blocks, the first stages get the rest."""
     share, more = divmod(num_blocks + sum(less), stages)
     if share == 0:
         raise file.refused("parallelism.pipeline_parallel_degree", f"{num_blocks} blocks are no {stages} stages")
@@ -203,7 +203,7 @@ def _split(file: _File, ends: list[str], less: list[int], stages: int, num_block
 
 
 def _degrees(file: _File, pp: int, num_devices: int | None) -> tuple[dict[str, Any], int | None]:
-    """Return degrees as `CurrentRun` has them, and the number of replicas; None: only the cluster would tell."""
+    """Return the degrees of `CurrentRun`, and the number of replicas, or None if it depends on the unknown cluster."""
     tp, cp = file.count("parallelism.tensor_parallel_degree"), file.count("parallelism.context_parallel_degree")
     copies = file.count("parallelism.data_parallel_replicate_degree")
     is_open = file.get("parallelism.data_parallel_shard_degree") == -1
@@ -229,12 +229,12 @@ def _degrees(file: _File, pp: int, num_devices: int | None) -> tuple[dict[str, A
 
 
 def _sharding_notes(file: _File, degrees: dict[str, Any]) -> list[str]:
-    """Return what is emulated otherwise of weights: who has them, in which precision."""
+    """Return notes on sharding and precision that are not emulated exactly."""
     notes = []
     if degrees["zero"] and file.get("parallelism.data_parallel_replicate_degree") > 1:
         notes.append("weights and optimizer states are emulated as divided over all replicas, so memory is too low")
     is_wide = file.one_of("training.mixed_precision_param", ("bfloat16", "float32")) == "float32"
-    # Only what shards weights casts them, or autocast where there is no other parallelism.
+    # Weights are cast by FSDP, or by autocast if there is no other parallelism.
     if is_wide or (degrees["zero"] == 0 and degrees["tp"] * degrees["pp"] > 1):
         notes.append("bfloat16 is emulated where torchtitan computes in float32, so times and memory are too low")
     converters = file.get("model.converters")
@@ -249,12 +249,12 @@ def _sharding_notes(file: _File, degrees: dict[str, Any]) -> list[str]:
 
 
 def _microbatches(file: _File, pp: int, num_stages: int) -> tuple[int, int]:
-    """Return the sequences of a microbatch, and the microbatches of a local batch."""
+    """Return the sequences per microbatch, and the microbatches per local batch."""
     batch = file.count("training.local_batch_size")
     if pp == 1:
         return batch, 1
     name, older = "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatches"
-    # Before there was a size, there was a number: by default, that of stages.
+    # Older versions configure the number of microbatches, by default that of stages.
     label = file.labels["parallelism.pipeline_parallel_degree"]
     if file.get(older) is not None or (name not in file.given and not label.startswith("parallelism.")):
         count = num_stages if file.get(older) is None else file.count(older)
@@ -268,7 +268,7 @@ def _microbatches(file: _File, pp: int, num_stages: int) -> tuple[int, int]:
 
 
 def _accumulated(file: _File, replicas: int | None) -> int:
-    """Return how many local batches make one iteration of a replica."""
+    """Return the number of local batches per iteration of a replica."""
     name = "training.global_batch_size"
     total: int = file.get(name)
     if total < 0:

@@ -116,8 +116,8 @@ def test_both_forms_of_conversations_are_read() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("words", "no list of messages"),
-        ([], "no list of messages"),
+        ("words", "not a list of messages"),
+        ([], "not a list of messages"),
         ([{"role": "cat", "content": "x"}], "'cat' is none of"),
         ([{"role": "user", "content": 3}], "content: is a int"),
         ([{"role": "user", "content": [{"type": "smell"}]}], "of type 'smell'"),
@@ -271,7 +271,7 @@ class Hearer:
     [
         (b"no sound", "cannot be read as a WAV file"),
         (made.wav(0, 300)[:-100], "its header says 600"),
-        (made.wav(0, 300, rate=8000), "has 8000 samples a second, and the processor wants 16000"),
+        (made.wav(0, 300, rate=8000), "has 8000 samples a second, but the processor needs 16000"),
     ],
 )
 def test_recordings_that_cannot_be_heard_are_refused(tmp_path: Path, sound: bytes, problem: str) -> None:
@@ -287,7 +287,7 @@ def test_recordings_that_cannot_be_heard_are_refused(tmp_path: Path, sound: byte
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        ({"png": b"no image", "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(is no image"),
+        ({"png": b"no image", "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(Pillow does not know"),
         ({"png": made.png(0)[:-200], "txt": b"a"}, r"0.tar/000.png: cannot be read as an image \(.*truncated"),
         ({"jpg": made.png(0, kind="JPEG")[:-200], "txt": b"a"}, r"0.tar/000.jpg: cannot be read .*truncated"),
         ({"png": made.png(0), "txt": b"\xff\xfe"}, "is not UTF-8"),
@@ -310,11 +310,11 @@ def test_what_is_not_there_is_told_before_training(tmp_path: Path, folder: Path)
     shard = made.write_shard(tmp_path / "0.tar", made.talks(2))
     with pytest.raises(InputError, match="no such file"):
         pl.WebDataset(tmp_path / "1*.tar", folder)
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         pl.WebDataset(shard, tmp_path / "nothing")
     with pytest.raises(InputError, match=r"text = 'txt': no sample of .* has it; there are 0.png, json"):
         pl.WebDataset(shard, folder, {"text": "txt"})
-    with pytest.raises(InputError, match=r"fields\['picture'\]: is none"):
+    with pytest.raises(InputError, match=r"fields\['picture'\]: is unknown"):
         pl.WebDataset(shard, folder, {"picture": "png"})
 
 
@@ -389,7 +389,7 @@ def test_what_only_decoding_shows_ends_training_and_can_be_excluded(tmp_path: Pa
     )
     data = samples_of(shard, folder, model)
     assert data.sizes(0)["targets"] == 3
-    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; mend it, or leave the sample") as caught:
+    with pytest.raises(InputError, match=r"0.tar/000.png: cannot be read .*; repair it, or set skip_corrupt") as caught:
         data.load(0, "vision", (0,))
     assert not isinstance(caught.value, CorruptSampleError)
     less = pl.Batches(samples_of(shard, folder, model, exclude=["0.tar/000"]), 2, skip_corrupt=True)
@@ -408,15 +408,15 @@ def test_a_tile_is_decoded_with_its_image(tmp_path: Path, folder: Path) -> None:
         {}, {"images": _Media((blob, blob), tuple(Outline((rows, 2), torch.float32, {}) for rows in (3, 1)))}
     )
     model.describe = lambda _: {"id": "x", "image_tokens": [4, 4, 4, 4]}
-    assert [data._asked(outline, "images", "vision", (k,)) for k in range(4)] == [{0}, {0}, {0}, {1}]
+    assert [data._to_decode(outline, "images", "vision", (k,)) for k in range(4)] == [{0}, {0}, {0}, {1}]
     # Two images of three patches and of one.
     model.describe = lambda _: {"id": "x", "image_tokens": [3, 1]}
-    assert [data._asked(outline, "images", "vision", (k,)) for k in range(2)] == [{0}, {1}]
-    assert data._asked(outline, "images", "lm", (0,)) == set()
-    assert data._asked(outline, "images", "vision", ()) == set()
+    assert [data._to_decode(outline, "images", "vision", (k,)) for k in range(2)] == [{0}, {1}]
+    assert data._to_decode(outline, "images", "lm", (0,)) == set()
+    assert data._to_decode(outline, "images", "vision", ()) == set()
     # A model in one piece takes all with the sample.
     model.modules = [SimpleNamespace(reads="sequence")] * 3
-    assert data._asked(outline, "images", "lm", (0,)) == {0, 1}
+    assert data._to_decode(outline, "images", "lm", (0,)) == {0, 1}
 
 
 def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes], **options: Any) -> str:
@@ -437,7 +437,7 @@ def refusal(tmp_path: Path, folder: Path, model: Any, example: dict[str, bytes],
             "see <image_pad>?",
             r"0.tar/000: messages\[0\].content: has the processor's token for image, '<image_pad>', at",
         ),
-        ("see <video_pad>?", "token for video, '<video_pad>', at character 4; write the word otherwise"),
+        ("see <video_pad>?", "token for video, '<video_pad>', at character 4; change the text"),
         ("see <image>?", "0.tar/000: has 1 places for 0 of image; give as many"),
     ],
 )
@@ -460,7 +460,7 @@ def test_words_that_place_nothing_in_the_data_are_words(tmp_path: Path, folder: 
 def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model: Any) -> None:
     ids = torch.tensor([1, 5, 2])
     with pytest.raises(
-        CorruptSampleError, match=r"sample.input_ids: have 1 places for images, whose tokens are 0; let"
+        CorruptSampleError, match=r"sample.input_ids: have 1 places for images, whose tokens are 0; remove"
     ):
         model.describe({"input_ids": ids, "labels": ids})
 
@@ -469,7 +469,7 @@ def test_a_description_that_does_not_fit_its_contents_is_a_damaged_sample(model:
     ("example", "problem"),
     [
         ({"json": b"[" * 100_000}, "0.tar/000: has messages in too many brackets"),
-        ({"json": said(("assistant", "a"), ("user", "b"))}, "0.tar/000: messages: begins with the assistant"),
+        ({"json": said(("assistant", "a"), ("user", "b"))}, "0.tar/000: messages: begins with an assistant message"),
     ],
 )
 def test_what_the_processor_would_stumble_over_is_a_damaged_sample(
@@ -479,7 +479,7 @@ def test_what_the_processor_would_stumble_over_is_a_damaged_sample(
 
 
 def test_texts_that_are_empty_or_place_other_images_are_damaged(tmp_path: Path, folder: Path, model: Any) -> None:
-    for text, problem in ((b"", "0.tar/000: has no words"), (b"a <image_pad>", "'<image_pad>', 1 times for 0 of them")):
+    for text, problem in ((b"", "0.tar/000: has no text"), (b"a <image_pad>", "'<image_pad>', 1 times for 0 of them")):
         shard = made.write_shard(tmp_path / "0.tar", [{"txt": text}])
         with pytest.raises(CorruptSampleError, match=problem):
             samples_of(shard, folder, model).sizes(0)
@@ -489,5 +489,5 @@ def test_a_field_that_is_null_is_said_to_be() -> None:
     from pipeloom.integrations.data.examples import Fields, read_example
 
     source: Any = type("Rows", (), {"name": lambda _, i: f"rows[{i}]", "__getitem__": lambda _, i: {"text": None}})()
-    with pytest.raises(CorruptSampleError, match=r"rows\[0\]: has nothing in 'text' \(text\); mend it"):
+    with pytest.raises(CorruptSampleError, match=r"rows\[0\]: has nothing in 'text' \(text\); repair it"):
         read_example(source, 0, Fields(text="text"), None)

@@ -173,7 +173,7 @@ def test_a_role_that_the_template_does_not_write_is_refused(tmp_path: Path) -> N
     processor.chat_template = templates.BRACKETS.replace("{{ raise_exception('only user, system and assistant') }}", "")
     messages = [{"role": "user", "content": "1+1?"}, {"role": "tool", "content": "2"}]
     messages.append({"role": "assistant", "content": "two"})
-    with pytest.raises(CorruptSampleError, match="000: messages: the chat template does not write what 'tool' says"):
+    with pytest.raises(CorruptSampleError, match="000: messages: the chat template omits the contents of role 'tool'"):
         sample_of(tmp_path, processor, messages)
 
 
@@ -181,7 +181,7 @@ def test_parts_that_the_template_does_not_write_are_refused(tmp_path: Path) -> N
     # It reads the first part alone.
     messages = [{"role": "user", "content": "what?"}]
     messages.append({"role": "assistant", "content": [{"type": "text", "text": each} for each in ("a", "cat")]})
-    with pytest.raises(CorruptSampleError, match="does not write what 'assistant' says"):
+    with pytest.raises(CorruptSampleError, match="omits the contents of role 'assistant'"):
         sample_of(tmp_path, templates.processor("llava_next"), messages)
 
 
@@ -195,14 +195,14 @@ def test_images_have_no_place_in_a_template_of_text(tmp_path: Path) -> None:
     processor = templates.processor("llava")
     processor.chat_template = templates.TEXT
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
-    with pytest.raises(CorruptSampleError, match="has no place for an image"):
+    with pytest.raises(CorruptSampleError, match="supports only text, but a message has an image"):
         sample_of(tmp_path, processor, messages, {"png": made.png(0)})
 
 
 def test_a_template_that_writes_earlier_turns_anew_is_refused(tmp_path: Path) -> None:
     template = templates.TEXT.replace("(m['content'] or '')", "('(think)' if loop.last else '') + m['content']")
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
-    with pytest.raises(InputError, match="writes the beginning of a conversation otherwise than the whole"):
+    with pytest.raises(InputError, match="renders the first messages differently without those that follow"):
         sample_of(tmp_path, templates.tokenizer(template), messages)
     _, sample = sample_of(tmp_path, templates.tokenizer(template), messages, train_on="all")
     assert torch.equal(sample["labels"], sample["input_ids"])
@@ -212,7 +212,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused(tmp_path: Path) ->
 def test_a_sample_without_a_target_is_refused(tmp_path: Path, name: str, processor: Any, messages: Any) -> None:
     if name == "gemma3" and len(messages) > 1:
         pytest.skip("its roles must alternate")
-    with pytest.raises(CorruptSampleError, match="000: has no target; give it something to learn"):
+    with pytest.raises(CorruptSampleError, match="000: has no target; add assistant text"):
         sample_of(tmp_path, processor, [{"role": role, "content": content} for role, content in messages])
 
 

@@ -165,7 +165,7 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         return str(caught.value).partition("train.toml: ")[2]
 
     misspelt = refused(**{'freeze = ["vision"]': 'freeze = ["visoin"]'})
-    assert misspelt == "model.freeze: 'visoin' is no module; there are vision, lm"
+    assert misspelt == "model.freeze: 'visoin' is not a module; choose from vision, lm"
     placed = refused(**{"[packing]": "[layout.modules.visoin]\nsegments = 1\n[packing]"})
     assert placed == "layout.modules: module 'visoin': is unknown; the model has vision, lm"
     shutil.copytree(folder / "model", folder / "cut")
@@ -181,19 +181,19 @@ def test_what_is_wrong_with_the_model_is_said_of_the_file(folder: Path) -> None:
         ("pictures = 3", "data: pictures: is not a known field"),
         ('parquet = "x.parquet"', "data: .*2 sources; give one of webdataset, parquet, datasets"),
         ('text = "txt"', r"data: text = 'txt': no sample of .* has it; there are 0.png, json, 1.png"),
-        ('processor = "nowhere"', "data: processor = .*nowhere': is no folder"),
+        ('processor = "nowhere"', "data: processor = .*nowhere': is not a folder"),
         (
             'skip_corrupt = true\nexclude = ["0.tar/9"]',
             "data.exclude: '0.tar/9' is not a sample of the data; .*'0.tar/000'",
         ),
-        ('messages = "json"\ntext = "json"', "data: text = 'json': is named beside messages = 'json'; name one"),
+        ('messages = "json"\ntext = "json"', "data: text = 'json': is set together with messages = 'json'; set one"),
         ('train_on = "both"', "data: train_on: 'both' is not one of 'all', 'assistant'"),
         ('exclude = ["0.tar/003"]', "data: exclude: names samples, but skip_corrupt is false"),
         ('function = "nowhere.py:f"', "is not a file"),
         ("REPLICAS", "data.batch: 1 is below parallel.dp, 2 replicas; give every replica a sample"),
         ("BATCH", "data.batch: 10000000 is above the 9 samples of the data; give at most this many"),
         ("SHARDS = []", "webdataset: names no file"),
-        ('SHARDS = "a-{000..001.tar"', "has braces that name nothing"),
+        ('SHARDS = "a-{000..001.tar"', "has invalid braces"),
     ],
 )
 def test_what_is_wrong_with_the_data_is_one_line(folder: Path, data: str, problem: str) -> None:
@@ -222,9 +222,15 @@ def test_other_paths_that_are_not_there_are_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model_type": "frobnicate"}, "config.json: is no configuration .*frobnicate"),
-        ({"num_hidden_layers": 3}, "config.json: is no configuration .*must be equal to the number of `layer_types`"),
-        ({"num_attention_heads": 0}, "config.json: makes no Qwen2_5_VLForConditionalGeneration .*ZeroDivisionError"),
+        ({"model_type": "frobnicate"}, "config.json: is not a configuration .*frobnicate"),
+        (
+            {"num_hidden_layers": 3},
+            "config.json: is not a configuration .*must be equal to the number of `layer_types`",
+        ),
+        (
+            {"num_attention_heads": 0},
+            "config.json: does not describe a Qwen2_5_VLForConditionalGeneration .*ZeroDivisionError",
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_model_is_said_of_it_and_not_of_the_processor(

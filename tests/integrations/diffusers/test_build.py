@@ -71,11 +71,11 @@ def changed(**changes: Any) -> Any:
         (lambda: changed(latents=torch.zeros(4, 1, 3, 2)), r"of \(1, 3, 2\) do not divide into tokens of \(1, 2, 2\)"),
         (lambda: changed(latents=torch.zeros(4, 17, 2, 2)), "have 17 tokens along a side; cut to 16"),
         (lambda: changed(input_ids=...), "sample.input_ids: is missing"),
-        (lambda: changed(prompt_embeds=torch.zeros(1, 12)), "prompt_embeds: is nothing that this model is given"),
+        (lambda: changed(prompt_embeds=torch.zeros(1, 12)), "prompt_embeds: is not an input of this model"),
         (lambda: changed(attention_mask=torch.ones(2)), "attention_mask: has 2 entries, input_ids 5"),
         (lambda: changed(attention_mask=torch.tensor([1, 0, 1, 0, 0])), "has a zero before a one"),
         (lambda: changed(attention_mask=torch.zeros(5)), "input_ids: has no token"),
-        (lambda: changed(rope_interpolation_scale=(1, 1, 1)), "rope_interpolation_scale: is nothing"),
+        (lambda: changed(rope_interpolation_scale=(1, 1, 1)), "rope_interpolation_scale: is not an input"),
     ],
 )
 def test_a_sample_that_is_not_understood_is_refused(sample: Callable[[], Any], message: str) -> None:
@@ -257,19 +257,19 @@ def test_a_model_that_is_not_supported_is_refused(make: Callable[[], Any], messa
 
 def test_other_arguments_are_refused(tmp_path: Path) -> None:
     transformer, encoder, _ = tiny.make("wan")
-    with pytest.raises(InputError, match="'vae' is no module; there are text, condition, transformer"):
+    with pytest.raises(InputError, match="'vae' is not a module; choose from text, condition, transformer"):
         pl.from_diffusers(transformer, encoder, freeze=("vae",))
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         pl.from_diffusers(transformer, encoder, device="meta")
-    with pytest.raises(InputError, match="is no folder with a config"):
+    with pytest.raises(InputError, match="is not a folder with a config"):
         pl.from_diffusers(tmp_path)
     with pytest.raises(InputError, match="gives 12 numbers a token, the transformer takes 16"):
         pl.from_diffusers(tiny.wan(text_dim=16), encoder)
-    with pytest.raises(InputError, match="is a Linear; there are T5EncoderModel"):
+    with pytest.raises(InputError, match="is a Linear; use T5EncoderModel"):
         pl.from_diffusers(transformer, torch.nn.Linear(1, 1))
     with pytest.raises(InputError, match="is a DDIMScheduler without sigmas of flow matching"):
         pl.from_diffusers(transformer, encoder, scheduler=diffusers.DDIMScheduler())
-    with pytest.raises(InputError, match="'uniform' is none; there are none, logit_normal"):
+    with pytest.raises(InputError, match="'uniform' is unknown; choose from none, logit_normal"):
         pl.FlowMatching(weighting="uniform")  # type: ignore[arg-type]
     save(tmp_path, transformer_2=["diffusers", "WanTransformer3DModel"])
     with pytest.raises(InputError, match="has two transformers"):

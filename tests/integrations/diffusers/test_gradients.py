@@ -77,5 +77,5 @@ def test_padding_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_made_model_freezes_is_not_said_again() -> None:
     model, batch = model_of("wan")
-    with pytest.raises(pl.InputError, match="made already"):
+    with pytest.raises(pl.InputError, match="exists already"):
         pl.check_gradients(model, batch, freeze=("text",))

@@ -200,10 +200,10 @@ KEY, TEXT_KEY = "blocks.1.attn1.to_q.weight", "encoder.block.1.layer.0.SelfAtten
             lambda at: (at / "scheduler/scheduler_config.json").unlink(),
             "scheduler_config.json: cannot be read .No such",
         ),
-        (lambda at: (at / "text_encoder/config.json").unlink(), "text_encoder: is no folder with a config.json"),
+        (lambda at: (at / "text_encoder/config.json").unlink(), "text_encoder: is not a folder with a config.json"),
         (
             lambda at: change(at / TEXT, lambda t: t.update({EMBED: t["shared.weight"] + 1})),
-            r"text_encoder: shared.weight: differs from encoder.embed_tokens.weight, and config.json",
+            r"text_encoder: shared.weight: differs from encoder.embed_tokens.weight, but config.json",
         ),
     ],
 )
@@ -225,7 +225,7 @@ def test_weights_that_lie_nowhere_are_refused(tmp_path: Path) -> None:
 
 def test_gradients_of_shapes_are_refused(tmp_path: Path) -> None:
     saved("wan", tmp_path)
-    with pytest.raises(InputError, match="has layers of shapes alone; make it without device"):
+    with pytest.raises(InputError, match="is on the meta device; create it without device"):
         pl.check_gradients(pl.from_diffusers(tmp_path, device="meta"), tiny.make("wan")[2])
 
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     assert run(["export", str(tmp_path / "run"), "--to", str(tmp_path / "other"), "--shard-gb", "0.001"]) == 0
     assert_same_files(tmp_path / "other", tmp_path / "to")
     (tmp_path / "from").rename(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match="is not there any more, and the model came from it"):
+    with pytest.raises(InputError, match="does not exist any more, and the model came from it"):
         pl.export(result.checkpoint, tmp_path / "third")
     for number, source in enumerate((tmp_path / "elsewhere", result.checkpoint)):
         pl.export(result.checkpoint, tmp_path / str(number), source)

@@ -201,7 +201,7 @@ def sampled(**changes: Any) -> dict[str, Any]:
     [
         (lambda: sampled(labels=...), "sample.labels: is missing"),
         (lambda: sampled(labels=torch.zeros(2)), "labels: has 2 entries"),
-        (lambda: sampled(spectrum=torch.zeros(2)), "spectrum: is nothing that this model"),
+        (lambda: sampled(spectrum=torch.zeros(2)), "spectrum: is not an input of this model"),
         (lambda: sampled(attention_mask=torch.tensor([1, 0])), "attention_mask: has zeros"),
         (lambda: sampled(pixel_values=...), "places for images, whose tokens are 0"),
         (lambda: sampled(pixel_values=torch.zeros(3, 24)), "has 3 patches, image_grid_thw says"),
@@ -241,11 +241,11 @@ def test_a_model_that_is_not_supported_is_refused(build: Callable[[], Any], mess
 
 
 def test_other_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'tower' is no module; there are lm"):
+    with pytest.raises(InputError, match="'tower' is not a module; choose from lm"):
         pl.from_transformers(tiny.llama(), freeze=("tower",))
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         pl.from_transformers(tiny.llama(), device="meta")
-    with pytest.raises(InputError, match="is no folder with a config"):
+    with pytest.raises(InputError, match="is not a folder with a config"):
         pl.from_transformers(tmp_path / "nothing")
     checkpointed = tiny.llama()
     checkpointed.activation_checkpointing_enable()

@@ -155,7 +155,7 @@ def test_layers_that_change_a_product_in_place_train_under_every_strategy() -> N
 @pytest.mark.full
 def test_a_strategy_under_which_a_model_fails_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are offered, measured and right."""
-    monkeypatch.setattr(build, "_FOUND", {})
+    monkeypatch.setattr(build, "_DETECTED", {})
     monkeypatch.setattr(memory, "_CopiesBeforeChanges", lambda _: nullcontext())
     batch = tiny.text_batch()
     model = pl.from_transformers(llama4())

@@ -235,13 +235,16 @@ KEY = "model.layers.1.mlp.up_proj.weight"
         ),
         (cut, "model.safetensors: is damaged"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345"), "model.safetensors: is damaged"),
-        (lambda folder: change(folder, lambda t: t.update(more=torch.ones(1))), "more: is no parameter of LlamaForCau"),
+        (
+            lambda folder: change(folder, lambda t: t.update(more=torch.ones(1))),
+            "more: is not a parameter of LlamaForCau",
+        ),
         (lambda folder: change(folder, lambda t: t.pop(KEY)), f"parameter '{KEY}': is in none of the files"),
         (lambda folder: change(folder, lambda t: t.update({KEY: torch.ones(3, 2)})), "the shape .3, 2., the model's"),
-        (quantised, "says that weights are quantised"),
+        (quantised, "has quantized weights"),
         (
             lambda folder: change(folder, lambda t: t.update({KEY: t[KEY].to(torch.int8)})),
-            f"{KEY}: is of dtype int8, and the model's parameter is a fraction; quantised weights cannot be trained",
+            f"{KEY}: has dtype int8, but the parameter is floating-point; quantized weights cannot be trained",
         ),
     ],
 )
@@ -281,9 +284,7 @@ def test_code_of_a_folder_is_never_run(file: str, tmp_path: Path, monkeypatch: p
     (tmp_path / "code.py").write_text("raise SystemExit('the code ran')")
     # Whoever is asked says yes.
     monkeypatch.setattr("builtins.input", lambda _="": "y")
-    with pytest.raises(
-        InputError, match=r"asks to run Python code of its own .auto_map., which is never run"
-    ) as raised:
+    with pytest.raises(InputError, match=r"requires its own Python code .auto_map., which is never run") as raised:
         (pl.from_transformers if file == "config.json" else load_processor)(tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -483,7 +484,7 @@ def test_export_by_the_command_line(
     )
     assert "is missing, the model needs" in capsys.readouterr().err
     assert run(["export", str(folder / "from"), "--to", str(tmp_path / "third")]) == 2
-    assert "is no checkpoint, and has none in it" in capsys.readouterr().err
+    assert "is not a checkpoint and contains none" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
 
 
@@ -492,7 +493,9 @@ def test_export_where_the_source_is_gone(fitted: tuple[Path, pl.FitResult], tmp_
     folder, result = fitted
     (folder / "from").rename(folder / "elsewhere")
     try:
-        with pytest.raises(InputError, match="is not there any more, and the model came from it; give the folder that"):
+        with pytest.raises(
+            InputError, match="does not exist any more, and the model came from it; give the folder that"
+        ):
             pl.export(result.checkpoint, tmp_path / "to")
         assert not list(tmp_path.iterdir())
         pl.export(result.checkpoint, tmp_path / "to", folder / "elsewhere")

@@ -1,4 +1,4 @@
-"""Blob: bytes that are read when somebody asks for them."""
+"""`Blob`: bytes that are read on demand."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import BinaryIO
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file, or a piece of one, or bytes that are there already.
+    """A file, a section of a file, or bytes in memory.
 
     Attributes
     ----------
     name : str
-        In messages.
-    path : Path or None
+        Name in error messages.
     begin, size : int
-        Which piece; a size of -1: to the end.
+        Section of the file in bytes. A size of -1 extends to the end.
     data : bytes or None
+        The bytes in memory. None for a file.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Blob:
             return file.read()
 
     def open(self) -> BinaryIO:
-        """Open it as a file of its own, of which only what is asked for is read."""
+        """Open as a file."""
         if self.data is not None:
             return io.BytesIO(self.data)
         assert self.path is not None
@@ -44,7 +44,7 @@ class Blob:
 
 
 class _Piece(io.RawIOBase):
-    """A piece of a file, read as a file."""
+    """A section of a file as a file object."""
 
     def __init__(self, path: Path, begin: int, size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Conversations: common forms of messages as messages with typed parts."""
+"""Conversations: convert common formats of messages to messages with typed parts."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ Message = dict[str, Any]
 
 
 def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Message]:
-    """Messages with roles and typed parts; images that no message places stand before the first words of the user.
+    """Return messages with roles and typed parts.
 
-    Both common forms are known: ``role`` and ``content``, and ``from`` and ``value``. In a text, ``<image>`` and
-    ``<audio>`` are places.
+    Messages may have ``role`` and ``content``, or ``from`` and ``value``. In texts, ``<image>`` and ``<audio>`` are
+    placeholders. Without placeholders, images and recordings go before the first user message.
 
     Parameters
     ----------
     given : object
-        As the data has it.
+        The conversation in the data.
     where : str
-        For messages.
+        Name of the sample in error messages.
     counts : mapping
-        How many images and recordings the sample has; of a kind that is not in it the data have none at all, and its
-        place is a word like others.
+        Number of images and recordings of the sample. If the data have no field for a kind, it is not in the mapping,
+        and its placeholder is ordinary text.
 
     Raises
     ------
     CorruptSampleError
-        No list of messages, or another number of places.
+        The conversation is not a list of messages, or the number of placeholders is wrong.
     """
     if isinstance(given, Mapping):
         given = given.get("messages", given.get("conversations"))
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise CorruptSampleError(where, "is no list of messages", 'give [{"role": ..., "content": ...}, ...]')
+        raise CorruptSampleError(where, "is not a list of messages", 'give [{"role": ..., "content": ...}, ...]')
     messages = [_message(each, f"{where}[{i}]", counts) for i, each in enumerate(given)]
-    # Images stand before recordings.
+    # Images go before recordings.
     for kind in reversed(_MEDIA):
         places = sum(part["type"] == kind for m in messages for part in parts(m))
         if places == counts.get(kind, 0):
@@ -64,25 +64,21 @@ def conversation(given: Any, where: str, counts: Mapping[str, int]) -> list[Mess
 
 
 def tools_of(given: Any) -> Any:
-    """Return the descriptions of functions that stand beside messages; None: there are none."""
+    """Return the tool descriptions of a conversation, or None."""
     return given.get("tools") or None if isinstance(given, Mapping) else None
 
 
 def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: str) -> None:
-    """Refuse texts that have a processor's own tokens in them: it would look for images that are not there.
+    """Raise `CorruptSampleError` for texts that contain placeholder tokens of the processor.
 
     Parameters
     ----------
     messages : sequence of dict
-        As `conversation` makes them.
+        Result of `conversation`.
     tokens : mapping
-        From a token to what it stands for.
+        Kind of content of each placeholder token.
     where : str
-        For messages.
-
-    Raises
-    ------
-    CorruptSampleError
+        Name of the sample in error messages.
     """
     for number, message in enumerate(messages):
         for text in (part["text"] for part in parts(message) if part["type"] == "text"):
@@ -91,12 +87,12 @@ def check_words(messages: Sequence[Message], tokens: Mapping[str, str], where: s
                     raise CorruptSampleError(
                         f"{where}: messages[{number}].content",
                         f"has the processor's token for {kind}, {token!r}, at character {text.index(token)}",
-                        "write the word otherwise; contents are placed by <image> and <audio>",
+                        "change the text; the placeholders are <image> and <audio>",
                     )
 
 
 def with_contents(messages: Sequence[Message], contents: Mapping[str, Sequence[Any]]) -> list[Message]:
-    """Return messages whose images and recordings are in their parts, as the library's processors take them."""
+    """Return messages with images and recordings in their parts, as the library's processors take them."""
     left = {kind: iter(each) for kind, each in contents.items()}
 
     def filled(part: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +103,7 @@ def with_contents(messages: Sequence[Message], contents: Mapping[str, Sequence[A
 
 
 def parts(message: Message) -> list[dict[str, Any]]:
-    """Return the typed parts of a message; a message that only calls tools has none."""
+    """Return the typed parts of a message. A message that only calls tools has none."""
     found: list[dict[str, Any]] = message.get("content", [])
     return found
 
@@ -118,7 +114,7 @@ def _message(given: Any, where: str, counts: Mapping[str, int]) -> Message:
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if role not in _ROLES:
         raise CorruptSampleError(f"{where}.role", f"{role!r} is none of {', '.join(_ROLES)}")
-    # Templates read more than contents: calls of tools, reasoning.
+    # Templates also read other fields, such as tool calls and reasoning.
     message = {name: value for name, value in given.items() if name not in _FIELDS and value is not None}
     message["role"] = _ROLES[role]
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""ChatTemplate: conversations as a processor's own chat template writes them, and which tokens the assistant says."""
+"""`ChatTemplate`: tokenize conversations with a processor's chat template, and mark the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeloom.integrations.data.chat import Message, parts
 from pipeloom.runtime.data.dataset import CorruptSampleError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The block in which a template writes what the assistant says."""
+"""The block of a template that contains the assistant's text."""
 
 
 class ChatTemplate:
@@ -35,30 +35,30 @@ class ChatTemplate:
         tokenizer = processor.tokenizer if self._has_parts else processor
         found = getattr(processor, "chat_template", None) or tokenizer.chat_template
         self.text: str | None = found.get("default") if isinstance(found, dict) else found
-        """The template; None: there is none."""
+        """The template, or None."""
         self._marks = bool(self.text and _GENERATION.search(self.text)) and tokenizer.is_fast
 
     def readable(self, messages: Sequence[Message], tools: Any, where: str) -> list[Message]:
-        """Return messages with their contents in the form that the template reads.
+        """Return messages with their contents in the form that the template supports.
 
-        Some templates read typed parts, some read text, and some read text of one role and parts of another. What a
-        template does not read, it renders as nothing or as a Python list. So the template first renders the same
-        conversation with a marker in place of every text.
+        Some templates support typed parts, some text, and some a different form for each role. An unsupported form is
+        rendered as nothing or as a Python list. To detect this, each text is replaced by a marker and the conversation
+        is rendered.
 
         Raises
         ------
         CorruptSampleError
-            The template leaves out what a message says.
+            The template omits the contents of a message in all forms.
         """
         roles = sorted({message["role"] for message in messages})
         forms = [set(chosen) for n in range(len(roles) + 1) for chosen in itertools.combinations(roles, n)]
         marked, markers = _marked(messages)
         problem, fewest, failure = "", len(markers) + 1, None
-        # Parts for all roles, then text for all, then mixtures.
+        # First parts for all roles, then text for all roles, then mixtures.
         for text_roles in sorted(forms, key=lambda each: 0 < len(each) < len(roles)):
             candidate = _as_text(marked, text_roles)
             if candidate is None:
-                problem = problem or "reads contents as text, and has no place for an image or a recording"
+                problem = problem or "supports only text, but a message has an image or a recording"
                 continue
             try:
                 found = self.render(candidate, tools)
@@ -71,32 +71,31 @@ class ChatTemplate:
                 assert as_read is not None
                 return as_read
             if len(lost) < fewest:
-                problem, fewest = f"does not write what {lost[0]!r} says", len(lost)
+                problem, fewest = f"omits the contents of role {lost[0]!r}", len(lost)
         if problem or failure is None:
-            remedy = "use a processor whose template writes all of it, or leave the message out"
+            remedy = "use a processor whose template supports it, or remove the message"
             raise CorruptSampleError(f"{where}: messages", f"the chat template {problem}", remedy)
         raise failure
 
     def encode(self, messages: Sequence[Message], tools: Any, where: str) -> tuple[dict[str, Any], Tensor]:
-        """Return what the processor gives for a conversation, and which of its tokens the assistant says.
+        """Return the processor's output for a conversation, and the mask of the assistant's tokens.
 
-        Where the template has a ``generation`` block, these are the tokens of the processor's assistant mask. Elsewhere
-        they are the tokens that each message of the assistant adds to what the template writes before it, with the
-        generation prompt.
+        If the template has a ``generation`` block, the mask is the processor's assistant mask. Otherwise an assistant
+        message consists of the tokens that it adds to the messages before it, rendered with the generation prompt.
 
         Parameters
         ----------
         messages : sequence of dict
-            As `readable` returns them, with images and recordings in their parts.
+            Result of `readable`, with images and recordings in their parts.
         tools : object
-            Descriptions of functions, for the template.
+            Tool descriptions for the template.
         where : str
-            For messages.
+            Name of the sample in error messages.
 
         Raises
         ------
         InputError
-            The template writes the beginning of a conversation differently from the whole of it.
+            The rendering of the first messages is not a prefix of that of the conversation.
         """
         found = self.tokens(messages, tools)
         ids = torch.as_tensor(found["input_ids"]).reshape(-1)
@@ -104,20 +103,20 @@ class ChatTemplate:
             return found, torch.as_tensor(found.pop("assistant_masks")).reshape(-1).bool()
         said = torch.zeros_like(ids, dtype=torch.bool)
         if messages[0]["role"] == "assistant":
-            remedy = 'let a user or the system speak first, or train_on = "all"'
-            raise CorruptSampleError(f"{where}: messages", "begins with the assistant, whom nobody asked", remedy)
+            remedy = 'begin with a user or system message, or set train_on = "all"'
+            raise CorruptSampleError(f"{where}: messages", "begins with an assistant message", remedy)
         whole = self.render(messages, tools)
 
         def length(count: int, prompt: bool) -> int:
-            """Return how many of the tokens the first messages make up."""
+            """Return the number of tokens of the first messages."""
             first = messages[:count]
             if count == len(messages):
                 return len(ids)
             if not whole.startswith(self.render(first, tools, prompt)):
                 raise InputError(
                     f"{where}: messages",
-                    "the chat template writes the beginning of a conversation otherwise than the whole of it",
-                    'train_on = "all", or a template that does not',
+                    "the chat template renders the first messages differently without those that follow",
+                    'set train_on = "all", or use another template',
                 )
             return shared_length(ids, torch.as_tensor(self.tokens(first, tools, prompt)["input_ids"]).reshape(-1))
 
@@ -127,7 +126,7 @@ class ChatTemplate:
         return found, said
 
     def render(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
-        """Return what the template writes, with or without the generation prompt."""
+        """Render messages, with or without the generation prompt."""
         found: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=prompt)
         return found
 
@@ -147,13 +146,13 @@ class ChatTemplate:
 
 
 def shared_length(ids: Tensor, before: Tensor) -> int:
-    """Return how many tokens of a text are those of its beginning, whose last ones may join with what comes next."""
+    """Return the length of the common prefix of a text's tokens and those of its beginning."""
     count = min(len(ids), len(before))
     return int((ids[:count] == before[:count]).long().cumprod(0).sum())
 
 
 def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[str, str]]]:
-    """Put a marker in place of every text; return the messages, and the role and marker of each text."""
+    """Replace each text by a marker. Return the messages, and the role and marker of each text."""
     markers: list[tuple[str, str]] = []
 
     def marked(part: dict[str, Any], role: str) -> dict[str, Any]:
@@ -167,12 +166,12 @@ def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[str,
 
 
 def _is_written(marker: str, rendered: str) -> bool:
-    """Return whether a marker is in a rendered conversation, and not inside a list that was turned into text."""
+    """Return whether a rendered conversation contains a marker outside of a formatted Python list."""
     return marker in rendered and not re.search(rf"""["']text["']\s*:\s*["']{marker}""", rendered)
 
 
 def _as_text(messages: Sequence[Message], roles: Collection[str]) -> list[Message] | None:
-    """Return messages with the contents of some roles as text; None where one of these has other contents."""
+    """Return messages with the contents of some roles as text, or None if one of them has other contents."""
     out = []
     for message in messages:
         if message["role"] in roles and "content" in message:

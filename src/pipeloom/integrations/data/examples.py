@@ -1,4 +1,4 @@
-"""Example: texts, images and recordings of one sample, found in its fields by their names."""
+"""`Example`: texts, images and recordings of one sample, selected by the names of its fields."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from pipeloom.runtime.model.model import user_code
 
 @dataclass(frozen=True)
 class Example:
-    """What a sample is made of.
+    """The contents of a sample.
 
     Attributes
     ----------
-    name : str
-    images, audio : tuple of Blob
     messages : object or None
-        A conversation, in any of the common forms.
+        A conversation, in any of the common formats.
     text : str or None
-        What is to be said; without messages.
+        The text to train on, if there are no messages.
     prompt : str
-        What it answers.
+        The prompt before the text.
     kinds : tuple of str
-        What the data have fields for, ``images`` and ``audio``, also where this one has none.
+        ``images`` and ``audio`` if the data have a field for them, even if this sample has none.
     """
 
     name: str
@@ -45,47 +43,42 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """Which fields of an example are what.
+    """Names of the fields of an example.
 
-    A field of a table is a column, of a shard an extension. Several names are separated by ``;``, and may have ``*``
-    and ``?``: all that are there are taken, in the order of their names.
+    A field is a column of a table, or a file extension in a shard. Several names are separated by ``;`` and may contain
+    the wildcards ``*`` and ``?``. All matching fields are used, in the order of their names.
     """
 
     messages: str | None = None
-    """A conversation; in a shard, JSON."""
+    """A conversation. In a shard, its format is JSON."""
     text: str | None = None
-    """What is to be said, where there are no messages."""
+    """The text to train on, if there are no messages."""
     prompt: str | None = None
-    """What it answers."""
+    """The prompt before the text."""
     image: str | None = None
     audio: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Fields:
-        """Read them from a mapping.
-
-        Raises
-        ------
-        InputError
-        """
+        """Convert a mapping. Raise `InputError` for unknown names."""
         known = ("messages", "text", "prompt", "image", "audio")
         for name in given:
             if name not in known:
-                raise InputError(f"fields[{name!r}]", "is none", f"there are {', '.join(known)}")
+                raise InputError(f"fields[{name!r}]", "is unknown", f"choose from {', '.join(known)}")
         return cls(**given)
 
     def check(self, source: Source) -> Fields:
-        """Return the fields, with the usual names where none is given.
+        """Return the fields, completed with the usual names.
 
         Raises
         ------
         InputError
-            When no example has a field.
+            No example has a field.
         """
         there = source.fields
         if self.messages is not None and self.text is not None:
             raise InputError(
-                f"text = {self.text!r}", f"is named beside messages = {self.messages!r}", "name one of them"
+                f"text = {self.text!r}", f"is set together with messages = {self.messages!r}", "set one of them"
             )
         for name, stated in vars(self).items():
             if stated is not None and not _matching(stated, there):
@@ -125,7 +118,7 @@ def _matching(stated: str, there: Sequence[str]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """By which 10 stands behind 9."""
+    """Return a sort key that puts 10 after 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -158,9 +151,9 @@ def read_example(source: Source, i: int, fields: Fields, function: Callable[[Any
 def _one(row: Mapping[str, Any], stated: str, name: str, what: str) -> Any:
     found = _matching(stated, list(row))
     if found and row[found[0]] is None:
-        raise CorruptSampleError(name, f"has nothing in {found[0]!r} ({what})", "mend it")
+        raise CorruptSampleError(name, f"has nothing in {found[0]!r} ({what})", "repair it")
     if not found:
-        raise CorruptSampleError(name, f"has no {stated!r} ({what}), but {', '.join(row)}", "mend it")
+        raise CorruptSampleError(name, f"has no {stated!r} ({what}), but {', '.join(row)}", "repair it")
     return row[found[0]]
 
 
@@ -184,7 +177,7 @@ def _text(value: Any, name: str) -> str:
         try:
             return value.read().decode()
         except UnicodeDecodeError as error:
-            raise CorruptSampleError(value.name, f"is not UTF-8 text (byte {error.start})", "mend it") from error
+            raise CorruptSampleError(value.name, f"is not UTF-8 text (byte {error.start})", "repair it") from error
     raise InputError(name, f"has a {type(value).__name__} for a text", "name a field with text")
 
 
@@ -194,8 +187,8 @@ def _json(value: Any, name: str) -> Any:
     try:
         return json.loads(_text(value, name))
     except RecursionError as error:
-        raise CorruptSampleError(name, "has messages in too many brackets", "mend it") from error
+        raise CorruptSampleError(name, "has messages in too many brackets", "repair it") from error
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise CorruptSampleError(name, f"has messages that are no JSON ({error})", "mend it") from error
+        raise CorruptSampleError(name, f"has messages that are no JSON ({error})", "repair it") from error

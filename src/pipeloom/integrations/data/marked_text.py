@@ -1,4 +1,4 @@
-"""A sample as text in which the targets are marked."""
+"""Show a sample as text with its targets marked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 _BEGIN, _END = ">>>", "<<<"
 _LONGEST = 400
-"""Characters of a run of tokens that are shown."""
+"""Maximum of characters shown of a run of tokens."""
 _REPEATED = 4
-"""So many equal tokens in a row are shown once, with their number."""
+"""From this number on, equal consecutive tokens are shown once, with their count."""
 
 
 def marked_text(tokenizer: Any, ids: Tensor, is_target: Tensor) -> str:
@@ -23,7 +23,7 @@ def marked_text(tokenizer: Any, ids: Tensor, is_target: Tensor) -> str:
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    """Decode tokens, of which long repetitions, such as places of images, are decoded once."""
+    """Decode tokens. Long repetitions, such as image placeholders, are decoded once."""
     pieces, plain = [], list[int]()
     for token, run in itertools.groupby(ids):
         count = len(list(run))

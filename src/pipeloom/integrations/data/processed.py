@@ -1,4 +1,4 @@
-"""ProcessedDataset: examples as a processor of the `transformers` library makes samples of them."""
+"""`ProcessedDataset`: convert examples to samples with a processor of the `transformers` library."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from pipeloom.spec.model import num_instances
 
 EVERY_USUAL: Mapping[str, str] = MappingProxyType({})
 _IGNORED = -100
-"""Label of what is no target."""
+"""Label of a token that is not a target."""
 _KEPT_BYTES = 64 * 2**20
 _ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-"""What a processor gives of every token."""
-_SPOKEN = {"images": "image", "audio": "audio"}
-"""What messages call what modules read."""
+"""Outputs of a processor with one number per token."""
+_PART_TYPES = {"images": "image", "audio": "audio"}
+"""Type of a message part for each value of `Module.reads`."""
 _Contents = Mapping[str, list[Any]]
-"""Images and recordings, by what modules read; in the text half, with nothing in them."""
+"""Images and recordings by `Module.reads`. In the text half they are blank."""
 TrainOn = Literal["assistant", "all"]
 Function = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From an example's fields to messages or text, prompt, image, audio."""
+"""Maps the fields of an example to messages or text, prompt, image and audio."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,26 @@ class _Media:
 
     blobs: tuple[Blob, ...]
     promised: tuple[SizedOutline, ...]
-    """What the processor is to give for each."""
+    """Shapes of the processor's output for each."""
     axis: int = 0
-    """The dimension of contents that has a row for each image, or for each tile of one."""
+    """The dimension of the contents along which images, or tiles of images, are concatenated."""
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows of contents each has."""
+        """Rows of contents of each image or recording."""
         return tuple(outline.shape[self.axis] for outline in self.promised)
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """A sample without contents, and where these are, by what modules read."""
+    """A sample without contents, and the files of its contents by `Module.reads`."""
 
     sample: dict[str, Any]
     media: dict[str, _Media]
 
 
 class _Outlines:
-    """Those that were made last, by number, for all threads."""
+    """A thread-safe cache of the most recent outlines by sample number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,29 +92,30 @@ class _Outlines:
 
 
 class ProcessedDataset(Dataset):
-    """Examples of a source, as a processor makes samples of them.
+    """Examples of a source, converted to samples by a processor.
 
     Parameters
     ----------
     source : Source
+        The examples.
     processor : path or object
-        The folder of a processor or a tokenizer, or one itself.
+        A processor or tokenizer, or its folder.
     fields : mapping
-        Which fields of an example are its ``messages``, ``text``, ``prompt``, ``image`` and ``audio``, see `Fields`; by
-        default those with the usual names.
+        Names of the fields with ``messages``, ``text``, ``prompt``, ``image`` and ``audio``; see `Fields`. By default
+        the usual names.
     train_on : "assistant" or "all"
-        Whether only what the assistant says is a target, or every token of the text.
+        Whether only the assistant's tokens are targets, or all tokens of the text.
     function : callable or None
-        From an example's fields to others, named as in `Fields`: for data of any form. Large fields are given as
-        `Blob`, whose bytes are read by ``read()``.
+        Converts the fields of an example to those of `Fields`, for data in other formats. Large fields are a `Blob`,
+        whose ``read()`` returns the bytes.
     exclude : collection of str
-        Names of samples, as messages have them, that only decoding shows to be damaged: ``skip_corrupt`` of `Batches`
-        leaves them out.
+        Names of samples, as in error messages, to treat as corrupt. Use it for damage that is only found in decoding.
+        ``skip_corrupt`` of `Batches` skips them.
 
     Attributes
     ----------
     num_decoded : int
-        Images and recordings that this process has decoded.
+        Number of images and recordings that this process has decoded.
     """
 
     def __init__(
@@ -145,79 +146,79 @@ class ProcessedDataset(Dataset):
             for token in (getattr(holder, f"{kind}_token", None) for holder in holders)
             if token
         }
-        """What stands for contents in a text, and of which kind."""
+        """Kind of content of each placeholder token."""
         self._template = ChatTemplate(self._half)
-        # Tokenizers bear no two threads at a time.
-        self._speaking = threading.Lock()
+        # Tokenizers are not thread-safe.
+        self._tokenizer_lock = threading.Lock()
         self._model: Model | None = None
-        # Of data and processor alone: whatever is bound to a model has them with it.
+        # Outlines depend only on data and processor, so all bound copies share them.
         self._known = _Outlines()
         self._lock = threading.Lock()
         self.num_decoded = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel as the processor's folder: every process loads it for itself."""
+        """Pickle the processor's folder, not the processor. Each process loads it."""
         names = ("source", "train_on", "function", "exclude", "_fields", "_given")
         return {name: value for name, value in vars(self).items() if name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load what was left out."""
+        """Load the processor."""
         vars(self).update(state)
         self._open()
 
     def __len__(self) -> int:
-        """As many as the source has examples."""
+        """Return the number of examples."""
         return len(self.source)
 
     def unknown(self, names: Collection[str]) -> list[str]:
-        """Return those names that no sample has."""
+        """Return the names that belong to no sample."""
         return sorted(set(names) - {self.source.name(i) for i in range(len(self))}) if names else []
 
     def bind(self, model: Model) -> Dataset:
-        """Know the model: what it says of sizes and targets, and which modules read images.
+        """Return a data set for a model, which provides sizes and targets of samples.
 
         Raises
         ------
         InputError
-            When it describes no samples.
+            The model has no ``describe``.
         """
         if model.describe is None:
-            raise InputError("model.describe", "is None", "let it tell the sizes of what the processor gives")
-        # Not by copy, which goes as to another process, and loads the processor anew.
+            raise InputError("model.describe", "is None", "let it return the sizes of the processor's output")
+        # `copy.copy` would use `__getstate__` and load the processor again.
         bound = object.__new__(type(self))
         vars(bound).update(vars(self))
         bound._model, bound.num_decoded = model, 0
         return bound
 
     def sizes(self, i: int) -> dict[str, Any]:
-        """As `Dataset.sizes`, of headers and texts."""
+        """As `Dataset.sizes`, from headers and texts only."""
         model, sample = self._of_model(), self._outline(i).sample
         assert model.describe is not None
         try:
             return {**model.describe(sample), "targets": model.num_targets(sample)}
         except InputError as error:
-            # A sample that can be left out stays one.
+            # Keep the type, because corrupt samples can be skipped.
             raise type(error)(f"{self.source.name(i)}: {error.entity}", error.problem, error.remedy) from error
 
     def load(self, i: int, module: str, instances: tuple[int, ...], loss: bool = True) -> dict[str, Any]:
-        """As `Dataset.load`: the sample with the contents that are asked for, and zeros for others."""
-        # Labels are tokens, which sizes want on every rank.
+        """As `Dataset.load`: the sample with the contents of these instances, and zeros for the others."""
+        # Labels are always included, because the sizes depend on them.
         del loss
         outline = self._outline(i)
         found = {}
         for reads in outline.media:
-            asked = self._asked(outline, reads, module, instances)
-            if asked:
+            numbers = self._to_decode(outline, reads, module, instances)
+            if numbers:
                 name = self._sized[reads].content
-                found[name] = self._contents(reads, outline, asked)
+                found[name] = self._contents(reads, outline, numbers)
         return {**outline.sample, **found}
 
     def preview(self, i: int) -> str:
-        """As `Dataset.preview`: compare a sample with what the processor makes of its decoded contents."""
+        """As `Dataset.preview`. Also compare the sample with the processor's output for the decoded contents."""
         sample = self._outline(i).sample
         example = read_example(self.source, i, self._fields, self.function)
         contents = {reads: [self._sized[reads].decode(b) for b in each] for reads, each in self._blobs(example).items()}
-        with self._speaking:
+        with self._tokenizer_lock:
             own = self._sample(example, contents, ChatTemplate(self.processor))
         for name in (*_ROWS, "labels"):
             if name in own and not torch.equal(own[name], sample[name]):
@@ -227,17 +228,17 @@ class ProcessedDataset(Dataset):
 
     def _of_model(self) -> Model:
         if self._model is None:
-            raise PipeloomError("the dataset was told no model; call bind(model)")
+            raise PipeloomError("the dataset has no model; call bind(model)")
         return self._model
 
-    def _asked(self, outline: _Outline, reads: str, module: str, instances: tuple[int, ...]) -> set[int]:
-        """Numbers of the images, or recordings, that are to be decoded."""
+    def _to_decode(self, outline: _Outline, reads: str, module: str, instances: tuple[int, ...]) -> set[int]:
+        """Return the numbers of the images or recordings to decode."""
         model, given = self._of_model(), outline.media[reads]
         every = set(range(len(given.blobs)))
         if not instances:
             return set()
         if model.module(module).reads != reads:
-            # Where no module reads them by themselves, they enter with the sample.
+            # If no module reads them as instances, they belong to the sample.
             return set() if any(each.reads == reads for each in model.modules) else every
         if sum(given.rows) == len(every):
             return set(instances)
@@ -245,16 +246,16 @@ class ProcessedDataset(Dataset):
         count = num_instances(model.module(module).reads, batch_from_dicts([model.describe(outline.sample)]).samples[0])
         if count == len(every):
             return set(instances)
-        # Of images in tiles, each tile is an instance.
+        # If images are cut into tiles, each tile is an instance.
         of_row = [number for number, rows in enumerate(given.rows) for _ in range(rows)]
         return {of_row[each] for each in instances} if count == len(of_row) else every
 
-    def _contents(self, reads: str, outline: _Outline, asked: set[int]) -> Tensor:
+    def _contents(self, reads: str, outline: _Outline, numbers: set[int]) -> Tensor:
         given, promised = outline.media[reads], outline.sample[self._sized[reads].content]
         contents = torch.zeros(promised.shape, dtype=promised.dtype)
         begin = 0
         for number, (blob, rows) in enumerate(zip(given.blobs, given.rows, strict=True)):
-            if number in asked:
+            if number in numbers:
                 one = self._decoded(self._sized[reads], blob, given.promised[number], outline.sample["id"])
                 place = [slice(side) for side in one.shape]
                 place[given.axis] = slice(begin, begin + rows)
@@ -263,11 +264,11 @@ class ProcessedDataset(Dataset):
         return contents
 
     def _decoded(self, sized: Sized, blob: Blob, promised: SizedOutline, name: str) -> Tensor:
-        remedy = f'mend it, or leave the sample out by skip_corrupt and exclude = ["{name}"], and resume'
+        remedy = f'repair it, or set skip_corrupt and exclude = ["{name}"], and resume'
         try:
             item = sized.decode(blob)
         except CorruptSampleError as error:
-            # The plan and the other ranks count with it.
+            # Not skippable here: the plan and the other ranks depend on the sample.
             raise InputError(error.entity, error.problem, remedy) from error
         with self._lock:
             self.num_decoded += 1
@@ -289,7 +290,7 @@ class ProcessedDataset(Dataset):
     # ---------------------------------------------------------------- outlines
 
     def _outline(self, i: int) -> _Outline:
-        # Two threads may make one; they make the same.
+        # Two threads may create the same outline, which is harmless.
         return self._known.get(i) or self._known.add(i, self._make(i))
 
     def _make(self, i: int) -> _Outline:
@@ -302,26 +303,26 @@ class ProcessedDataset(Dataset):
             for reads, each in blobs.items()
         }
         try:
-            with self._speaking:
+            with self._tokenizer_lock:
                 sample = self._sample(example, blanks, self._template)
         except PipeloomError:
             raise
         except Exception as error:
-            # It refuses some samples for what they are: images of odd shapes, texts that it cannot write.
+            # Processors reject some samples, such as images of extreme aspect ratios.
             raise CorruptSampleError(example.name, _raised(error)) from error
         if not bool((sample["labels"][1:] != _IGNORED).any()):
-            remedy = 'give it something to learn: words of the assistant, or train_on = "all"'
+            remedy = 'add assistant text, or set train_on = "all"'
             raise CorruptSampleError(example.name, "has no target", remedy)
         found = {}
         for reads, each in blanks.items():
             sized = self._sized[reads]
             if len(each) > 1 and not sized.joins:
-                problem = f"are {len(each)}, and the processor treats several in one sample otherwise than each alone"
-                raise CorruptSampleError(f"{example.name}: {reads}", problem, "give every sample one")
+                problem = f"are {len(each)}, but the processor does not process the images of a sample independently"
+                raise CorruptSampleError(f"{example.name}: {reads}", problem, "use one per sample")
             promised = tuple(sized.outline(sized.size_of(blank)) for blank in each)
             found[reads] = _Media(blobs[reads], promised, sized.axes[sized.content])
             contents = sample[sized.content]
-            # Some processors copy the zeros.
+            # Some processors copy the zeros, which would take memory.
             sample[sized.content] = torch.zeros((), dtype=contents.dtype).expand(contents.shape)
         return _Outline({"id": example.name, **sample}, found)
 
@@ -329,25 +330,25 @@ class ProcessedDataset(Dataset):
         blobs = {reads: each for reads, each in (("images", example.images), ("audio", example.audio)) if each}
         for reads in blobs:
             if reads not in self._sized:
-                remedy = "give the model's own processor, or name no such field"
-                raise InputError(example.name, f"has {reads}, and the processor takes none", remedy)
+                remedy = "use the model's own processor, or remove the field"
+                raise InputError(example.name, f"has {reads}, but the processor takes none", remedy)
         return blobs
 
     def _sample(self, example: Example, contents: _Contents, template: ChatTemplate) -> dict[str, Any]:
         chat, has_template = example.messages is not None, template.text is not None
         if chat and not has_template:
             shown = self._given if isinstance(self._given, str) else type(self._given).__name__
-            remedy = "set tokenizer.chat_template and save it there, or name a processor that has one"
-            raise InputError(f"processor = {shown!r}", f"has no chat template, and {example.name} has messages", remedy)
+            remedy = "set tokenizer.chat_template and save it there, or use a processor that has one"
+            raise InputError(f"processor = {shown!r}", f"has no chat template, but {example.name} has messages", remedy)
         if not chat and not (has_template and (contents or example.prompt)):
             return self._plain(example, contents)
-        asked = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-        given = example.messages if chat else asked
-        counts = {_SPOKEN[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
+        turns = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+        given = example.messages if chat else turns
+        counts = {_PART_TYPES[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
         messages, tools = conversation(given, example.name, counts), tools_of(given)
         check_words(messages, self._tokens, example.name)
         messages = template.readable(messages, tools, example.name)
-        messages = with_contents(messages, {_SPOKEN[reads]: each for reads, each in contents.items()})
+        messages = with_contents(messages, {_PART_TYPES[reads]: each for reads, each in contents.items()})
         if self.train_on == "all":
             sample = _flat(template.tokens(messages, tools))
             return {**sample, "labels": self._labels(sample["input_ids"])}
@@ -356,13 +357,13 @@ class ProcessedDataset(Dataset):
         return {**sample, "labels": self._labels(sample["input_ids"], said)}
 
     def _plain(self, example: Example, contents: _Contents) -> dict[str, Any]:
-        """Images, what is asked, and the answer, one after the other."""
+        """Return a sample of images, prompt and text without a chat template."""
         before, text = example.prompt, example.text or ""
         if not before + text and not contents:
-            raise CorruptSampleError(example.name, "has no words", "give it some")
+            raise CorruptSampleError(example.name, "has no text", "add some, or remove the sample")
         self._check_places(before + text, contents, example.name)
         for reads, each in reversed([*contents.items()]):
-            place = getattr(self.processor, f"{_SPOKEN[reads]}_token", None) or ""
+            place = getattr(self.processor, f"{_PART_TYPES[reads]}_token", None) or ""
             if place not in before + text:
                 before = place * len(each) + before
         sample = self._process(before + text, contents)
@@ -376,12 +377,12 @@ class ProcessedDataset(Dataset):
         return {**sample, "labels": self._labels(ids, torch.arange(len(ids)) >= begin)}
 
     def _check_places(self, text: str, contents: _Contents, where: str) -> None:
-        """Refuse a text that places contents by the processor's own tokens, and others than there are."""
+        """Raise `CorruptSampleError` if the number of placeholder tokens in a text differs from that of contents."""
         for token, kind in self._tokens.items():
-            have = sum(len(each) for reads, each in contents.items() if _SPOKEN[reads] == kind)
+            have = sum(len(each) for reads, each in contents.items() if _PART_TYPES[reads] == kind)
             if (places := text.count(token)) not in (0, have):
                 problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
-                raise CorruptSampleError(where, problem, "write the word otherwise, or as often as there are")
+                raise CorruptSampleError(where, problem, "change the text, or use one token for each")
 
     def _process(self, text: str, contents: _Contents) -> dict[str, Any]:
         options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": True}
@@ -393,7 +394,7 @@ class ProcessedDataset(Dataset):
         labels = ids.clone()
         if is_target is not None:
             labels[~is_target] = _IGNORED
-        # Places of images are no words.
+        # Placeholders are not targets.
         for holder in (self.processor, self._tokenizer):
             for name in ("image_token_id", "audio_token_id", "video_token_id"):
                 token = getattr(holder, name, None)
@@ -403,7 +404,7 @@ class ProcessedDataset(Dataset):
 
 
 def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor gives for one sample, with a number for each token in one dimension."""
+    """Return the processor's output for one sample, without the batch dimension in the entries per token."""
     out = {name: torch.as_tensor(value) for name, value in found.items()}
     return {name: value.reshape(-1) if name in _ROWS else value for name, value in out.items()}
 
@@ -419,19 +420,19 @@ def _longer(row: Tensor, name: str, end: int) -> Tensor:
 
 def _held_bytes(outline: _Outline) -> int:
     contents: int = sum(value.nbytes for name, value in outline.sample.items() if name in (*_ROWS, "labels"))
-    # What else there is.
+    # An estimate of all other objects.
     return contents + 4096
 
 
 class WebDataset(ProcessedDataset):
-    """Shards of WebDataset, as a processor makes samples of them; a field is an extension.
+    """WebDataset shards, converted to samples by a processor. A field is a file extension.
 
     Parameters
     ----------
     shards : path, pattern or sequence of these
-        Tar files that are not compressed.
+        Uncompressed tar files.
     processor, fields, **options
-        As `ProcessedDataset`.
+        As in `ProcessedDataset`.
     """
 
     def __init__(self, shards: Paths, processor: Any, fields: Mapping[str, str] = EVERY_USUAL, **options: Any) -> None:
@@ -439,13 +440,9 @@ class WebDataset(ProcessedDataset):
 
 
 class ParquetDataset(ProcessedDataset):
-    """Parquet files, as a processor makes samples of their rows; a field is a column.
+    """Parquet files, whose rows a processor converts to samples. A field is a column.
 
-    Parameters
-    ----------
-    files : path, pattern or sequence of these
-    processor, fields, **options
-        As `ProcessedDataset`.
+    For the parameters ``processor``, ``fields`` and ``**options``, see `ProcessedDataset`.
     """
 
     def __init__(self, files: Paths, processor: Any, fields: Mapping[str, str] = EVERY_USUAL, **options: Any) -> None:
@@ -453,13 +450,9 @@ class ParquetDataset(ProcessedDataset):
 
 
 class ArrowDataset(ProcessedDataset):
-    """A folder that ``save_to_disk`` of the `datasets` library wrote, as a processor makes samples of its rows.
+    """A folder written by ``save_to_disk`` of the `datasets` library, whose rows a processor converts to samples.
 
-    Parameters
-    ----------
-    folder : path
-    processor, fields, **options
-        As `ProcessedDataset`.
+    For the parameters ``processor``, ``fields`` and ``**options``, see `ProcessedDataset`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A processor of the `transformers` library in two halves: what it says of sizes, and what it makes of contents."""
+"""Split a processor of the `transformers` library into a half that needs only sizes, and one that needs contents."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipeloom.integrations.data.blobs import Blob
 from pipeloom.integrations.transformers.weights import check_own_code
 from pipeloom.runtime.data.dataset import CorruptSampleError
 
-_MEND = "mend it"
+_REPAIR = "repair it"
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a part of a processor gives for one image or recording of some size, without its contents."""
+    """Shape and dtype of a processor's output for one image or recording of a given size."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,15 +40,15 @@ class Outline:
 
 
 def load_processor(folder: str | Path) -> Any:
-    """Load the processor of a folder, or its tokenizer where there is no more.
+    """Load the processor of a folder, or its tokenizer if there is no processor.
 
-    The library makes no processor that knows videos where torchvision is not installed. Such a one is put together
-    here, without the part for videos.
+    Without torchvision, the library cannot create processors that support videos. These are created here without the
+    video processor.
 
     Raises
     ------
     InputError
-        When there is none.
+        The folder has neither, or it cannot be loaded.
     """
     try:
         import transformers
@@ -60,7 +60,7 @@ def load_processor(folder: str | Path) -> Any:
     where = str(folder)
     if not Path(where).is_dir():
         raise InputError(
-            f"processor = {where!r}", "is no folder", "give one that a processor or tokenizer was saved in"
+            f"processor = {where!r}", "is not a folder", "give the folder of a saved processor or tokenizer"
         )
     try:
         name = None if is_torchvision_available() else _class_name(Path(where))
@@ -69,7 +69,7 @@ def load_processor(folder: str | Path) -> Any:
             return transformers.AutoProcessor.from_pretrained(where, trust_remote_code=False)
         return _without_videos(kind, where)
     except Exception as error:
-        # The library's message blames whatever it missed in the end.
+        # The library's message names only the last of its attempts, so look for damaged files first.
         for file in sorted(Path(where).glob("*.json")):
             _read_json(file)
         check_own_code(where, error)
@@ -78,13 +78,7 @@ def load_processor(folder: str | Path) -> Any:
 
 
 def _read_json(file: Path) -> Any:
-    """Read a file of a processor or a model.
-
-    Raises
-    ------
-    InputError
-        It is damaged.
-    """
+    """Read a JSON file of a processor or a model. Raise `InputError` if it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -128,24 +122,25 @@ def _without_videos(kind: Any, folder: str) -> Any:
 
 
 def _any_class(processor: Any, argument_name: str, argument: Any) -> type:
-    """Instead of the check of a part's class, which looks for that of the part for videos: it is not there."""
+    """Replaces the library's class check of a part, which needs the class of the missing video processor."""
     del processor, argument_name
     return type(argument)
 
 
 class Sized:
-    """Stands for the part of a processor that makes numbers of images, or of recordings, in its text half.
+    """Replaces the image processor or feature extractor in the text half of a processor.
 
-    It gives what follows from sizes, and zeros that take no memory: what the real part gives for empty contents of the
-    same size.
+    It returns the real part's output for blank contents of the same size. Contents are zeros that take no memory.
     """
 
     content: str
-    """Under which name the real part gives contents; what else it gives follows from sizes."""
+    """Name of the contents in the real part's output. All other outputs depend only on sizes."""
     num_kept = 4096
-    hasty: Mapping[str, Any] = MappingProxyType({})
-    """Options that change contents and no sizes, for those that have nothing in them."""
+    """Maximum number of cached outlines."""
+    blank_options: Mapping[str, Any] = MappingProxyType({})
+    """Options that speed up blank contents. They change contents, but no sizes."""
     smallest: Any
+    """A small valid size."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -160,7 +155,7 @@ class Sized:
     def __call__(self, given: Any, **options: Any) -> Any:
         from transformers.feature_extraction_utils import BatchFeature
 
-        # The same for all images of a processor.
+        # These are the same for all calls of a processor.
         self.options, self.is_nested = options, isinstance(given, (list, tuple)) and isinstance(given[0], (list, tuple))
         outlines = [self.outline(self.size_of(each)) for each in _flat(given)]
         axes = self.axes
@@ -173,31 +168,31 @@ class Sized:
     preprocess = __call__
 
     def size_of(self, given: Any) -> Any:
-        """What says how large an image or a recording is."""
+        """Return the size of an image or a recording."""
         raise NotImplementedError
 
     def blank(self, size: Any) -> Any:
-        """One of that size, with nothing in it."""
+        """Return blank contents of a size."""
         raise NotImplementedError
 
     def stand_in(self, size: Any) -> Any:
-        """What the text half is given for one of that size."""
+        """Return the text half's input for contents of a size."""
         return self.blank(size)
 
     def measure(self, blob: Blob) -> Any:
-        """The size, as the header says it."""
+        """Read the size from the header."""
         raise NotImplementedError
 
     def decode(self, blob: Blob) -> Any:
-        """The contents, as the real part takes them."""
+        """Decode the contents for the real part."""
         raise NotImplementedError
 
     def outline(self, size: Any) -> Outline:
-        """What is given for one of a size."""
+        """Return the outline for a size."""
         with self._lock:
             known = self._known.get(size)
         if known is None:
-            contents, given = self.run(self.blank(size), **self.hasty)
+            contents, given = self.run(self.blank(size), **self.blank_options)
             known = Outline(tuple(contents.shape), self.dtype, given)
             with self._lock:
                 self._known[size] = known
@@ -207,9 +202,9 @@ class Sized:
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        """By entry, the dimension along which the real part joins the images, or recordings, of one sample.
+        """The dimension along which the real part concatenates the images or recordings of a sample, by entry.
 
-        Some processors have a dimension of samples before it.
+        It is not 0 for processors with a leading dimension of samples.
         """
         one, two = self._one_and_two
         apart = {name: [a != b for a, b in zip(one[name].shape, two[name].shape, strict=True)] for name in one}
@@ -217,7 +212,7 @@ class Sized:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether the real part gives for several images of one sample what it gives for each of them."""
+        """Whether the real part processes the images of a sample independently."""
         one, two = self._one_and_two
         joined = {name: torch.cat([each, each], self.axes[name]) for name, each in one.items()}
         return all(torch.equal(each, two[name]) for name, each in joined.items())
@@ -225,26 +220,26 @@ class Sized:
     @cached_property
     def _one_and_two(self) -> list[dict[str, Tensor]]:
         samples = [[self.blank(self.smallest)] * count for count in (1, 2)]
-        every = [self.run(*([items] if self.is_nested else items), **self.hasty) for items in samples]
+        every = [self.run(*([items] if self.is_nested else items), **self.blank_options) for items in samples]
         return [{self.content: contents, **given} for contents, given in every]
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of contents, as the real part gives them."""
+        """The dtype of the real part's contents."""
         return self.run(self.blank(self.smallest))[0].dtype
 
     def run(self, *items: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the real part on the images or recordings of one sample."""
+        """Run the real part on the images or recordings of a sample. Return the contents and all other outputs."""
         options = {**self.options, **more, "return_tensors": "pt"}
         found = {name: _tensor(value) for name, value in self.real(list(items), **options).items()}
         return found.pop(self.content), found
 
 
 class SizedImages(Sized):
-    """Images; their size is width and height."""
+    """Replaces an image processor. A size is width and height."""
 
     content = "pixel_values"
-    hasty = MappingProxyType({"do_rescale": False, "do_normalize": False, "resample": 0})
+    blank_options = MappingProxyType({"do_rescale": False, "do_normalize": False, "resample": 0})
     smallest = (64, 64)
 
     def size_of(self, given: Any) -> tuple[int, int]:
@@ -257,15 +252,15 @@ class SizedImages(Sized):
         return _pillow().new("RGB", size)
 
     def stand_in(self, size: tuple[int, int]) -> Any:
-        """As `Sized`: of the least memory."""
+        """As `Sized`: an image with one bit per pixel."""
         return _pillow().new("1", size)
 
     def outline(self, size: tuple[int, int]) -> Outline:
-        """As `Sized`: of images that are resized to one size first, once."""
+        """As `Sized`, cached by the size after resizing."""
         return super().outline(self._resized(size))
 
     def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The size to which the real part brings an image before all else; what it is where that is not known."""
+        """Return the size after the real part's resizing, or the original size if the rule is unknown."""
         rule = getattr(sys.modules[type(self.real).__module__], "smart_resize", None)
         if rule is None or not getattr(self.real, "do_resize", False) or self.options.keys() & {"size", "do_resize"}:
             return size
@@ -292,10 +287,10 @@ class SizedImages(Sized):
 
 
 class SizedSounds(Sized):
-    """Recordings; their size is how many samples they have."""
+    """Replaces a feature extractor. A size is the number of samples of a recording."""
 
     content = "input_features"
-    # Hardly any two are equally long.
+    # Few recordings have the same length.
     num_kept = 256
     smallest = 1600
 
@@ -329,7 +324,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int = 0) -> tuple[int, ...]:
-    """Return the shape of tensors joined along a dimension, padded at the end of the others."""
+    """Return the shape of tensors that are concatenated along a dimension and padded in the others."""
     sides = list(zip(*shapes, strict=True))
     return tuple(sum(side) if place == axis else max(side) for place, side in enumerate(sides))
 
@@ -338,11 +333,12 @@ def joined_shape(shapes: Sequence[tuple[int, ...]], axis: int = 0) -> tuple[int,
 
 
 def image_size(blob: Blob) -> tuple[int, int]:
-    """Width and height as its header says; an image that seems to be cut off is decoded to see whether it is.
+    """Return width and height from the header of an image. An image that may be truncated is decoded to check it.
 
     Raises
     ------
     CorruptSampleError
+        The image cannot be read.
     """
     Image = _pillow()
     try:
@@ -351,7 +347,7 @@ def image_size(blob: Blob) -> tuple[int, int]:
             size = (height, width) if _lies(image) else (width, height)
             mark = _ENDS.get(image.format)
             if mark is not None:
-                # The tail is read from the file itself, where Pillow has read the head.
+                # Read the end of the file, because Pillow has read only the header.
                 file.seek(0, io.SEEK_END)
                 file.seek(max(0, file.tell() - _TAIL_BYTES))
                 mark = None if mark in file.read() else mark
@@ -363,12 +359,7 @@ def image_size(blob: Blob) -> tuple[int, int]:
 
 
 def decode(blob: Blob) -> Any:
-    """Decode an image, upright and in three colours.
-
-    Raises
-    ------
-    CorruptSampleError
-    """
+    """Decode an image to RGB, with the orientation of its header applied. Raise `CorruptSampleError` on failure."""
     Image = _pillow()
     try:
         with blob.open() as file, Image.open(file) as image:
@@ -382,10 +373,10 @@ def decode(blob: Blob) -> Any:
 
 
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
-"""What stands at the end of a whole image."""
+"""Bytes at the end of a complete image, by format."""
 _TAIL_BYTES = 64
 _TURNED = ("JPEG", "MPO")
-"""Formats whose header says how the camera was held; of others that may stand behind the contents."""
+"""Formats with the orientation in the header. In other formats it may follow the contents."""
 _ORIENTATION = 0x0112
 
 
@@ -404,39 +395,34 @@ def _pillow() -> Any:
 def _corrupt(blob: Blob, error: Exception) -> CorruptSampleError:
     message = str(error).replace("\n", " ")
     if "cannot identify image file" in message:
-        message = "is no image that Pillow knows"
-    return CorruptSampleError(blob.name, f"cannot be read as an image ({message})", _MEND)
+        message = "Pillow does not know the format"
+    return CorruptSampleError(blob.name, f"cannot be read as an image ({message})", _REPAIR)
 
 
 # ------------------------------------------------------------------ recordings
 
 
 def wave_length(blob: Blob, rate: int) -> int:
-    """How many samples a WAV file has, as its header says.
+    """Return the number of samples of a WAV file from its header.
 
     Raises
     ------
     InputError
-        It has another rate than the processor wants, or is damaged.
+        The file is damaged, or its sampling rate differs from the processor's.
     """
     with _wave(blob) as (file, size):
         found: int = file.getframerate()
         count: int = file.getnframes()
         held = count * file.getnchannels() * file.getsampwidth()
     if held > size:
-        raise CorruptSampleError(blob.name, f"has {size} bytes, and its header says {held}", _MEND)
+        raise CorruptSampleError(blob.name, f"has {size} bytes, but its header says {held}", _REPAIR)
     if found != rate:
-        raise InputError(blob.name, f"has {found} samples a second, and the processor wants {rate}", "resample it")
+        raise InputError(blob.name, f"has {found} samples a second, but the processor needs {rate}", "resample it")
     return count
 
 
 def decode_wave(blob: Blob) -> Any:
-    """Decode a WAV file: its channels' mean, from -1 to 1.
-
-    Raises
-    ------
-    CorruptSampleError
-    """
+    """Decode a WAV file to the mean of its channels, from -1 to 1. Raise `CorruptSampleError` on failure."""
     with _wave(blob) as (file, _):
         width, channels = file.getsampwidth(), file.getnchannels()
         data = file.readframes(file.getnframes())
@@ -444,7 +430,7 @@ def decode_wave(blob: Blob) -> Any:
     if width not in kinds:
         raise InputError(blob.name, f"has {8 * width} bits a sample", "give 8, 16 or 32")
     if len(data) % (width * channels):
-        raise CorruptSampleError(blob.name, "ends in the middle of a sample", _MEND)
+        raise CorruptSampleError(blob.name, "ends in the middle of a sample", _REPAIR)
     values: Any = np.frombuffer(data, kinds[width]).astype(np.float32)
     values = values / 128 - 1 if width == 1 else values / np.float32(2 ** (8 * width - 1))
     return values.reshape(-1, channels).mean(1)
@@ -458,17 +444,17 @@ def _wave(blob: Blob) -> Iterator[tuple[Any, int]]:
             file.seek(0)
             with wave.open(file) as recording:
                 yield recording, size
-    # RuntimeError: a chunk that ends behind the file.
+    # RuntimeError: a chunk extends beyond the end of the file.
     except (wave.Error, EOFError, OSError, RuntimeError) as error:
         message = str(error) or "it ends early"
-        raise CorruptSampleError(blob.name, f"cannot be read as a WAV file ({message})", _MEND) from error
+        raise CorruptSampleError(blob.name, f"cannot be read as a WAV file ({message})", _REPAIR) from error
 
 
 # ------------------------------------------------------------------ the text half
 
 
 def with_sizes(processor: Any) -> tuple[Any, dict[str, Sized]]:
-    """Return the text half of a processor, and what stands for its other parts, by what modules read."""
+    """Return the text half of a processor, and the replacements of its other parts by `Module.reads`."""
     half = copy.copy(processor)
     found: dict[str, Sized] = {}
     kinds: dict[str, tuple[str, type[Sized]]]

@@ -1,4 +1,4 @@
-"""Where examples come from: shards of WebDataset, Parquet files, folders of the `datasets` library; each by number."""
+"""Sources of examples: WebDataset shards, Parquet files and folders of the `datasets` library."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class Source(Protocol):
-    """Examples by number: fields by name, of which large ones are a `Blob`."""
+    """A sequence of examples. An example maps field names to values; large values are a `Blob`."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
         ...
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        """One of them."""
+        """Return an example."""
         ...
 
     def name(self, i: int) -> str:
-        """What names it in messages, and in the metadata."""
+        """Return the name of an example in error messages and metadata."""
         ...
 
     @property
     def fields(self) -> Sequence[str]:
-        """Fields that any example has."""
+        """Names of all fields that occur."""
         ...
 
     @property
     def title(self) -> str:
-        """What it is, for messages."""
+        """Name of the source in error messages."""
         ...
 
 
 def find_files(given: Paths, what: str) -> list[Path]:
-    """Files by name, pattern (``*``, ``?``, ``**``) or range in braces (``{000..009}``), in order.
+    """Return files by name, pattern (``*``, ``?``, ``**``) or range in braces (``{000..009}``), in order.
 
     Raises
     ------
     InputError
-        When a name or a pattern has none.
+        A name or a pattern matches no file.
     """
     found: list[Path] = []
     for each in [given] if isinstance(given, (str, Path)) else given:
@@ -69,17 +69,17 @@ def find_files(given: Paths, what: str) -> list[Path]:
 
 
 def names_samples(data: str) -> bool:
-    """Whether a word names files of sample metadata, rather than a data set of the zoo."""
+    """Return whether a word names files of sample metadata, not a data set of the zoo."""
     return data.endswith(SAMPLE_SUFFIXES) or Path(data).is_dir()
 
 
 def read_all_samples(data: str) -> tuple[Sample, ...]:
-    """Sample metadata of a file, a pattern, a range of shards, or all files of a folder, in order.
+    """Read the sample metadata of a file, a pattern, a range of shards, or all files of a folder, in order.
 
     Raises
     ------
     InputError
-        No such file, or what `read_samples` raises.
+        No file matches, or `read_samples` fails.
     """
     if Path(data).is_dir():
         found = sorted(file for file in Path(data).iterdir() if file.name.endswith(SAMPLE_SUFFIXES))
@@ -102,18 +102,14 @@ def _without_braces(pattern: str) -> list[str]:
     try:
         return list(expand_urls(pattern))
     except ValueError as error:  # braces that do not close
-        raise InputError(pattern, f"has braces that name nothing ({error})", "as in a-{000..099}.tar") from error
+        raise InputError(pattern, f"has invalid braces ({error})", "write them as in a-{000..099}.tar") from error
 
 
 class Shards:
-    """Samples in tar files, as WebDataset has them: files that share a name up to the first dot are one sample.
+    """Samples in WebDataset tar files. Files with equal names up to the first dot are one sample.
 
-    The `webdataset` library reads shards from front to end, as streams. Here samples are asked for by number, on each
-    rank others; so the headers are read once, and contents where they stand.
-
-    Parameters
-    ----------
-    files : path, pattern or sequence of these
+    The `webdataset` library streams shards sequentially. Here each rank needs random access to different samples, so
+    headers are read once, and contents on demand.
     """
 
     def __init__(self, files: Paths) -> None:
@@ -138,7 +134,7 @@ class Shards:
                 places.append((member.offset_data, member.size))
         if not places:
             raise InputError(self.title, "has no samples", "give shards with files in them")
-        # As numbers in a row: there may be millions, and every rank is sent them.
+        # Arrays, because there may be millions of files, and all ranks receive them.
         self._shard = np.array(shard, np.int32)
         self._first = np.array([*first, len(places)], np.int64)
         self._extension = np.array(extension, np.int32)
@@ -148,12 +144,12 @@ class Shards:
         return len(self._names)
 
     def name(self, i: int) -> str:
-        """Shard and sample."""
+        """Return the names of the shard and the sample."""
         return f"{self._shards[self._shard[i]].name}/{self._names[i]}"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """Extensions."""
+        """All file extensions."""
         return tuple(self._extensions)
 
     def __getitem__(self, i: int) -> dict[str, Blob]:
@@ -191,14 +187,15 @@ def _headers(path: Path) -> list[tarfile.TarInfo]:
 class Table:
     """Rows of Parquet files, or of a folder of the `datasets` library (``save_to_disk``).
 
-    Rows are asked for in any order, which Parquet is not made for: a row group is read and unpacked as a whole. So the
-    `datasets` library writes Parquet files once as Arrow files into its cache, which are mapped into memory.
+    Parquet is slow for random access, because row groups are decompressed as a whole. So the `datasets` library
+    converts Parquet files once to Arrow files in its cache, which are memory-mapped.
 
     Parameters
     ----------
     kind : "parquet" or "datasets"
+        Format of the files.
     files : path, pattern or sequence of these
-        Of ``"datasets"`` a folder, or a split in it.
+        For ``"datasets"``, a folder or a split in it.
     """
 
     def __init__(self, kind: str, files: Paths) -> None:
@@ -229,32 +226,32 @@ class Table:
             else:
                 table = datasets.load_from_disk(self._files[0])
         except Exception as error:
-            # The library's own message says no more than that it failed.
+            # The library's own message has no details. Its cause does.
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             what = "Parquet files with rows" if self._kind == "parquet" else "a folder that save_to_disk wrote"
             raise InputError(self.title, f"cannot be read ({error})".replace("\n", " "), f"give {what}") from error
         if isinstance(table, datasets.DatasetDict):
             splits = ", ".join(table)
             raise InputError(self.title, f"has splits {splits}", f"name one, as {self._files[0]}/{next(iter(table))}")
-        # Bytes as they are: nothing is decoded here.
+        # Columns of images and sounds return bytes, because decoding happens later.
         for name, feature in copy.deepcopy(table.features).items():
             table = table.cast_column(name, feature) if _undecoded(feature) else table
         return table
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the table: every process maps it for itself."""
+        """Pickle without the table, which each process maps itself."""
         return {name: value for name, value in vars(self).items() if name != "_table"}
 
     def __len__(self) -> int:
         return len(self._table)
 
     def name(self, i: int) -> str:
-        """The row."""
+        """Return the file and the number of the row."""
         return f"{Path(self._files[0]).name}[{i}]" if len(self._files) == 1 else f"{self.title}[{i}]"
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Columns."""
+        """All columns."""
         return tuple(self._table.column_names)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
@@ -263,7 +260,7 @@ class Table:
 
 
 def _undecoded(feature: Any) -> bool:
-    """Make a column of images or sounds give bytes; whether it is one."""
+    """Set a feature of images or sounds to return bytes. Return whether it is one."""
     inner = getattr(feature, "feature", feature)
     if isinstance(inner, list):
         inner = inner[0]
@@ -274,7 +271,7 @@ def _undecoded(feature: Any) -> bool:
 
 
 def _blobs(value: Any, name: str) -> Any:
-    """Bytes, and the library's pairs of bytes and path, as blobs."""
+    """Convert bytes, and the library's pairs of bytes and path, to blobs."""
     if isinstance(value, bytes):
         return Blob(name, data=value)
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:

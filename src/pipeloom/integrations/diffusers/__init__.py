@@ -1,8 +1,8 @@
-"""Models of the `diffusers` library as models of this one: its own layers, trained by flow matching.
+"""Train transformers of the `diffusers` library by flow matching, with their own layers.
 
-A diffusion transformer's forward embeds the time and the prompt, and gives both to every one of its blocks. Here they
-are embedded once: the prompt by a module of its own behind the text encoder, the time by the transformer's first
-layer; from there they go to the blocks as streams. What else blocks are called with, rotary positions and masks, is
-context. As with the `transformers` library, its own forward says what that is: it runs with holes in it, once for all
-samples of one size, so that samples of several sizes are packed without padding and each attends to itself alone.
+A diffusion transformer embeds the time and the prompt, and passes both to each of its blocks. Here a separate module
+after the text encoder embeds the prompt, and the transformer's first layer embeds the time. Both go to the blocks as
+streams. The other arguments of the blocks, such as rotary positions and masks, are context. They are recorded from the
+library's own forward pass on a hollow model, as in the `transformers` integration, once for all samples of one size. So
+samples of different sizes are packed without padding, and each attends only to itself.
 """

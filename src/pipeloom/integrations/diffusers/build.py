@@ -1,4 +1,4 @@
-"""`from_diffusers`: a transformer of the library, and its text encoder, as a `Model`."""
+"""`from_diffusers` converts a transformer of the library and its text encoder to a `Model`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, family_of
-from pipeloom.integrations.diffusers.flow import FlowMatching, Noising, noising, wide
+from pipeloom.integrations.diffusers.flow import FlowMatching, NoiseSampler, noising, wide
 from pipeloom.integrations.diffusers.layers import (
     TransformerBlock,
     TransformerContext,
@@ -23,10 +23,10 @@ from pipeloom.integrations.diffusers.layers import (
 )
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.integrations.diffusers.load import is_pipeline, load, parts_of
-from pipeloom.integrations.diffusers.samples import Inputs, Reader, noised_items
-from pipeloom.integrations.diffusers.text import check_encoder, text_module
+from pipeloom.integrations.diffusers.samples import Inputs, Reader, noisy_samples
+from pipeloom.integrations.diffusers.text import Prompts, check_encoder, text_module
 from pipeloom.integrations.diffusers.weights import INDEX, KIND, STEM, DiffusersWeights, PartWeights, TransformerWeights
-from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, Given, hollow, note, probes
+from pipeloom.integrations.transformers.hollow import ConvolutionFiller, Filler, ValueSource, hollow, note, probes
 from pipeloom.integrations.transformers.weights import TransformersWeights
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module, Part
@@ -37,15 +37,15 @@ MODULES = ("text", "condition", "transformer")
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a model was made of: the library's own parts, and what was asked for."""
+    """The library's parts and the options from which a model is built."""
 
     transformer: Any
     text_encoder: Any
-    noising: Noising
+    noising: NoiseSampler
     freeze: tuple[str, ...]
 
     def doubled(self) -> Source:
-        """Return a copy in double precision without dropout."""
+        """Return a copy in double precision and evaluation mode."""
         transformer, text_encoder = copy.deepcopy((self.transformer, self.text_encoder))
         for each in (transformer, text_encoder):
             if each is not None:
@@ -55,9 +55,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class DiffusersModel(Model):
-    """A `Model` of the layers of a transformer of the `diffusers` library.
+    """A `Model` that consists of the layers of a transformer of the `diffusers` library.
 
-    Its ``describe`` tells the sizes of a sample, and as ``id`` the sample's own or a digest of it.
+    Its ``describe`` returns the sizes of a sample. The ``id`` is the sample's own, or a digest of its contents.
     """
 
     _: KW_ONLY
@@ -66,21 +66,21 @@ class DiffusersModel(Model):
     names: dict[str, str] = field(repr=False)
 
     def library_names(self) -> dict[str, str]:
-        """From the name of every parameter, ``module.layer.parameter``, to the library's name.
+        """Return the library's name of each parameter ``module.layer.parameter``.
 
-        That begins with the part's folder in a pipeline: ``transformer`` or ``text_encoder``.
+        It begins with the part's folder in a pipeline: ``transformer`` or ``text_encoder``.
         """
         return dict(self.names)
 
     def part_names(self, part: str) -> dict[str, str]:
-        """Return those of one part, as that calls them."""
+        """Return the library's names within one part."""
         begin = f"{part}."
         return {ours: name.removeprefix(begin) for ours, name in self.names.items() if name.startswith(begin)}
 
     def beside_library(self, batch: Sequence[Any]) -> tuple[DiffusersModel, float, dict[str, Tensor]]:
-        """Return a copy in double precision without dropout, and the library's own loss and gradients of a batch."""
+        """Return a copy in double precision and evaluation mode, and the library's loss and gradients of a batch."""
         if any(p.is_meta for module in self.modules for layer in module.layers for p in layer.parameters()):
-            raise InputError("model", "has layers of shapes alone", 'make it without device="meta"')
+            raise InputError("model", "is on the meta device", 'create it without device="meta"')
         source = self.source.doubled()
         loss, gradients = library_gradients(source.transformer, source.text_encoder, self.reader, source.noising, batch)
         return build(self.source.doubled()), loss, gradients
@@ -95,51 +95,53 @@ def from_diffusers(
     device: torch.device | str | None = None,
     flow: FlowMatching = FlowMatching(),  # noqa: B008 - frozen
 ) -> DiffusersModel:
-    """Make a `Model` of a diffusion transformer of the `diffusers` library, of the library's own layers.
+    """Convert a diffusion transformer of the `diffusers` library to a `Model`.
 
-    It is trained by flow matching: from a sample with noise and the time, the transformer predicts the velocity from
-    the sample to the noise. The loss is the mean over samples of the mean squared error, as in the library's training
-    scripts. A sample is a mapping: ``latents`` (channels, frames, height, width) as the auto-encoder gives them, and
-    the prompt: ``input_ids`` and perhaps ``attention_mask`` as the pipeline's tokenizer gives them, or
-    ``prompt_embeds`` where there is no text encoder. The library's own layers are used, and go on working in it.
+    It is trained by flow matching: given a noisy sample and the time, the transformer predicts the velocity from the
+    sample to the noise. The loss is the mean squared error, averaged over samples, as in the library's training
+    scripts. The library's layers are shared, so the original model can still be used.
+
+    A sample is a mapping with ``latents`` of shape (channels, frames, height, width) from the autoencoder, and a
+    prompt: ``input_ids`` and optionally ``attention_mask`` from the pipeline's tokenizer, or ``prompt_embeds`` if there
+    is no text encoder.
 
     Parameters
     ----------
     model : diffusers.ModelMixin, diffusers.DiffusionPipeline, str or pathlib.Path
-        A transformer, a pipeline with one, or a folder that either was saved in.
+        A transformer, a pipeline with a transformer, or the folder of a saved one.
     text_encoder : transformers.PreTrainedModel or None
-        T5 or UMT5, for a transformer without a pipeline; None: samples have ``prompt_embeds``.
+        A T5 or UMT5 encoder for a transformer without a pipeline. If None, samples have ``prompt_embeds``.
     scheduler : diffusers.SchedulerMixin or None
-        Whose times and sigmas are trained on; None: the pipeline's, or one with the library's defaults.
+        Scheduler with the times and sigmas of training. None for the pipeline's, or else the library's defaults.
     freeze : sequence of str
-        Modules that are not trained, of ``"text"``, ``"condition"`` (what brings the prompt to the transformer's
-        width) and ``"transformer"``.
+        Modules that are not trained: ``"text"``, ``"condition"`` (the projection of the prompt to the transformer's
+        width) or ``"transformer"``.
     device : torch.device, str or None
-        Where a folder's parts are made. ``"meta"``: shapes alone; in training every rank then reads the weights of its
-        own layers from the folder. None: on the CPU.
+        Device on which the parts of a folder are created. With ``"meta"``, only shapes are created, and in training
+        each rank reads the weights of its own layers from the folder. None for the CPU.
     flow : FlowMatching
-        How times are drawn and weighted, and the seed.
+        Distribution and weighting of times, and the seed.
 
     Returns
     -------
     DiffusersModel
-        A `Model` with ``describe``, which tells the sizes of a sample.
+        A `Model` with ``describe``, which returns the sizes of a sample.
 
     Raises
     ------
     InputError
-        The architecture, or an option of it, is not supported.
+        The architecture or one of its options is not supported.
     """
     folder = Path(model) if isinstance(model, (str, Path)) else None
     if folder is not None:
         parts = load(folder, device, trains_text="text" not in freeze)
     elif device is not None:
-        raise InputError("device", f"is {str(device)!r}, and the model is there already", "leave it out")
+        raise InputError("device", f"is {str(device)!r}, but the model exists already", "leave it out")
     else:
         parts = dict(getattr(model, "components", {"transformer": model}))
     for name in freeze:
         if name not in MODULES:
-            raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(MODULES)}")
+            raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(MODULES)}")
     if parts.get("transformer_2") is not None:
         raise InputError("model", "has two transformers, each for some of the times", "give one of them")
     transformer = parts.get("transformer")
@@ -147,13 +149,13 @@ def from_diffusers(
     own = parts.get("scheduler")
     drawing = noising(flow, own if scheduler is None else scheduler)
     made = build(Source(transformer, encoder, drawing, tuple(freeze)))
-    # What trains on other times is sampled from as ever.
+    # The pipeline's own scheduler is saved, because the one passed here only applies to training.
     written = {**parts, "scheduler": scheduler if own is None else own}
     return replace(made, pretrained=_weights(made, written, folder))
 
 
 def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None) -> DiffusersWeights:
-    """What knows of the weights of a model that was made of a pipeline's parts, perhaps of those of a folder."""
+    """Return the reader and writer of the weights of a pipeline's parts."""
     source = made.source
     pipeline = folder is not None and is_pipeline(folder)
     place = "transformer/" if pipeline or source.text_encoder is not None else ""
@@ -181,13 +183,13 @@ def _weights(made: DiffusersModel, parts: Mapping[str, Any], folder: Path | None
 
 
 def _files_to_read(model: Any, folder: Path | None, stem: str = "model") -> Path | None:
-    """The folder, where a part is of shapes alone and weights are there."""
+    """Return the folder if the part is on the meta device and the folder has weights."""
     is_shapes = any(parameter.is_meta for parameter in model.parameters())
     return folder if folder is not None and is_shapes and TensorFiles.are_in(folder, stem) else None
 
 
 def build(source: Source) -> DiffusersModel:
-    """Make the model of what there is."""
+    """Build the model from its parts."""
     transformer, encoder = source.transformer, source.text_encoder
     family = family_of(type(transformer).__name__)
     for option, is_set, remedy in family.refused:
@@ -197,7 +199,7 @@ def build(source: Source) -> DiffusersModel:
         remedy = "turn it off by model.disable_gradient_checkpointing(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
     if transformer.is_cache_enabled:
-        raise InputError("model", "keeps what its blocks gave for later steps", "turn it off by model.disable_cache()")
+        raise InputError("model", "caches outputs of its blocks for later steps", "call model.disable_cache()")
     projection = transformer.get_submodule(family.words)
     width = int(next(projection.parameters()).shape[1])
     if encoder is not None:
@@ -224,7 +226,7 @@ def _one(sample: Any) -> float:
 
 
 def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
-    """The library's name of every parameter; refused is a model of which one would be left out."""
+    """Return the library's name of each parameter. Raise `InputError` if a parameter belongs to no layer."""
     theirs: dict[int, str] = {}
     for folder, part in (("transformer", source.transformer), ("text_encoder", source.text_encoder)):
         for name, tensor in part.state_dict(keep_vars=True).items() if part is not None else ():
@@ -236,7 +238,7 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
                 names[f"{module.name}.{number}.{name}"] = theirs[id(tensor)]
                 held.add(id(tensor))
     for key, name in theirs.items():
-        # An encoder's table beside the one that it embeds with, where they are not one.
+        # Some text encoders have a second embedding table that they do not use.
         if key not in held and name != "text_encoder.shared.weight":
             raise InputError(f"parameter {name!r}", "belongs to no layer", "this form of the model is not supported")
     return names
@@ -244,15 +246,15 @@ def _names(source: Source, modules: Sequence[Module]) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Loss:
-    """Sum over samples of the mean squared error of what is predicted, weighted."""
+    """Sum over samples of the weighted mean squared error of the prediction."""
 
     reader: Reader
-    noising: Noising
+    noising: NoiseSampler
 
     def __call__(self, output: Tensor, part: Part) -> Tensor:
         items = self.reader.items(part)
         losses, begin = [], 0
-        for item, noised in zip(items, noised_items(self.noising, items, part), strict=True):
+        for item, noised in zip(items, noisy_samples(self.noising, items, part), strict=True):
             target = self.reader.enter(noised.target).to(output.device)
             predicted = output[begin : begin + item.video.tokens].reshape(target.shape)
             losses.append((noised.weight.to(output.device) * (wide(predicted) - target) ** 2).mean())
@@ -261,7 +263,7 @@ class _Loss:
 
 
 class _Builder:
-    """Makes the modules of one transformer."""
+    """Builds the modules of one transformer."""
 
     def __init__(self, source: Source, family: Family, reader: Reader) -> None:
         self.model, self.freeze, self.family, self.reader = source.transformer, source.freeze, family, reader
@@ -288,7 +290,7 @@ class _Builder:
             [Words(self.model.get_submodule(family.words), self.dtype, family.pads)],
             reads="text",
             output=rows,
-            inputs=None if self.encodes else _Embeddings(self.reader),
+            inputs=None if self.encodes else Prompts(self.reader.prompt),
             context=_count,
             after=("text",) if self.encodes else (),
             frozen="condition" in self.freeze,
@@ -334,24 +336,16 @@ class _Builder:
         return shell
 
     def _shell(self, keep: tuple[str, ...], given: Any, with_rope: bool = False) -> nn.Module:
-        """The transformer with some of its parts, and what stands for others."""
+        """Return the transformer with some of its parts, and replacements of the others."""
         family = self.family
-        swap: dict[str, nn.Module] = {path: Given(names) for path, names in given.items()}
+        swap: dict[str, nn.Module] = {path: ValueSource(names) for path, names in given.items()}
         swap[family.blocks] = probes("transformer", self.blocks)
         if not with_rope:
-            swap["rope"] = Given("rope")
+            swap["rope"] = ValueSource("rope")
         if family.first not in keep:
             first = self.model.get_submodule(family.first)
             swap[family.first] = ConvolutionFiller(first, width=1) if hasattr(first, "out_channels") else Filler()
         return hollow(self.model, keep, swap)
-
-
-@dataclass(frozen=True)
-class _Embeddings:
-    reader: Reader
-
-    def __call__(self, part: Part) -> Tensor:
-        return torch.cat([self.reader.prompt(part.samples[place]) for place, _ in part.instances])
 
 
 def _count(part: Part) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which parts of each transformer are which: all that is particular to a family."""
+"""The parts of each supported transformer. Everything that is specific to one family is here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 
 @dataclass(frozen=True)
 class Video:
-    """One sample, or several of one size as a batch, in all that calls of the transformer depend on but for numbers.
+    """Sizes of one sample, or of a batch of samples of equal size.
 
     Attributes
     ----------
@@ -23,13 +23,15 @@ class Video:
     grid : tuple of int
         Frames, height and width in tokens.
     words : int
-        Rows that the prompt has, and with those of padding ``padded``.
+        Rows of the prompt without padding.
+    padded : int
+        Rows of the prompt with padding.
     mask : tuple of int
-        Which rows of the prompt are attended to, where the transformer is told.
+        1 for each row of the prompt that is attended to, else 0. Empty if the transformer takes no mask.
     scale : tuple of float
-        Of rotary positions, where it is told.
+        Scale of rotary positions. Empty if the transformer takes none.
     count : int
-        Samples.
+        Number of samples.
     """
 
     form: tuple[int, ...]
@@ -42,51 +44,52 @@ class Video:
 
     @property
     def tokens(self) -> int:
-        """Of one sample."""
+        """Number of tokens of one sample."""
         frames, height, width = self.grid
         return frames * height * width
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: blocks that attend to themselves and to the prompt, and that a condition modulates.
+    """One architecture: blocks with self-attention, cross-attention to the prompt, and modulation by the time.
 
-    Paths begin at the transformer. Of what it gives its blocks, ``"words"`` is the prompt at its width,
-    ``"modulation"`` what it makes of the time for the blocks, and ``"time"`` what it makes of it for the end.
+    Paths are relative to the transformer. Three values go to the layers: ``"words"`` is the prompt at the transformer's
+    width, ``"modulation"`` is the embedding of the time for the blocks, and ``"time"`` is that for the last layer.
     """
 
     blocks: str
     first: str
-    """What brings latents to its width."""
+    """Projection of the latents to the transformer's width."""
     words: str
-    """What brings the prompt to its width."""
+    """Projection of the prompt to the transformer's width."""
     clock: str
-    """What embeds the time, and the parts of it that have parameters."""
+    """Embedding of the time."""
     clock_parts: tuple[str, ...]
+    """Submodules of ``clock`` that have parameters."""
     given: Mapping[str, str | tuple[str, ...]]
-    """Parts that know the time or the prompt, and what they give; in the first layer only ``words`` is filled in."""
+    """Outputs of the parts that embed the time or the prompt. The first layer replaces only ``words``."""
     last: tuple[str, ...]
-    """What is behind the blocks, parameters too."""
+    """Submodules and parameters that run after the blocks."""
     channels: Callable[[Any], int]
-    """Of latents, from the config."""
+    """Channels of the latents, from the config."""
     patch: Callable[[Any], tuple[int, int, int]]
-    """Latent frames, rows and columns of a token."""
+    """Latent frames, rows and columns of a token, from the config."""
     enter: Callable[[Any, Tensor], Tensor]
-    """From latents (C, F, H, W) to what the transformer takes of them."""
+    """Converts latents of shape (channels, frames, height, width) to the transformer's input."""
     arguments: Callable[[Video], dict[str, Any]]
-    """What it is called with beside latents, time and prompt."""
+    """Arguments of the transformer except latents, time and prompt."""
     pads: bool = False
-    """Whether the prompt's padding is attended to: rows of zeros behind the encoder's."""
+    """Whether the transformer attends to the prompt's padding, which is rows of zeros after those of the encoder."""
     attends_to_padding: bool = False
-    """Whether the text encoder sees the prompt's padding, which the transformer is then told of by a mask."""
+    """Whether the text encoder sees the prompt's padding. The transformer then gets a mask of it."""
     scale: tuple[float, ...] = ()
-    """Default of a sample's ``rope_interpolation_scale``; none: it has no such thing."""
+    """Default of a sample's ``rope_interpolation_scale``. Empty if the transformer takes none."""
     refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
-    """Options that are not supported: name, whether a config has it, and what to do instead."""
+    """Unsupported options of the config: name, function that returns whether it is set, and remedy."""
     longest: Callable[[Any], int | None] = lambda _: None
-    """Most tokens along any side for which there are positions, from the config; None: any."""
+    """Maximum of tokens along any dimension, from the config. None for no limit."""
     rope: Callable[[Any], nn.Module] | None = None
-    """Makes the rotary positions anew where they are tables, which a model of shapes alone has none of."""
+    """Creates the tables of rotary positions, which a model on the meta device lacks."""
 
 
 # ------------------------------------------------------------------ Wan
@@ -155,12 +158,12 @@ def _ltx_enter(config: Any, latents: Tensor) -> Tensor:
 def _ltx_arguments(video: Video) -> dict[str, Any]:
     frames, height, width = video.grid
     mask = torch.tensor([video.mask] * video.count)
-    told = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": video.scale}
-    return {"encoder_attention_mask": mask, **told}
+    sizes = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": video.scale}
+    return {"encoder_attention_mask": mask, **sizes}
 
 
 _FRAME_RATE, _VAE_FRAMES, _VAE_PIXELS = 25.0, 8.0, 32.0
-"""Of the library's pipeline where it is told nothing."""
+"""Defaults of the library's pipeline."""
 
 _LTX = Family(
     blocks="transformer_blocks",
@@ -183,17 +186,11 @@ _LTX = Family(
 
 
 FAMILIES: dict[str, Family] = {"WanTransformer3DModel": _WAN, "LTXVideoTransformer3DModel": _LTX}
-"""By the transformer's class."""
+"""Families by the transformer's class name."""
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a class.
-
-    Raises
-    ------
-    InputError
-        There is none.
-    """
+    """Return the family of a class. Raise `InputError` if the class is not supported."""
     if name not in FAMILIES:
         raise InputError("model", f"is a {name}, which is none of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

@@ -1,6 +1,6 @@
-"""The layers that the engine runs: the library's blocks, and what is before and behind them.
+"""The layers that Pipeloom runs: the library's blocks, and the parts before and after them.
 
-What passes between them has the transformer's own dtype, also where autocast computes in another one.
+Tensors between layers have the transformer's dtype, even if autocast computes in another one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
 from pipeloom.integrations.diffusers.samples import Reader, runs_of
-from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
 from pipeloom.integrations.transformers.layers import stop
 from pipeloom.integrations.transformers.packed import Calls, as_context
 from pipeloom.runtime.model.model import Emit, Part
@@ -24,21 +24,21 @@ from pipeloom.runtime.model.model import Emit, Part
 
 @dataclass(frozen=True)
 class FromStream:
-    """Stands among what a block is called with for a tensor that comes as a stream."""
+    """Placeholder for a tensor from a stream among the arguments of a block."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class Words(nn.Module):
-    """Brings prompts to the transformer's width, as rows one after the other."""
+    """Projects concatenated prompts to the transformer's width."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, pads: bool) -> None:
         super().__init__()
         self.inner, self.dtype, self.pads = inner, dtype, pads
 
     def forward(self, rows: Tensor, *, count: int) -> Emit:
-        """Take the rows of so many prompts; emit them, and what the library makes of a row of padding."""
+        """Emit the projected rows of ``count`` prompts, and the projection of a row of padding."""
         rows = rows.to(self.dtype)
         if not self.pads:
             words = self.inner(rows).to(self.dtype)
@@ -49,14 +49,14 @@ class Words(nn.Module):
 
 
 class _Part(nn.Module):
-    """A part of the transformer that its own forward reaches before or behind the blocks."""
+    """A hollow transformer with the parts that run before or after the blocks."""
 
     def __init__(self, shell: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.shell, self.dtype = shell, dtype
 
-    def call(self, latents: Tensor, times: Tensor, run: dict[str, Any], running: Running) -> Any:
-        """Run the library's forward; what of the prompt and the time is not in ``running`` is filled in."""
+    def call(self, latents: Tensor, times: Tensor, run: dict[str, Any], running: HollowRun) -> Any:
+        """Run the library's forward pass. Values of prompt and time that ``running`` lacks are filled in."""
         filled = fillers(run["video"], run["width"], latents)
         running.values.update({name: value for name, value in filled.items() if name not in running.values})
         with run_with(running):
@@ -70,16 +70,16 @@ class _Part(nn.Module):
 
 
 class TransformerFirst(_Part):
-    """What stands before the blocks: latents are cut into tokens, and the time is embedded, for all blocks at once."""
+    """The part before the blocks: cut latents into tokens, and embed the time for all blocks."""
 
     def forward(self, times: Tensor, *batches: Tensor, calls: Calls, **tensors: Tensor) -> Emit:
-        """Take the times of all samples, and their latents run by run."""
+        """Take the times of all samples, and one batch of latents per run of samples of equal size."""
         states, found, begin = [], [], 0
         for run, latents in zip(calls.forward(tensors)["runs"], batches, strict=True):
-            running = Running(stop)
+            running = HollowRun(stop)
             try:
                 self.call(latents, times[begin : begin + len(latents)], run, running)
-            except Reached as reached:
+            except BlockReached as reached:
                 states.append(reached.state.flatten(0, 1))
             found.append(running.values)
             begin += len(latents)
@@ -88,7 +88,7 @@ class TransformerFirst(_Part):
 
 
 class TransformerBlock(nn.Module):
-    """A block of the library, called as its own forward calls it, a run of samples of one size at a time."""
+    """A block of the library, called once for each run of samples of equal size."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class TransformerBlock(nn.Module):
         padding: Tensor | None = None,
         **tensors: Tensor,
     ) -> Tensor:
-        """Take and give the tokens of all samples, one after the other."""
+        """Map the concatenated tokens of all samples."""
         outputs = []
         for run, state, each in _cut(calls.forward(tensors)["runs"], x, {"modulation": modulation, "padding": padding}):
             video: Video = run["video"]
@@ -118,13 +118,13 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerLast(_Part):
-    """What stands behind the blocks: the norm, and tokens back to latents."""
+    """The part after the blocks: norm, and projection back to latents."""
 
     def forward(self, x: Tensor, *, calls: Calls, time: Tensor, **tensors: Tensor) -> Tensor:
-        """Give what is predicted, as many numbers a row as each token has."""
+        """Return the prediction, with one row per token."""
         outputs = []
         for run, state, each in _cut(calls.forward(tensors)["runs"], x, {"time": time}):
-            running = Running(lambda *_, state=state: state, state.detach(), values=each)
+            running = HollowRun(lambda *_, state=state: state, state.detach(), values=each)
             latents = x.new_zeros(()).expand(len(state), *run["video"].form)
             (output,) = self.call(latents, x.new_zeros(()).expand(len(state)), run, running)
             outputs.append(output.reshape(state.shape[0] * state.shape[1], -1))
@@ -134,7 +134,7 @@ class TransformerLast(_Part):
 def _cut(
     runs: list[dict[str, Any]], x: Tensor, streams: dict[str, Tensor | None]
 ) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
-    """Each run with its tokens as a batch, and its rows of what has a row for each sample."""
+    """Yield each run with its tokens as a batch, and its rows of the streams with one row per sample."""
     token = sample = 0
     for run in runs:
         video = run["video"]
@@ -156,24 +156,16 @@ def _with_streams(value: Any, streams: dict[str, Tensor]) -> Any:
 
 
 def fillers(video: Video, width: int, like: Tensor) -> dict[str, Tensor]:
-    """What has the shape of the prompt and of what is made of the time, and takes no memory."""
+    """Return zeros of the shapes of the prompt and of the embeddings of the time. They take no memory."""
     sizes = {"words": (video.padded, width), "modulation": (6 * width,), "time": (width,)}
     return {name: like.new_zeros(()).expand(video.count, *size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class TransformerContext:
-    """What the blocks of a transformer are called with, for a part.
+    """Returns the arguments of the blocks of a transformer for a part.
 
-    Attributes
-    ----------
-    outline : torch.nn.Module
-        The transformer without any part that has parameters.
-    family : Family
-    reader : Reader
-    num_blocks : int
-    width : int
-    dtype : torch.dtype
+    ``outline`` is the transformer without any part that has parameters.
     """
 
     outline: nn.Module
@@ -194,7 +186,7 @@ class TransformerContext:
         return as_context((), {"runs": runs})
 
     def _recorded(self, video: Video, given: dict[str, Any]) -> Arguments:
-        """What the library's forward calls its blocks with; nothing is computed that streams bring."""
+        """Return the arguments of the library's blocks. Tensors that come as streams are not computed."""
         zero = torch.zeros((), dtype=self.dtype)
         filled = fillers(video, self.width, zero)
         found: list[Arguments] = []
@@ -202,11 +194,11 @@ class TransformerContext:
         def play(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
             found.append(arguments)
             if probe.place == self.num_blocks - 1:
-                raise Reached(state)
+                raise BlockReached(state)
             return state
 
-        running = Running(play, zero.expand(video.count, video.tokens, self.width), values=dict(filled))
-        with suppress(Reached), torch.no_grad(), run_with(running):
+        running = HollowRun(play, zero.expand(video.count, video.tokens, self.width), values=dict(filled))
+        with suppress(BlockReached), torch.no_grad(), run_with(running):
             self.outline(
                 hidden_states=zero.expand(video.count, *video.form),
                 timestep=zero.expand(video.count),
@@ -217,12 +209,12 @@ class TransformerContext:
         places = {filled[name].untyped_storage().data_ptr(): name for name in ("words", "modulation")}
         first, *others = [_marked(arguments, places) for arguments in found]
         if any(_identity(other) != _identity(first) for other in others):
-            raise InputError("model", "calls its blocks with unlike arguments", "this form of it is not supported")
+            raise InputError("model", "calls its blocks with different arguments", "this form is not supported")
         return first  # type: ignore[no-any-return]
 
 
 def _marked(value: Any, places: dict[int, str]) -> Any:
-    """Arguments in which tensors that come as streams are marked: the library only gives them another shape."""
+    """Replace the tensors that come as streams, which the library only reshapes, by a `FromStream`."""
     if isinstance(value, Tensor):
         name = places.get(value.untyped_storage().data_ptr())
         return value if name is None else FromStream(name, tuple(value.shape))

@@ -1,4 +1,4 @@
-"""The library's own loss and gradients: its forward on one sample after the other, as its training scripts call it."""
+"""The library's own loss and gradients, computed sample by sample as in its training scripts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.integrations.diffusers.flow import Noising
+from pipeloom.integrations.diffusers.flow import NoiseSampler
 from pipeloom.integrations.diffusers.samples import Reader, Sample
 
 
 def library_gradients(
-    transformer: Any, text_encoder: Any, reader: Reader, noising: Noising, batch: Sequence[Sample]
+    transformer: Any, text_encoder: Any, reader: Reader, noising: NoiseSampler, batch: Sequence[Sample]
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients of the library, in iteration 0, by its own names."""
+    """Return the library's loss in iteration 0, and its gradients by the library's names."""
     losses = []
     for sample in batch:
         item = reader.read(sample)
@@ -43,7 +43,7 @@ def library_gradients(
 
 
 def _prompt(text_encoder: Any, reader: Reader, sample: Sample) -> Tensor:
-    """Embed a prompt as the family's pipeline does, with all of its padding."""
+    """Embed a prompt with all of its padding, as the family's pipeline does."""
     given = torch.as_tensor(sample[reader.prompt_key])
     if text_encoder is None:
         return given.reshape(1, -1, reader.text_width)

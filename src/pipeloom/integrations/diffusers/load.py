@@ -1,4 +1,4 @@
-"""Parts of a pipeline from the folder that it was saved in."""
+"""Load the parts of a pipeline from its folder."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from pipeloom.integrations.transformers.weights import load_config
 
 
 def load(path: Path, device: torch.device | str | None, *, trains_text: bool) -> dict[str, Any]:
-    """Load transformer, text encoder and scheduler: of a pipeline's folder, or of a transformer's that alone.
+    """Load transformer, text encoder and scheduler of a pipeline's folder, or the transformer of its own folder.
 
     Parameters
     ----------
-    path : Path
     device : torch.device, str or None
-        ``"meta"``: shapes alone. None: the CPU.
+        With ``"meta"``, only shapes are created. None for the CPU.
     trains_text : bool
-        Whether the text encoder is to have its dropout, which the library turns off.
+        Whether the text encoder is in training mode. (The library loads in evaluation mode.)
 
     Raises
     ------
     InputError
-        No such folder, or an architecture that is not supported.
+        The folder does not exist, or the architecture is not supported.
     """
     try:
         import diffusers
@@ -48,7 +47,7 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
     found: dict[str, Any] = {"transformer": _transformer(path / "transformer", place)}
     if "text_encoder" in parts:
         folder = path / "text_encoder"
-        # As its files are: it is mostly frozen, and large.
+        # The dtype of the files, because the encoder is large and mostly frozen.
         dtype = load_config(folder).dtype if (folder / CONFIG).is_file() else None
         encoder = load_text(folder, lambda kind, _: check_kind(kind), place, dtype)
         found["text_encoder"] = encoder.train(trains_text)
@@ -61,17 +60,12 @@ def load(path: Path, device: torch.device | str | None, *, trains_text: bool) ->
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether a folder is a pipeline's, or a transformer's alone."""
+    """Return whether a folder holds a pipeline, not only a transformer."""
     return (path / INDEX).is_file() or (path / "transformer").is_dir()
 
 
 def parts_of(path: Path) -> dict[str, str | None]:
-    """From the parts of a pipeline's folder to their classes; None: only the part's own folder says.
-
-    Raises
-    ------
-    InputError
-    """
+    """Return the class name of each part of a pipeline's folder. None if only the part's own folder has it."""
     index = path / INDEX
     if not index.is_file():
         return {each.name: None for each in sorted(path.iterdir()) if each.is_dir()}
@@ -84,9 +78,11 @@ def _transformer(path: Path, place: torch.device) -> Any:
 
     file = path / CONFIG
     if not file.is_file():
-        raise InputError(str(path), "is no folder with a config.json or model_index.json", "give a saved pipeline's")
+        raise InputError(
+            str(path), "is not a folder with a config.json or model_index.json", "give the folder of a pipeline"
+        )
     name = str(_read(file).get("_class_name"))
-    # Before weights are read.
+    # Raises for unsupported classes before weights are read.
     family = family_of(name)
     kind = _class(diffusers, name, file)
     with torch.device("meta"):
@@ -102,7 +98,7 @@ def _transformer(path: Path, place: torch.device) -> Any:
 def _class(library: Any, name: str, file: Path) -> Any:
     kind = getattr(library, name, None)
     if kind is None:
-        raise InputError(str(file), f"names a {name}, which {library.__name__} does not know")
+        raise InputError(str(file), f"names a {name}, which {library.__name__} does not have")
     return kind
 
 

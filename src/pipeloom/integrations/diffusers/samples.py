@@ -1,4 +1,4 @@
-"""Samples: latents and a prompt, what is counted in them, and which of them go through the transformer together."""
+"""Samples: latents and a prompt, their sizes, and how they are batched for the transformer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.families import Family, Video
-from pipeloom.integrations.diffusers.flow import Noised, Noising
+from pipeloom.integrations.diffusers.flow import NoiseSampler, NoisySample
 from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import FRAME_COMPRESSION, FRAMES_PER_SECOND, PIXEL_COMPRESSION
 
@@ -22,18 +22,7 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One sample that was understood.
-
-    Attributes
-    ----------
-    name : str
-        Its id.
-    latents : Tensor
-        (channels, frames, height, width).
-    prompt : Tensor
-        Ids of its tokens, or its embedding; those of padding left out where the text encoder does not see them.
-    video : Video
-    """
+    """One validated sample: its id, its latents of shape (channels, frames, height, width), and its sizes."""
 
     name: str
     latents: Tensor
@@ -42,17 +31,16 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Understands samples.
+    """Validates samples and computes their sizes.
 
     Attributes
     ----------
     config
-        The transformer's.
-    family : Family
+        The transformer's config.
     text_width : int
-        Of the prompt's embedding.
+        Width of the prompt's embedding.
     encodes : bool
-        Whether there is a text encoder, so that prompts are ids.
+        Whether there is a text encoder. If so, prompts are token ids.
     """
 
     config: Any
@@ -62,17 +50,11 @@ class Reader:
 
     @property
     def prompt_key(self) -> str:
-        """Entry of a sample that has its prompt."""
+        """Entry of a sample that holds the prompt."""
         return "input_ids" if self.encodes else "prompt_embeds"
 
     def read(self, sample: Sample) -> Item:
-        """Return what is in a sample.
-
-        Raises
-        ------
-        InputError
-            Naming the entry.
-        """
+        """Validate a sample. Raise `InputError` with the name of an invalid entry."""
         known = ["id", "latents", self.prompt_key]
         if self.encodes or self.family.attends_to_padding:
             known.append("attention_mask")
@@ -80,7 +62,7 @@ class Reader:
             known.append("rope_interpolation_scale")
         for name in sample:
             if name not in known:
-                raise InputError(f"sample.{name}", "is nothing that this model is given", f"it is {', '.join(known)}")
+                raise InputError(f"sample.{name}", "is not an input of this model", f"choose from {', '.join(known)}")
         latents, (prompt, mask) = torch.as_tensor(_entry(sample, "latents")), self._prompt(sample)
         own = sample.get("id")
         name = _digest(latents, prompt) if own is None else str(own)
@@ -90,7 +72,7 @@ class Reader:
         return Item(name, latents, video)
 
     def prompt(self, sample: Sample) -> Tensor:
-        """Return ids of a prompt's tokens, or its embedding, without the padding that the text encoder is not shown."""
+        """Return a prompt's token ids or embedding, without padding that the text encoder does not see."""
         return self._rows(*self._prompt(sample))
 
     def _rows(self, prompt: Tensor, mask: Tensor) -> Tensor:
@@ -98,11 +80,11 @@ class Reader:
         if not mask[:count].all() and not self.family.attends_to_padding:
             raise InputError("sample.attention_mask", "has a zero before a one", "pad prompts at their end")
         if not mask.any():
-            raise InputError(f"sample.{self.prompt_key}", "has no token", "an empty prompt has the one that ends it")
+            raise InputError(f"sample.{self.prompt_key}", "has no token", "an empty prompt has an end token")
         return prompt[:count]
 
     def _prompt(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """The prompt as it is given, and which of its rows are no padding."""
+        """Return the prompt with padding, and the mask of rows that are not padding."""
         prompt = torch.as_tensor(_entry(sample, self.prompt_key))
         width = 1 if self.encodes else self.text_width
         if not self.encodes and prompt.shape[-1] != width:
@@ -118,7 +100,7 @@ class Reader:
         channels, patch = self.family.channels(self.config), self.family.patch(self.config)
         shape = tuple(latents.shape)
         if len(shape) != 4 or shape[0] != channels or 0 in shape:
-            remedy = f"give ({channels}, frames, height, width), as the library's auto-encoder has them"
+            remedy = f"give ({channels}, frames, height, width), as the library's autoencoder returns them"
             raise InputError("sample.latents", f"have the shape {shape}", remedy)
         if any(side % of for side, of in zip(shape[1:], patch, strict=True)):
             raise InputError("sample.latents", f"of {shape[1:]} do not divide into tokens of {patch}", "crop them")
@@ -128,7 +110,7 @@ class Reader:
             raise InputError(
                 "sample.latents", f"have {max(frames, height, width)} tokens along a side", f"cut to {most}"
             )
-        # Without its numbers.
+        # Only the shape is needed.
         form = self.family.enter(self.config, latents.new_zeros(()).expand(shape)).shape
         return tuple(form), (frames, height, width)
 
@@ -139,13 +121,13 @@ class Reader:
         return scale
 
     def describe(self, sample: Sample) -> dict[str, Any]:
-        """Return what the planner is told of a sample."""
+        """Return the sizes of a sample for the planner."""
         item = self.read(sample)
         frames, height, width = item.video.grid
         return {
             "id": item.name,
             "text_tokens": item.video.words,
-            # Such that as many tokens are reckoned from them as there are.
+            # Chosen so that the planner computes the right number of tokens from them.
             "video_seconds": [frames * FRAME_COMPRESSION / FRAMES_PER_SECOND],
             "video_height": [height * PIXEL_COMPRESSION],
             "video_width": [width * PIXEL_COMPRESSION],
@@ -167,21 +149,21 @@ def _entry(sample: Sample, name: str) -> Any:
 
 
 def runs_of(items: Sequence[Item]) -> list[Video]:
-    """Return samples that follow one another and are of one size as batches."""
+    """Group consecutive samples of equal size into batches."""
     return [replace(video, count=len(list(run))) for video, run in groupby(item.video for item in items)]
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a part gives the transformer's first layer: times, and latents with noise, a batch for each run."""
+    """Returns the inputs of the transformer's first layer for a part: times, and one batch of noisy latents per run."""
 
     reader: Reader
-    noising: Noising
+    noising: NoiseSampler
     dtype: torch.dtype
 
     def __call__(self, part: Part) -> tuple[Tensor, ...]:
         items = self.reader.items(part)
-        noised = noised_items(self.noising, items, part)
+        noised = noisy_samples(self.noising, items, part)
         entered = [self.reader.enter(each.noisy).to(self.dtype) for each in noised]
         batches, begin = [], 0
         for run in runs_of(items):
@@ -190,8 +172,8 @@ class Inputs:
         return (torch.cat([each.time for each in noised]), *batches)
 
 
-def noised_items(noising: Noising, items: Sequence[Item], part: Part) -> list[Noised]:
-    """Return the noise of samples in the part's iteration."""
+def noisy_samples(noising: NoiseSampler, items: Sequence[Item], part: Part) -> list[NoisySample]:
+    """Return the noisy samples for the part's iteration."""
     return [noising.of(item.latents, item.name, part.iteration) for item in items]
 
 

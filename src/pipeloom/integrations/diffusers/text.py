@@ -1,4 +1,4 @@
-"""The text encoder in front of a transformer: T5 or UMT5 of the `transformers` library, prompt by prompt."""
+"""The text encoder before a transformer: T5 or UMT5 of the `transformers` library, called prompt by prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.samples import Sample
 from pipeloom.integrations.transformers.hollow import (
     Arguments,
+    BlockReached,
     EmbeddingFiller,
-    Reached,
-    Running,
+    HollowRun,
     hollow,
     probes,
     run_with,
@@ -25,7 +25,7 @@ from pipeloom.runtime.model.model import Module, Part, Shape
 from pipeloom.spec import TensorShape
 
 _BIAS = 2
-"""Place among what a block is called with where T5 has the position bias that its first block gives all others."""
+"""Index of the position bias among the arguments of T5's blocks. The first block computes it for all others."""
 _T5, _UMT5 = "T5EncoderModel", "UMT5EncoderModel"
 
 
@@ -37,25 +37,25 @@ class TextFirst(nn.Module):
         self.shell = shell
 
     def forward(self, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
-        """Take the ids of all prompts, one after the other."""
+        """Embed the concatenated ids of all prompts."""
         del lengths
         try:
-            with run_with(Running(stop)):
+            with run_with(HollowRun(stop)):
                 self.shell(input_ids=ids[None])
-        except Reached as reached:
+        except BlockReached as reached:
             return reached.state[0]
         raise AssertionError("the library's forward never came to a block")
 
 
 class TextBlock(nn.Module):
-    """A block of the encoder, called for every prompt by itself: it reckons positions from what it is given."""
+    """A block of the encoder, called once per prompt, because it computes positions from its input."""
 
     def __init__(self, inner: nn.Module, outline: nn.Module, bias: Any = None) -> None:
         super().__init__()
         self.inner, self.outline, self.bias = inner, outline, bias
 
     def forward(self, x: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
-        """Take and give the states of all prompts."""
+        """Map the concatenated hidden states of all prompts."""
         return torch.cat([self._one(each[None])[0] for each in torch.split(x, list(lengths))])
 
     def _one(self, x: Tensor) -> Tensor:
@@ -69,39 +69,41 @@ class TextBlock(nn.Module):
         return out
 
     def _arguments(self, x: Tensor) -> Arguments:
-        """What the library's forward calls its first block with."""
+        """Return the arguments with which the library's forward pass calls its first block."""
         found: list[Arguments] = []
 
         def play(_: nn.Module, state: Tensor, arguments: Arguments) -> Tensor:
             found.append(arguments)
-            raise Reached(state)
+            raise BlockReached(state)
 
         try:
-            with torch.no_grad(), run_with(Running(play)):
+            with torch.no_grad(), run_with(HollowRun(play)):
                 self.outline(inputs_embeds=x)
-        except Reached:
+        except BlockReached:
             return found[0]
         raise AssertionError("the library's forward never came to a block")
 
 
 class TextLast(nn.Module):
-    """The norm behind the blocks."""
+    """The norm after the blocks."""
 
     def __init__(self, shell: nn.Module) -> None:
         super().__init__()
         self.shell = shell
 
     def forward(self, x: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
-        """Give the embeddings of all prompts."""
+        """Return the embeddings of all prompts."""
         del lengths
         state = x[None]
-        with run_with(Running(lambda *_: state)):
+        with run_with(HollowRun(lambda *_: state)):
             found: Tensor = self.shell(inputs_embeds=state.detach()).last_hidden_state
         return found[0]
 
 
 @dataclass(frozen=True)
-class _Ids:
+class Prompts:
+    """Returns the concatenated prompts of a part."""
+
     prompt: Callable[[Sample], Tensor]
 
     def __call__(self, part: Part) -> Tensor:
@@ -117,24 +119,14 @@ class _Lengths:
 
 
 def check_kind(kind: type) -> None:
-    """Refuse an encoder's class that is not known.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError` for an unsupported encoder class."""
     if kind.__name__ not in (_T5, _UMT5):
-        remedy = f"there are {_T5}, {_UMT5}; or give samples prompt_embeds"
+        remedy = f"use {_T5} or {_UMT5}, or give samples prompt_embeds"
         raise InputError("text_encoder", f"is a {kind.__name__}", remedy)
 
 
 def check_encoder(encoder: nn.Module, width: int) -> None:
-    """Refuse an encoder that is not known, or that another transformer was made for.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError` for an encoder that is unsupported or does not match the transformer."""
     check_kind(type(encoder))
     config: Any = encoder.config
     if config.d_model != width:
@@ -144,15 +136,7 @@ def check_encoder(encoder: nn.Module, width: int) -> None:
 
 
 def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) -> Module:
-    """Return the encoder as the module ``text``.
-
-    Parameters
-    ----------
-    encoder : transformers.T5EncoderModel or UMT5EncoderModel
-    prompt : callable
-        From a sample to the ids of its prompt.
-    frozen : bool
-    """
+    """Return the encoder as the module ``text``. ``prompt`` returns the ids of a sample's prompt."""
     stack, is_t5 = encoder.encoder, type(encoder).__name__ == _T5
     blocks = stack.block
 
@@ -165,7 +149,7 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
     for place, block in enumerate(blocks):
         bias = None
         if is_t5 and place:
-            # The table of the first block's, and nothing else of it.
+            # Only the table of the first block.
             bias = hollow(blocks[0].layer[0].SelfAttention, ("relative_attention_bias",), {})
         layers.append(TextBlock(block, outline, bias))
     layers.append(TextLast(shell("final_layer_norm")))
@@ -177,7 +161,7 @@ def text_module(encoder: Any, prompt: Callable[[Sample], Tensor], frozen: bool) 
         reads="text",
         hidden=shape,
         output=shape,
-        inputs=_Ids(prompt),
+        inputs=Prompts(prompt),
         context=_Lengths(prompt),
         frozen=frozen,
         kinds=(

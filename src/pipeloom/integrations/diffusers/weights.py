@@ -1,4 +1,4 @@
-"""Weights of a pipeline of the `diffusers` library: transformer and text encoder, each in a folder of its own."""
+"""Weights of a pipeline of the `diffusers` library: transformer and text encoder, each in its own folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,9 @@ STEM = "diffusion_pytorch_model"
 
 
 def checked_files(model: Any, folder: Path) -> TensorFiles:
-    """Return a transformer's files, which have its parameters and nothing else.
-
-    Raises
-    ------
-    InputError
-    """
+    """Open a transformer's files. Raise `InputError` if their tensors differ from its parameters."""
     files, state = TensorFiles(folder, STEM), model.state_dict()
-    remedy = "let config.json and weights be of one model"
+    remedy = "use config.json and weights of the same model"
     wanted, found = set(state), set(files.tensors)
     for problem, keys in (("is in none of the files", wanted - found), ("is too many", found - wanted)):
         if keys:
@@ -42,24 +37,23 @@ def checked_files(model: Any, folder: Path) -> TensorFiles:
 
 
 def load_into(model: Any, folder: Path) -> None:
-    """Give a transformer of shapes all weights of a folder, in torch's default dtype.
+    """Load all weights of a folder into a transformer on the meta device, in torch's default dtype.
 
-    By the library's own way some families cannot be loaded without another package.
+    The library's own loader needs another package for some families.
     """
     files, dtype = checked_files(model, folder), torch.get_default_dtype()
     model.load_state_dict({key: files.read(key, dtype) for key in files.tensors}, assign=True)
 
 
 class TransformerWeights:
-    """Implement `Pretrained` for a transformer; keys of files are names of parameters.
+    """Implement `Pretrained` for a transformer, whose files have parameter names as keys.
 
     Parameters
     ----------
-    model : diffusers.ModelMixin
     names : mapping
-        From ``module.layer.name`` to the library's name, of all that is saved.
+        The library's name of each saved tensor ``module.layer.name``.
     folder : Path or None
-        Where weights are to be read; None: none are.
+        Folder from which weights are read. None if they are not read.
     """
 
     def __init__(self, model: Any, names: Mapping[str, str], folder: Path | None) -> None:
@@ -95,29 +89,29 @@ class TransformerWeights:
 
 
 class PartWeights(Pretrained, Protocol):
-    """Weights of one part, which knows the names of its own."""
+    """Weights of one part, with the names of its parameters."""
 
     names: dict[str, str]
 
 
 @dataclass(eq=False)
 class DiffusersWeights:
-    """Implement `Pretrained` for a pipeline: each part answers for its own sub-folder.
+    """Implement `Pretrained` for a pipeline, with one entry for each of its subfolders.
 
     Attributes
     ----------
     parts : mapping of str to PartWeights
-        By where in the folder it lies: ``"transformer/"``, or ``""`` for a transformer alone.
+        Weights by subfolder, such as ``"transformer/"``. The key is ``""`` for a transformer without a pipeline.
     folder : Path or None
-        From where the transformer came.
+        Folder from which the transformer was loaded.
     origin : str
-        As `Pretrained`.
+        As in `Pretrained`.
     unread : frozenset of str
-        Parts that lie in no files.
+        Subfolders without weights to read.
     beside : mapping of str to str
-        Small files of the pipeline, by name.
+        Contents of the pipeline's small files, by name.
     others_of : tuple of str
-        Its sub-folders that are not trained, which are copied.
+        Subfolders that are not trained. They are copied.
     """
 
     parts: Mapping[str, PartWeights]

@@ -1,7 +1,6 @@
-"""A Hugging Face `config.json` as an `Architecture`, without torch or transformers.
+"""Read a Hugging Face `config.json` as an `Architecture`, without torch or transformers.
 
-A config is read by its model type: `families.FAMILIES` has those that are known, and every other is refused. What a
-config leaves out has the default of its model type, as in the library.
+`families.FAMILIES` lists the supported model types. Fields that a config leaves out have the library's defaults.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def read_huggingface(path: str | Path) -> Architecture:
     Raises
     ------
     InputError
-        No such file, no JSON, a model that is not known, or a field that cannot be; the field is named.
+        The file does not exist or is not JSON, the model type is unknown, or a field is invalid.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
-        raise InputError(str(path), "is not a config.json nor a folder with one")
+        raise InputError(str(path), "is neither a config.json nor a folder with one")
     try:
         config = json.loads(read_text(file))
     except InputError:
@@ -48,29 +47,29 @@ def read_huggingface(path: str | Path) -> Architecture:
 
 
 def architecture_of(config: Config, name: str) -> Architecture:
-    """Turn a config into an architecture.
+    """Convert a config to an architecture.
 
     Parameters
     ----------
     config : mapping
-        As transformers writes it.
+        The contents of a `config.json`.
     name : str
-        Used where it is not empty.
+        Name of the architecture. If it is empty, the model type is used.
 
     Raises
     ------
     InputError
-        A model type or class that is not known, or a field that cannot be.
+        The model type or class is unknown, or a field is invalid.
     """
     kind = config.get("model_type")
     if kind is None and "_class_name" in config:
         raise InputError(
             "_class_name",
-            f"{config['_class_name']!r} is of the diffusers library, whose configs are not read",
+            f"{config['_class_name']!r} belongs to the diffusers library, whose configs are not supported",
             "describe the model in a .toml file, as dit-5b of the zoo is",
         )
     if kind is None:
-        raise InputError("model_type", "is missing", "give the config of a model of the transformers library")
+        raise InputError("model_type", "is missing", "give the config of a transformers model")
     family = FAMILIES.get(str(kind))
     if family is None:
         raise InputError(

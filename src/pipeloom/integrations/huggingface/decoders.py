@@ -1,4 +1,4 @@
-"""Language models: what the blocks of each model type are made of."""
+"""Language models: the blocks of each model type."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pipeloom.spec.architecture import (
 
 Blocks = Callable[[Fields], list[ResidualLayer]]
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_OLD_WORDS = {"attention": _FULL, "mamba": _LINEAR}
+_OLD_NAMES = {"attention": _FULL, "mamba": _LINEAR}
 
 
 def language_model(fields: Fields, *, tied: bool, taken: Sequence[str] = ()) -> tuple[Layer, ...]:
-    """Embedding, blocks and head; the first blocks take the streams ``taken``, one each."""
+    """Return embedding, blocks and head. Each of the first blocks takes one of the streams ``taken``."""
     hidden, words = fields.size("hidden_size"), fields.size("vocab_size")
     blocks = DECODERS[fields.kind](fields)
     for number, stream in enumerate(taken):
@@ -36,13 +36,13 @@ def language_model(fields: Fields, *, tied: bool, taken: Sequence[str] = ()) -> 
 
 
 def counted(blocks: Sequence[ResidualLayer]) -> tuple[ResidualLayer, ...]:
-    """Equal neighbours as one entry with their count."""
+    """Merge equal consecutive layers into one entry with a count."""
     runs = [(layer, len(list(run))) for layer, run in itertools.groupby(blocks)]
     return tuple(msgspec.structs.replace(layer, count=count) for layer, count in runs)
 
 
 def num_blocks(fields: Fields) -> int:
-    """Blocks of a language model whose config counts them."""
+    """Return the number of blocks of a language model."""
     return fields.blocks("num_hidden_layers")
 
 
@@ -74,7 +74,7 @@ def _attention(
 
 
 def _biased(fields: Fields, *, norm_heads: bool = False, window: int | None = None) -> AttentionMixer:
-    """Attention whose four projections have biases, or none."""
+    """Return attention whose four projections all have biases, or all have none."""
     bias = fields.flag("attention_bias")
     return _attention(fields, qkv_bias=bias, output_bias=bias, norm_heads=norm_heads, window=window)
 
@@ -88,13 +88,13 @@ def _window(fields: Fields) -> int | None:
 
 
 def _windows(fields: Fields, default: Callable[[int], bool], *, switch: bool = True) -> list[int | None]:
-    """The window of every block: the config's list of kinds, or by number.
+    """Return the window of each block, from the config's ``layer_types`` or else from ``default``.
 
-    ``switch``: whether windows must be switched on.
+    If ``switch``, the config must enable windows by ``use_sliding_window``.
     """
     count = num_blocks(fields)
     window = None if switch and not fields.flag("use_sliding_window") else _window(fields)
-    kinds = fields.words("layer_types", known=(_FULL, _SLIDING, *_OLD_WORDS), count=count)
+    kinds = fields.words("layer_types", known=(_FULL, _SLIDING, *_OLD_NAMES), count=count)
     slides = [default(i) for i in range(count)] if kinds is None else [kind == _SLIDING for kind in kinds]
     return [window if each else None for each in slides]
 
@@ -113,14 +113,14 @@ def _mistral(fields: Fields) -> list[ResidualLayer]:
     return _layers(fields, [(_attention(fields, window=_window(fields)), _mlp(fields))] * num_blocks(fields))
 
 
-def _late(fields: Fields) -> list[int | None]:
-    """Qwen's windows: in the last blocks."""
+def _last_windows(fields: Fields) -> list[int | None]:
+    """Return Qwen's windows, which only the last blocks have."""
     first = fields.size("max_window_layers", least=0)
     return _windows(fields, lambda i: i >= first)
 
 
 def _qwen2(fields: Fields, *, own_width: bool = True) -> list[ResidualLayer]:
-    each = [_attention(fields, qkv_bias=True, own_width=own_width, window=window) for window in _late(fields)]
+    each = [_attention(fields, qkv_bias=True, own_width=own_width, window=window) for window in _last_windows(fields)]
     return _layers(fields, [(attention, _mlp(fields)) for attention in each])
 
 
@@ -129,7 +129,7 @@ def _qwen2_vl(fields: Fields) -> list[ResidualLayer]:
 
 
 def _qwen3(fields: Fields) -> list[ResidualLayer]:
-    each = [_biased(fields, norm_heads=True, window=window) for window in _late(fields)]
+    each = [_biased(fields, norm_heads=True, window=window) for window in _last_windows(fields)]
     return _layers(fields, [(attention, _mlp(fields)) for attention in each])
 
 
@@ -164,7 +164,7 @@ def _mixtral(fields: Fields) -> list[ResidualLayer]:
 
 
 def _sparse(fields: Fields, *, shared: int = 0) -> list[Mixer]:
-    """Qwen's feed-forward of every block: some dense, some of experts."""
+    """Return Qwen's MLP of each block: some are dense, some have experts."""
     experts = fields.size("num_experts", "num_local_experts", least=0)
     dense, step = fields.numbers("mlp_only_layers"), fields.size("decoder_sparse_step")
     out: list[Mixer] = []
@@ -241,9 +241,9 @@ _PATTERN = {"M": _LINEAR, "E": "moe", "*": _FULL, "-": "mlp"}
 
 
 def _nemotron_kinds(fields: Fields) -> list[str]:
-    kinds = fields.words("layers_block_type", "layer_types", known=(_LINEAR, _FULL, "moe", "mlp", *_OLD_WORDS))
+    kinds = fields.words("layers_block_type", "layer_types", known=(_LINEAR, _FULL, "moe", "mlp", *_OLD_NAMES))
     if kinds is not None:
-        return [_OLD_WORDS.get(kind, kind) for kind in kinds]
+        return [_OLD_NAMES.get(kind, kind) for kind in kinds]
     pattern = fields.get("hybrid_override_pattern") if "hybrid_override_pattern" in fields else "ME*-"
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(_PATTERN):
         raise fields.refuse("hybrid_override_pattern", f"{pattern!r} is not of {' '.join(_PATTERN)}")
@@ -298,4 +298,4 @@ DECODERS: dict[str, Blocks] = {
     "qwen3_vl_text": _qwen3_vl,
     "qwen3_vl_moe_text": _qwen3_vl_moe,
 }
-"""Blocks by model type."""
+"""Functions that return the blocks, by model type."""

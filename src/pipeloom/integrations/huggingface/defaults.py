@@ -1,127 +1,60 @@
-"""What the library's configs say where a `config.json` is silent, by model type.
+"""Defaults of the `transformers` library for the fields of a `config.json`, by model type.
 
-Only fields that parameters or costs follow from; a test compares them with the library's own.
+A `config.json` leaves out every field that has its default, and Pipeloom reads it without `transformers` installed. So
+the defaults are copied here, as far as costs and parameters follow from them. A test compares them with the library's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+_Defaults = dict[str, Any]
+
+
+def _decoder(vocab: int, hidden: int, inner: int, blocks: int, heads: int, kv_heads: int | None) -> _Defaults:
+    """Return the sizes that most language models have."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+def _tower(hidden: int, inner: int, blocks: int, heads: int, patch: int) -> _Defaults:
+    """Return the sizes that most vision encoders have."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "patch_size": patch,
+    }
+
+
+_NO_BIAS = {"attention_bias": False}
 _SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
-_TEXT: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        **_SLIDING,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "attention_bias": False,
-        **_SLIDING,
-    },
-    "gemma2": {
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "use_bidirectional_attention": None,
-        "tie_word_embeddings": True,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "use_bidirectional_attention": False,
-        "tie_word_embeddings": True,
-    },
-    "mixtral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen2_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "qkv_bias": True,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        **_SLIDING,
-    },
-    "qwen3_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-    },
+_GEMMA = {"head_dim": 256, **_NO_BIAS, "sliding_window": 4096, "layer_types": None, "tie_word_embeddings": True}
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+_QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, **_SPARSE}
+_QWEN2_VL = _decoder(152064, 8192, 29568, 80, 64, 8) | _SLIDING | {"max_window_layers": 80}
+_TEXT: dict[str, _Defaults] = {
+    "llama": _decoder(32000, 4096, 11008, 32, 32, None) | {"head_dim": None, **_NO_BIAS, "mlp_bias": False},
+    "mistral": _decoder(32000, 4096, 14336, 32, 32, 8) | {"head_dim": None, "sliding_window": 4096},
+    "qwen2": _decoder(151936, 4096, 22016, 32, 32, 32) | _SLIDING,
+    "qwen3": _decoder(151936, 4096, 22016, 32, 32, 32) | {"head_dim": 128, **_NO_BIAS, **_SLIDING},
+    "gemma2": _decoder(256000, 2304, 9216, 26, 8, 4) | _GEMMA | {"use_bidirectional_attention": None},
+    "gemma3_text": _decoder(262208, 2304, 9216, 26, 8, 4) | _GEMMA | {"use_bidirectional_attention": False},
+    "mixtral": _decoder(32000, 4096, 14336, 32, 32, 8)
+    | {"head_dim": None, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": _decoder(151936, 2048, 5632, 24, 16, 16)
+    | _QWEN2_MOE
+    | {"qkv_bias": True, "shared_expert_intermediate_size": 5632, **_SLIDING},
+    "qwen3_moe": _decoder(151936, 2048, 6144, 24, 32, 4)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **_SPARSE, **_NO_BIAS}
+    | {"use_sliding_window": False, "sliding_window": 4096},
     "deepseek_v3": {
         "vocab_size": 129280,
         "hidden_size": 7168,
@@ -140,13 +73,8 @@ _TEXT: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "attention_bias": False,
     },
-    "bamba": {
-        "vocab_size": 128000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+    "bamba": _decoder(128000, 4096, 14336, 32, 32, 8)
+    | {
         "attn_layer_indices": None,
         "mamba_n_heads": 128,
         "mamba_d_head": "auto",
@@ -183,54 +111,14 @@ _TEXT: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 7688,
         "moe_latent_size": None,
     },
-    "qwen3_vl_text": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "attention_bias": False,
-    },
-    "qwen3_vl_moe_text": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": None,
-        "attention_bias": False,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-    },
-}
-_QWEN2_VL_TEXT = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    **_SLIDING,
-    "max_window_layers": 80,
-}
-_TEXT["qwen2_vl_text"] = _TEXT["qwen2_5_vl_text"] = _QWEN2_VL_TEXT
-_TEXT["qwen2_5_omni_text"] = _QWEN2_VL_TEXT | {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "sliding_window": 32768,
-    "max_window_layers": 28,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": _decoder(152064, 3584, 18944, 28, 28, 4) | _SLIDING | {"sliding_window": 32768},
+    "qwen3_vl_text": _decoder(151936, 4096, 22016, 32, 32, 32) | {"head_dim": 128, **_NO_BIAS},
+    "qwen3_vl_moe_text": _decoder(151936, 2048, 5632, 24, 16, 16) | _QWEN2_MOE | {"head_dim": None, **_NO_BIAS},
 }
 
-_QWEN_VISION: dict[str, Any] = {
+_QWEN_VISION: _Defaults = {
     "depth": 32,
     "num_heads": 16,
     "in_channels": 3,
@@ -254,39 +142,16 @@ _QWEN3_VISION = _QWEN_VISION | {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-_TOWERS: dict[str, dict[str, Any]] = {
+_PIXELS = {"num_channels": 3, "image_size": 224}
+_ENCODERS: dict[str, _Defaults] = {
     "qwen2_vl_vision": _QWEN_VISION | {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4},
     "qwen2_5_vl_vision": _QWEN2_5_VISION,
     "qwen2_5_omni_vision_encoder": _QWEN2_5_VISION,
     "qwen3_vl_vision": _QWEN3_VISION,
     "qwen3_vl_moe_vision": _QWEN3_VISION,
-    "clip_vision_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
-        "patch_size": 32,
-    },
-    "siglip_vision_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
-        "patch_size": 16,
-        "vision_use_head": True,
-    },
-    "pixtral": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_channels": 3,
-        "patch_size": 16,
-    },
+    "clip_vision_model": _tower(768, 3072, 12, 12, 32) | _PIXELS,
+    "siglip_vision_model": _tower(768, 3072, 12, 12, 16) | _PIXELS | {"vision_use_head": True},
+    "pixtral": _tower(1024, 4096, 24, 16, 16) | {"num_channels": 3},
     "internvl_vision": {
         "hidden_size": 1024,
         "num_hidden_layers": 24,
@@ -312,7 +177,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "output_dim": 3584,
     },
 }
-_WHOLE: dict[str, dict[str, Any]] = {
+_WHOLE: dict[str, _Defaults] = {
     "qwen2_vl": {},
     "qwen2_5_vl": {},
     "qwen3_vl": {},
@@ -320,49 +185,19 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {},
     "gemma3": {"mm_tokens_per_image": 256, "tie_word_embeddings": True},
     "llava": {
-        "vision_config": {
-            "intermediate_size": 4096,
-            "hidden_size": 1024,
-            "patch_size": 14,
-            "image_size": 336,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-        },
+        "vision_config": _tower(1024, 4096, 24, 16, 14) | {"image_size": 336},
         "vision_feature_layer": -2,
         "multimodal_projector_bias": True,
     },
     "llava_onevision": {
-        "vision_config": {
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "patch_size": 14,
-            "image_size": 384,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 16,
-            "vision_use_head": False,
-        },
+        "vision_config": _tower(1152, 4304, 26, 16, 14) | {"image_size": 384, "vision_use_head": False},
         "vision_feature_layer": -1,
         "multimodal_projector_bias": True,
     },
     "internvl": {"downsample_ratio": 0.5, "vision_feature_layer": -1, "tie_word_embeddings": True},
     "mistral3": {
-        "text_config": {
-            "head_dim": 128,
-            "hidden_size": 5120,
-            "intermediate_size": 32768,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 8,
-            "sliding_window": None,
-            "vocab_size": 131072,
-        },
-        "vision_config": {
-            "intermediate_size": 4096,
-            "hidden_size": 1024,
-            "patch_size": 14,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-        },
+        "text_config": _decoder(131072, 5120, 32768, 40, 32, 8) | {"head_dim": 128, "sliding_window": None},
+        "vision_config": _tower(1024, 4096, 24, 16, 14),
         "vision_feature_layer": -1,
         "multimodal_projector_bias": False,
         "spatial_merge_size": 2,
@@ -370,7 +205,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, _Defaults] = {
     kind: {"tie_word_embeddings": False} | fields for kind, fields in (_TEXT | _WHOLE).items()
-} | _TOWERS
-"""Fields by model type."""
+} | _ENCODERS
+"""The default of each field, by model type."""

@@ -1,4 +1,4 @@
-"""Families: whole models by their model type, from the parts of their configs."""
+"""Build whole models by model type from the parts of their configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Modules = tuple[ModuleArchitecture, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """The class of the library that a config is of, and how its modules are read."""
+    """The library's class of a model type, and the function that reads its modules."""
 
     architecture: str
     read: Callable[[Config], Modules]
@@ -44,7 +44,7 @@ class Family:
 def _text_alone(kind: str) -> Callable[[Config], Modules]:
     def read(config: Config) -> Modules:
         fields = Fields(config, kind)
-        # The library knows no tie for Nemotron-H, whatever its config says.
+        # The library never ties the weights of Nemotron-H.
         tied = fields.flag("tie_word_embeddings") and kind != "nemotron_h"
         return (ModuleArchitecture("lm", "sequence", language_model(fields, tied=tied)),)
 
@@ -63,24 +63,15 @@ def _two_layers(width: int, *, bias: bool = True) -> tuple[Step, ...]:
 # ------------------------------------------------------------------ Qwen
 
 
-def _qwen_parts(config: Config, kind: str) -> tuple[Fields, Fields, bool]:
-    """The text's and the images' fields, and whether the head is tied; old configs have the text's at the top."""
-    whole = Fields(config, kind)
-    text = whole.part("text_config", f"{kind}_text") if "text_config" in whole else Fields(config, f"{kind}_text")
-    tied = whole.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
-    return text, whole.part("vision_config", f"{kind}_vision"), tied
+def _qwen2_vl(kind: str, tower: Callable[[Fields], Tower]) -> Callable[[Config], Modules]:
+    def read(config: Config) -> Modules:
+        whole = Fields(config, kind)
+        # Old configs have the text fields at the top.
+        text = whole.part("text_config", f"{kind}_text") if "text_config" in whole else Fields(config, f"{kind}_text")
+        tied = whole.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
+        return _vision(tower(whole.part("vision_config", f"{kind}_vision"))), _lm(text, tied=tied)
 
-
-def _qwen2_vl(config: Config) -> Modules:
-    text, vision, tied = _qwen_parts(config, "qwen2_vl")
-    lm = ModuleArchitecture("lm", "sequence", language_model(text, tied=tied), ("vision",))
-    return _vision(qwen2_vision(vision)), lm
-
-
-def _qwen2_5_vl(config: Config) -> Modules:
-    text, vision, tied = _qwen_parts(config, "qwen2_5_vl")
-    lm = ModuleArchitecture("lm", "sequence", language_model(text, tied=tied), ("vision",))
-    return _vision(qwen2_5_vision(vision)), lm
+    return read
 
 
 def _qwen3_vl(kind: str) -> Callable[[Config], Modules]:
@@ -104,7 +95,7 @@ def _omni(config: Config) -> Modules:
     return vision, audio, ModuleArchitecture("lm", "sequence", layers, ("vision", "audio"))
 
 
-# ------------------------------------------------------------------ a tower, an adapter and a decoder of any kind
+# ------------------------------------------------------------------ any combination of tower, adapter and decoder
 
 
 def _picked_tower(whole: Fields, kind: str) -> Tower:
@@ -129,7 +120,7 @@ def _llava_onevision(config: Config) -> Modules:
     text = whole.part("text_config", "qwen2", known=DECODERS)
     adapter = _two_layers(text.size("hidden_size"), bias=whole.flag("multimodal_projector_bias"))
     tied = whole.flag("tie_word_embeddings") or text.flag("tie_word_embeddings")
-    # Ends of the lines of patches.
+    # The vector at the end of each row of patches.
     return _vision(_picked_tower(whole, "siglip_vision_model"), *adapter, VectorsStep()), _lm(text, tied=tied)
 
 
@@ -188,8 +179,8 @@ _CLASSES = {
 }
 FAMILIES: dict[str, Family] = {
     **{kind: Family(f"{name}ForCausalLM", _text_alone(kind)) for kind, name in _CLASSES.items() if kind in DECODERS},
-    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl),
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", _qwen2_vl("qwen2_vl", qwen2_vision)),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", _qwen2_vl("qwen2_5_vl", qwen2_5_vision)),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", _qwen3_vl("qwen3_vl")),
     "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _qwen3_vl("qwen3_vl_moe")),
     "qwen2_5_omni_thinker": Family("Qwen2_5OmniThinkerForConditionalGeneration", _omni),
@@ -199,4 +190,4 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family("InternVLForConditionalGeneration", _internvl),
     "mistral3": Family("Mistral3ForConditionalGeneration", _mistral3),
 }
-"""By model type."""
+"""Families by model type."""

@@ -1,4 +1,4 @@
-"""Fields of a config: what it says, what its model type says where it is silent, and where a fault is."""
+"""Validated access to the fields of a config, with the defaults of its model type."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ _REMEDY = "see the config of a published model of this type"
 
 
 class Fields:
-    """Fields of a config or of a part of one.
+    """Fields of a config or of a section of it.
 
     Parameters
     ----------
-    config : mapping
-        As the library writes it.
     kind : str
-        Model type whose defaults stand in for what is left out.
+        Model type with the defaults of missing fields.
     where : str
-        Put before names in messages, such as ``"text_config."``.
+        Prefix of field names in error messages, such as ``"text_config."``.
     """
 
     def __init__(self, config: Config, kind: str, where: str = "") -> None:
@@ -32,19 +30,19 @@ class Fields:
         self._defaults = DEFAULTS.get(kind, {})
 
     def __contains__(self, name: str) -> bool:
-        """Whether the config itself says something."""
+        """Return whether the config itself has a value that is not null."""
         return self._config.get(name) is not None
 
     def says(self, name: str) -> bool:
-        """Whether there is a value, the config's or its model type's."""
+        """Return whether the config or its defaults have a value that is not null."""
         return self._config.get(name, self._defaults.get(name)) is not None
 
     def refuse(self, name: str, problem: str, remedy: str = _REMEDY) -> InputError:
-        """An error that names a field."""
+        """Return an error that names a field."""
         return InputError(f"{self._where}{name}", problem, remedy)
 
     def get(self, *names: str) -> Any:
-        """What the config says under the first of some names that it has, else the default."""
+        """Return the value of the first of these names in the config, or else the default."""
         for name in names:
             if name in self._config:
                 return self._config[name]
@@ -54,7 +52,7 @@ class Fields:
         raise self.refuse(names[0], "is missing")
 
     def size(self, *names: str, otherwise: int | None = None, least: int = 1) -> int:
-        """A whole number; ``otherwise`` where it is null or has no default."""
+        """Return an integer, or ``otherwise`` if it is null or missing without a default."""
         try:
             value = self.get(*names)
         except InputError:
@@ -70,35 +68,35 @@ class Fields:
         return value
 
     def blocks(self, name: str) -> int:
-        """How many layers a part has."""
+        """Return a number of layers."""
         count = self.size(name)
         if count > MOST_LAYERS:
             raise self.refuse(name, f"{count} is above {MOST_LAYERS}")
         return count
 
     def heads(self, name: str, hidden: int) -> tuple[int, int]:
-        """Heads, and the width that each has of a hidden width."""
+        """Return the number of heads, and the width of a head for a hidden width."""
         heads = self.size(name)
         if hidden % heads:
             raise self.refuse(name, f"{heads} does not divide the width {hidden}")
         return heads, hidden // heads
 
     def flag(self, name: str) -> bool:
-        """A truth value; null is false."""
+        """Return a boolean. Null counts as false."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(name, f"{value!r} is neither true nor false")
         return bool(value)
 
     def number(self, name: str) -> float:
-        """A number above zero."""
+        """Return a positive number."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.refuse(name, f"{value!r} is not a number above 0")
         return float(value)
 
     def pair(self, name: str) -> tuple[int, int]:
-        """Two whole numbers, or one for both."""
+        """Return two positive integers. A single one is used for both."""
         value = self.get(name)
         both = [value, value] if not isinstance(value, list | tuple) else list(value)
         if len(both) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in both):
@@ -106,7 +104,7 @@ class Fields:
         return both[0], both[1]
 
     def numbers(self, name: str) -> list[int]:
-        """A list of whole numbers; null is empty."""
+        """Return a list of integers. Null counts as empty."""
         value = self.get(name)
         found = [] if value is None else value
         if not isinstance(found, list | tuple) or any(isinstance(n, bool) or not isinstance(n, int) for n in found):
@@ -114,7 +112,7 @@ class Fields:
         return list(found)
 
     def words(self, *names: str, known: tuple[str, ...], count: int | None = None) -> list[str] | None:
-        """A list of some known words, ``count`` of them; None where it is left out or null."""
+        """Return a list of ``count`` known words, or None if it is missing or null."""
         name = next((name for name in names if name in self), None)
         if name is None:
             return None
@@ -129,12 +127,14 @@ class Fields:
         return value
 
     def part(self, name: str, kind: str, *, known: Collection[str] = ()) -> Fields:
-        """Fields of a part that the config has under a name.
+        """Return the fields of a section of the config.
 
         Parameters
         ----------
         kind : str
-            Its model type; where it may be any of those ``known``, only if it does not say.
+            Model type of the section.
+        known : collection of str
+            If not empty, the section may name one of these model types instead of ``kind``.
         """
         value = self._config.get(name)
         if value is None:

@@ -1,4 +1,4 @@
-"""Encoders: the towers of vision-language models and of those that hear, up to where an adapter takes over."""
+"""Vision and audio encoders (towers), up to the adapter to the language model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipeloom.spec.architecture import (
 
 @dataclass(frozen=True)
 class Tower:
-    """An encoder's layers, those that nothing runs, and the width that it hands on."""
+    """The layers of an encoder, the width of its output, and layers that never run."""
 
     layers: tuple[Layer, ...]
     width: int
@@ -57,7 +57,7 @@ def _windowed(block: ResidualLayer, window: int) -> ResidualLayer:
     return msgspec.structs.replace(block, mixers=(msgspec.structs.replace(attention, window=window), *rest))
 
 
-# ------------------------------------------------------------------ Qwen's towers, which end in a merger
+# ------------------------------------------------------------------ Qwen's towers, which include a merger
 
 
 def _pixels(fields: Fields) -> int:
@@ -66,7 +66,7 @@ def _pixels(fields: Fields) -> int:
 
 
 def qwen2_vision(fields: Fields) -> Tower:
-    """Qwen2-VL's tower."""
+    """Return Qwen2-VL's tower."""
     hidden, out = fields.size("embed_dim"), fields.size("hidden_size")
     feed = MLPMixer(int(hidden * fields.number("mlp_ratio")), gated=False, bias=True)
     block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
@@ -76,7 +76,7 @@ def qwen2_vision(fields: Fields) -> Tower:
 
 
 def qwen2_5_vision(fields: Fields) -> Tower:
-    """Qwen2.5-VL's tower: most blocks attend within windows."""
+    """Return Qwen2.5-VL's tower. Most of its blocks attend within windows."""
     hidden, out = fields.size("hidden_size"), fields.size("out_hidden_size")
     feed = MLPMixer(fields.size("intermediate_size"), bias=True)
     full = _block(hidden, fields.heads("num_heads", hidden), feed, norm="rms", rotary=True)
@@ -92,36 +92,36 @@ def qwen2_5_vision(fields: Fields) -> Tower:
 
 
 def qwen3_vision(fields: Fields, takers: int) -> tuple[Tower, tuple[str, ...]]:
-    """Qwen3-VL's tower, and the streams of its inner blocks' features, at most as many as ``takers``."""
+    """Return Qwen3-VL's tower, and the streams of its inner blocks' features, at most ``takers``."""
     hidden, out = fields.size("hidden_size"), fields.size("out_hidden_size")
     feed = MLPMixer(fields.size("intermediate_size"), gated=False, bias=True)
     block = _block(hidden, fields.heads("num_heads", hidden), feed, rotary=True)
     factor, depth = fields.size("spatial_merge_size") ** 2, fields.blocks("depth")
     joined = hidden * factor
     tap: tuple[Step, ...] = (JoinStep(factor), NormStep(), LinearStep(joined), ActivationStep(), LinearStep(out))
-    asked = fields.numbers("deepstack_visual_indexes")
-    used = sorted(set(asked) & set(range(depth)))[:takers]
+    tapped = fields.numbers("deepstack_visual_indexes")
+    used = sorted(set(tapped) & set(range(depth)))[:takers]
     streams = {i: f"deepstack_{number}" for number, i in enumerate(used)}
     blocks = [
         msgspec.structs.replace(block, emits=streams[i], tap=tap) if i in streams else block for i in range(depth)
     ]
     pixels = PatchEmbeddingLayer(_pixels(fields), hidden, fields.size("num_position_embeddings"))
     layers: tuple[Layer, ...] = (pixels, *counted(blocks), PatchMergerLayer(hidden, factor, out))
-    unused = (AdapterLayer(hidden, tap),) * (len(asked) - len(used))
+    unused = (AdapterLayer(hidden, tap),) * (len(tapped) - len(used))
     return Tower(layers, out, unused), tuple(streams.values())
 
 
-# ------------------------------------------------------------------ towers with an adapter of the model's own
+# ------------------------------------------------------------------ towers without an adapter
 
 
 def _patches(fields: Fields) -> tuple[int, int]:
-    """Pixel values of a patch, and patches of an image."""
+    """Return the pixel values per patch, and the patches per image."""
     (height, width), (down, right) = fields.pair("image_size"), fields.pair("patch_size")
     return fields.size("num_channels") * down * right, (height // down) * (width // right)
 
 
 def _cut(block: ResidualLayer, count: int, used: int) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Blocks that are run, and those behind the one whose output is taken."""
+    """Return the blocks that run, and those after the last one whose output is used."""
     return counted([block] * used), counted([block] * (count - used))
 
 
@@ -133,13 +133,13 @@ def _plain_block(fields: Fields) -> ResidualLayer:
 def _clip(fields: Fields, used: int) -> Tower:
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
     run, rest = _cut(_plain_block(fields), fields.blocks("num_hidden_layers"), used)
-    # A class token, with a position of its own.
+    # A class token and its position.
     pixels = PatchEmbeddingLayer(numbers, hidden, patches + 2, bias=False, norm="layer")
     return Tower((pixels, *run), hidden, (*rest, AdapterLayer(hidden, (NormStep(),))))
 
 
 def siglip(fields: Fields, used: int, *, normed: bool = False) -> Tower:
-    """SigLIP's tower, with or without the norm behind its blocks."""
+    """Return SigLIP's tower, with or without the norm after its blocks."""
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
     block = _plain_block(fields)
     run, rest = _cut(block, fields.blocks("num_hidden_layers"), used)
@@ -153,10 +153,6 @@ def siglip(fields: Fields, used: int, *, normed: bool = False) -> Tower:
     return Tower((*layers, norm), hidden, (*rest, *head)) if normed else Tower(layers, hidden, (*rest, norm, *head))
 
 
-def _siglip(fields: Fields, used: int) -> Tower:
-    return siglip(fields, used)
-
-
 def _pixtral(fields: Fields, used: int) -> Tower:
     hidden, (down, right) = fields.size("hidden_size"), fields.pair("patch_size")
     feed = MLPMixer(fields.size("intermediate_size"))
@@ -167,7 +163,7 @@ def _pixtral(fields: Fields, used: int) -> Tower:
 
 
 def internvl(fields: Fields, used: int, *, last: bool) -> Tower:
-    """InternVL's tower; ``last``: whether what is handed on comes from its end."""
+    """Return InternVL's tower. ``last`` means that its output is that of the last block."""
     hidden, (numbers, patches) = fields.size("hidden_size"), _patches(fields)
     (heads, width), kind = fields.heads("num_attention_heads", hidden), fields.get("norm_type")
     if kind not in ("layer_norm", "rms_norm"):
@@ -194,14 +190,14 @@ def internvl(fields: Fields, used: int, *, last: bool) -> Tower:
 
 TOWERS: dict[str, Callable[[Fields, int], Tower]] = {
     "clip_vision_model": _clip,
-    "siglip_vision_model": _siglip,
+    "siglip_vision_model": siglip,
     "pixtral": _pixtral,
 }
-"""Encoders that models take their pick of, by model type; with the number of blocks that are run."""
+"""Encoders that can be combined with any language model, by model type. Arguments: fields and blocks that run."""
 
 
 def picked_blocks(whole: Fields, vision: Fields) -> int:
-    """Blocks up to the one whose output a model takes."""
+    """Return the number of blocks up to the one whose output the model uses."""
     picked, count = whole.get("vision_feature_layer"), vision.blocks("num_hidden_layers")
     if isinstance(picked, bool) or not isinstance(picked, int):
         raise whole.refuse("vision_feature_layer", f"{picked!r} is not one number", "outputs of one block are read")
@@ -211,11 +207,11 @@ def picked_blocks(whole: Fields, vision: Fields) -> int:
     return used
 
 
-# ------------------------------------------------------------------ a tower that hears
+# ------------------------------------------------------------------ audio
 
 
 def omni_audio(fields: Fields) -> Tower:
-    """Qwen2.5-Omni's audio tower: blocks attend within chunks of a spectrum."""
+    """Return Qwen2.5-Omni's audio tower. Its blocks attend within chunks of the spectrum."""
     hidden, out = fields.size("d_model"), fields.size("output_dim")
     feed = MLPMixer(fields.size("encoder_ffn_dim"), gated=False, bias=True)
     block = _windowed(_block(hidden, fields.heads("encoder_attention_heads", hidden), feed), fields.size("n_window"))

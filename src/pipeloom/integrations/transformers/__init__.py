@@ -1,7 +1,8 @@
-"""Models of the `transformers` library as models of this one: its own layers, called as its own forward calls them.
+"""Train models of the `transformers` library with their own layers.
 
-Between the layers of a tower a model's forward does much that is no layer: positions, masks, window orders, the places
-of images. None of it is written anew here. The library's own forward runs with holes in it: in the first layer up to
-the first block, in the last one from the last block on, and with blocks that only note what they are called with
-wherever the other layers' arguments are wanted. So a family is a table entry: which of its parts are which.
+A model's forward pass does more than call its blocks: it computes positions, masks, window orders and the places of
+images. Pipeloom does not reimplement this. It runs the library's own forward pass on a hollow copy of the model, in
+which some parts are replaced (see `hollow`). The first layer runs it up to the first block, and the last layer runs it
+from the last block on. A third copy, whose blocks only record their arguments, provides the arguments of all blocks.
+So a family is only a table entry that names the parts of the model.
 """

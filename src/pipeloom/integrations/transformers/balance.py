@@ -1,8 +1,9 @@
-"""The loss that balances experts: of each sequence the library's own, in sums that pass from layer to layer.
+"""The library's load-balancing loss of experts, computed per sequence across layers.
 
-The library's is the number of experts times the sum, over experts, of the share of choices times the mean probability,
-both over all tokens of all layers with experts: no sum of what single layers could reckon. So each layer adds its
-choices and probabilities to a stream with a row for each sequence, and the last layer makes losses of it.
+The library's loss is the number of experts times the sum, over experts, of the fraction of tokens routed to an expert
+times its mean router probability. Both are means over all tokens of all layers with experts, so the loss is not a sum
+of losses of layers. Each layer therefore adds its counts and probabilities to a stream with one row per sequence, and
+the last layer computes the loss from the totals.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from pipeloom.runtime.model.model import Emit
 
 @dataclass(frozen=True)
 class Balancing:
-    """What the library's loss depends on.
+    """Parameters of the load-balancing loss.
 
-    ``routers`` has of every block that chooses experts the path of what gives logits for it, and which of its outputs.
+    ``routers`` maps the number of each block with experts to the path of its router and the index of the router output
+    that holds the logits.
     """
 
     routers: dict[int, tuple[str, int]]
@@ -35,22 +37,22 @@ class Balancing:
 
     @property
     def width(self) -> int:
-        """Numbers of a sequence: of each expert, choices and probability."""
+        """Numbers per sequence in the stream: a count and a probability for each expert."""
         return 2 * self.num_experts
 
 
 def stream(place: int) -> str:
-    """Return the name of what the block of that place adds to; blocks are of one kind whatever their place."""
+    """Return the name of the stream that a block emits."""
     return f"experts__{place}"
 
 
 def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Balancing | None:
-    """Return what balances experts; None: nothing does.
+    """Return the parameters of the load-balancing loss, or None if the config does not enable it.
 
     Raises
     ------
     InputError
-        It is asked for, and cannot be found.
+        The config enables the loss, but the routers or the weight are not found.
     """
     if not getattr(config, "output_router_logits", False):
         return None
@@ -58,7 +60,7 @@ def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Bala
     recorder = (getattr(trunk, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", recorder)
     if not isinstance(kind, type):
-        raise InputError(entity, "is set, and what the library takes for it is not found", "set it to False")
+        raise InputError(entity, "is set, but the library's record of router logits is not found", "set it to False")
     routers = {}
     for place, block in enumerate(blocks):
         found = [path for path, module in block.named_modules() if isinstance(module, kind)]
@@ -70,12 +72,12 @@ def find_balancing(trunk: Any, blocks: Sequence[nn.Module], config: Any) -> Bala
     experts = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     weight, top_k = getattr(config, "router_aux_loss_coef", None), getattr(config, "num_experts_per_tok", None)
     if experts is None or weight is None or top_k is None:
-        raise InputError(entity, "is set, and the weight of its loss is not found", "set it to False")
+        raise InputError(entity, "is set, but the weight of its loss is not found", "set it to False")
     return Balancing(routers, experts, top_k, weight) if routers else None
 
 
-class Choosing(LibraryLayer):
-    """A block with experts, which tells what was chosen."""
+class RoutedBlock(LibraryLayer):
+    """A block with experts that also emits its routing counts and probabilities."""
 
     def __init__(self, inner: LibraryLayer, balancing: Balancing, place: int, before: int | None) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Choosing(LibraryLayer):
         return self.inner.library_name(parameter.removeprefix("inner."))
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Emit:
-        """Give the state, and as a stream the sums of this block and of those before."""
+        """Return the hidden state and, as a stream, the sums over this block and the blocks before it."""
         sums = None if self.before is None else tensors.pop(stream(self.before))
         block: Any = self.inner
         with self._noted(block.inner) as logits:
@@ -96,7 +98,7 @@ class Choosing(LibraryLayer):
 
     @contextmanager
     def _noted(self, block: nn.Module) -> Iterator[list[Tensor]]:
-        """Inside the block the list gets what the router gives."""
+        """Record the router logits of the block in the list."""
         found: list[Tensor] = []
         path, index = self.balancing.routers[self.place]
 
@@ -116,8 +118,8 @@ class Choosing(LibraryLayer):
         return torch.cat([counts, probabilities.sum(0)])
 
 
-class Balanced(LibraryLayer):
-    """The last layer of a language model, which makes a loss of all choices."""
+class BalancingHead(LibraryLayer):
+    """The last layer of a language model, which also computes the load-balancing loss."""
 
     def __init__(self, inner: LibraryLayer, balancing: Balancing) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Balanced(LibraryLayer):
         return self.inner.library_name(parameter.removeprefix("inner."))
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Emit:
-        """Give logits, and the sum of the sequences' losses, each as often as it has targets."""
+        """Return logits, and the sum of the losses of sequences, each weighted by its number of targets."""
         balancing = self.balancing
         sums = tensors.pop(stream(max(balancing.routers)))
         targets = calls.forward(tensors)["targets"]

@@ -1,4 +1,4 @@
-"""Images and recordings with nothing in them, as entries of a sample: what an encoder is measured on without data."""
+"""Blank images and recordings, as entries of a sample. Encoders are profiled on them if there are no data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pipeloom.errors import InputError
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of images, where all are of one size.
+    """Return channels, height and width of images.
 
     Raises
     ------
     InputError
-        They are not.
+        The encoder has no fixed image size.
     """
     vision = config.vision_config
     size = getattr(vision, "image_size", None)
     if size is None:
-        raise InputError("model", "has an encoder of images of no one size")
+        raise InputError("model", "has an image encoder without a fixed image size")
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return getattr(vision, "num_channels", 3), height, width
 
 
 def blank_grid(config: Any, size: int) -> dict[str, Tensor]:
-    """A square image whose sides grow with the size, of 16 tokens to begin with."""
+    """Return a square image of 16 tokens at size 1. Its sides grow in proportion to ``size``."""
     vision = config.vision_config
     side = 4 * size * int(vision.spatial_merge_size)
     channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 3))
@@ -36,21 +36,21 @@ def blank_grid(config: Any, size: int) -> dict[str, Tensor]:
 
 
 def blank_recording(config: Any, size: int) -> dict[str, Tensor]:
-    """A recording whose length grows with the size, up to the longest at 4."""
-    ears = config.audio_config
-    steps = max(4, min(size, 4) * int(ears.max_source_positions) // 2)
-    spectrum = torch.zeros(1, int(ears.num_mel_bins), steps)
+    """Return a recording whose length grows with ``size``, up to the maximum at 4."""
+    audio = config.audio_config
+    steps = max(4, min(size, 4) * int(audio.max_source_positions) // 2)
+    spectrum = torch.zeros(1, int(audio.num_mel_bins), steps)
     return {"input_features": spectrum, "feature_attention_mask": torch.ones(1, steps, dtype=torch.int64)}
 
 
 def blank_squares(shape: tuple[int, int, int], count: int, *, nested: bool = False) -> dict[str, Tensor]:
-    """So many images as `families.square_images` reads them."""
+    """Return ``count`` images as `families.square_images` reads them."""
     pixels = torch.zeros(count, *shape)
     return {"pixel_values": pixels[None] if nested else pixels}
 
 
 def blank_tiles(config: Any, size: int) -> dict[str, Tensor]:
-    """One image of several tiles."""
+    """Return one image of several tiles."""
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
     channels, height, width = image_shape(config)
@@ -60,7 +60,7 @@ def blank_tiles(config: Any, size: int) -> dict[str, Tensor]:
 
 
 def blank_sized(config: Any, size: int) -> dict[str, Tensor]:
-    """A square image whose sides grow with the size, of 16 tokens to begin with, up to the largest."""
+    """Return a square image of 16 tokens at size 1. Its sides grow in proportion to ``size``, up to the maximum."""
     unit = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
     channels, largest, _ = image_shape(config)
     side = unit * max(1, min(4 * size, largest // unit))

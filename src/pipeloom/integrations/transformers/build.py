@@ -1,4 +1,4 @@
-"""`from_transformers`: a model of the library as a `Model`."""
+"""`from_transformers` converts a model of the library to a `Model`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from pipeloom.integrations.transformers.weights import TransformersWeights, load
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.model.model import Model, Module
 
-_FOUND: dict[tuple[type, str], Family] = {}
-"""Of models not known by name, what was found: trying takes seconds."""
+_DETECTED: dict[tuple[type, str], Family] = {}
+"""Cache of `find_family`, which takes seconds, by class and configuration."""
 
 
 @dataclass(frozen=True, eq=False)
 class TransformersModel(Model):
-    """A `Model` of the layers of a model of the `transformers` library.
+    """A `Model` that consists of the layers of a model of the `transformers` library.
 
-    Its ``describe`` tells the sizes of a sample, and as ``id`` the sample's own or a digest of it.
+    Its ``describe`` returns the sizes of a sample. The ``id`` is the sample's own, or a digest of its contents.
 
     Attributes
     ----------
     per_token : frozenset of str
-        Entries of a sample with a number for each token.
+        Entries of a sample with one number per token.
     """
 
     per_token: frozenset[str] = frozenset()
 
     def library_names(self) -> dict[str, str]:
-        """From the name of every parameter, ``module.layer.parameter``, to the library's name."""
+        """Return the library's name of each parameter ``module.layer.parameter``."""
         return {ours: theirs for ours, theirs, tensor in _named(self.modules) if isinstance(tensor, nn.Parameter)}
 
 
 def shapes(folder: Path | str) -> TransformersModel:
-    """Make a model of shapes of a folder that need not have weights: to be saved, not to be filled."""
+    """Return a model on the meta device for a folder that may lack weights. It can be saved, but not loaded."""
     if TensorFiles.are_in(Path(folder)):
         return from_transformers(folder, device="meta")
     made = from_transformers(load(folder, family_of, "meta", None))
@@ -57,7 +57,7 @@ def shapes(folder: Path | str) -> TransformersModel:
 
 
 def _named(modules: Sequence[Module]) -> Iterator[tuple[str, str, Tensor]]:
-    """All parameters and saved buffers: their names, the library's, and they themselves."""
+    """Yield each parameter and persistent buffer with its name and the library's name."""
     for module in modules:
         for number, layer in enumerate(module.layers):
             assert isinstance(layer, LibraryLayer)
@@ -72,35 +72,35 @@ def from_transformers(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> TransformersModel:
-    """Make a `Model` of a model of the `transformers` library, of the library's own layers.
+    """Convert a model of the `transformers` library to a `Model`.
 
-    A sample is what the library's processor gives for one: ``input_ids`` and ``labels``, and as the model takes them
-    ``pixel_values``, ``image_grid_thw`` and so on, without padding. The loss is the library's own, over all targets of
-    the batch. The model's own layers are used, and go on working in it. Of a class that is not known by name, its parts
-    are found, and tried on a small model of the same configuration, which takes some seconds.
+    A sample is the output of the library's processor for one example, without padding: ``input_ids``, ``labels`` and
+    the entries that the model takes, such as ``pixel_values`` and ``image_grid_thw``. The loss is the library's own,
+    over all targets of the batch. The model's layers are shared, so the original model can still be used. If its class
+    is not known by name, its parts are detected and tested on a small model of the same configuration, which takes
+    seconds.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, str or pathlib.Path
-        A model with a head for language, or a folder that it was saved in.
+        A model with a language-modeling head, or the folder of a saved one.
     freeze : sequence of str
-        Modules that are not trained: ``"vision"`` is the encoder with what brings its output to the language model.
+        Modules that are not trained. ``"vision"`` is the encoder with its projector.
     device : torch.device, str or None
-        Where a folder's model is made. ``"meta"``: shapes alone; in training every rank then reads the weights of its
-        own layers from the folder. None: on the CPU.
+        Device on which the model of a folder is created. With ``"meta"``, only shapes are created, and in training each
+        rank reads the weights of its own layers from the folder. None for the CPU.
     dtype : torch.dtype or None
-        Of a folder's model, whatever the folder has; None: torch's default, which training sets to the run's.
+        Data type of the model of a folder. None for torch's default, which `pipeloom train` sets.
 
     Returns
     -------
     TransformersModel
-        A `Model` with ``describe``, which tells the sizes of a sample.
+        A `Model` with ``describe``, which returns the sizes of a sample.
 
     Raises
     ------
     InputError
-        The architecture, or an option of it, is not supported, in one line what could not be found or what differs; or
-        the folder's files are not those of the model.
+        The architecture or one of its options is not supported, or the files of the folder do not match the model.
     """
     folder = Path(model) if isinstance(model, (str, Path)) else None
     is_loaded = torch.device(device or "cpu").type != "meta"
@@ -109,7 +109,7 @@ def from_transformers(
     else:
         for option, given in (("device", device), ("dtype", dtype)):
             if given is not None:
-                raise InputError(option, f"is {str(given)!r}, and the model is there already", "leave it out")
+                raise InputError(option, f"is {str(given)!r}, but the model exists already", "leave it out")
     if getattr(model, "is_activation_checkpointing", False):
         remedy = "turn it off by model.activation_checkpointing_disable(); plans choose what is recomputed"
         raise InputError("model", "recomputes its blocks itself", remedy)
@@ -147,32 +147,32 @@ def _assemble(model: Any, family: Family, freeze: Sequence[str] = ()) -> Transfo
 
 
 def family_of(kind: type, config: Any) -> Family:
-    """Return which parts of a model are which: known by the name of its class, or found and tried.
+    """Return the family of a class by name, or detect it.
 
     Raises
     ------
     InputError
-        It is not supported.
+        The class is not supported.
     """
     if kind.__name__ in FAMILIES:
         return FAMILIES[kind.__name__]
     key = (kind, config.to_json_string(use_diff=False))
-    if key not in _FOUND:
-        _FOUND[key] = find_family(kind, config, _assemble)
-    return _FOUND[key]
+    if key not in _DETECTED:
+        _DETECTED[key] = find_family(kind, config, _assemble)
+    return _DETECTED[key]
 
 
 def _check_loss(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is not ForCausalLMLoss:
-        raise InputError("model.loss_function", "is not the library's loss of language models")
+        raise InputError("model.loss_function", "is not the library's loss for language models")
 
 
 def _check_rotary(config: Any, one_by_one: bool) -> None:
-    """Refuse rotary embeddings that depend on the longest sequence: packed, samples would change each other's.
+    """Raise `InputError` for rotary embeddings that depend on the longest sequence.
 
-    One kind depends on what came before as well.
+    In a pack, samples would change each other's positions. Type ``dynamic`` also depends on earlier calls.
     """
     given = getattr(config, "rope_parameters", None) or {}
     for each in (given, *(inner for inner in given.values() if isinstance(inner, dict))):
@@ -182,9 +182,9 @@ def _check_rotary(config: Any, one_by_one: bool) -> None:
 
 
 def _check_complete(model: nn.Module, encoders: Sequence[Encoder], modules: Sequence[Module]) -> None:
-    """Refuse to leave out a parameter."""
+    """Raise `InputError` if a parameter belongs to no layer."""
     held = {id(p) for module in modules for layer in module.layers for p in layer.parameters()}
-    # Blocks behind the one whose output is taken are never run.
+    # Blocks after the last one whose output is used never run.
     unused = tuple(f"{path}." for each in encoders for path in (*each.unused, each.blocks))
     for name, parameter in model.named_parameters():
         if id(parameter) not in held and not name.startswith(unused):

@@ -1,4 +1,4 @@
-"""`check_gradients`: the library's own loss and gradients beside those of plans, parameter by parameter."""
+"""`check_gradients` compares the loss and the gradients of plans with the library's own."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Loss and gradients of the library beside those of the worst of some plans; as text, a table.
+    """Comparison of the worst plan's loss and gradients with the library's. ``str`` formats it as a table.
 
     Attributes
     ----------
-    loss, library_loss : float
     rows : tuple of GradientRow
-        Every parameter that the library gives a gradient, worst first.
+        One row for each parameter with a gradient in the library, worst first.
     """
 
     loss: float
@@ -50,12 +49,12 @@ class GradientCheck:
 
     @property
     def worst(self) -> float:
-        """Largest relative difference of any parameter, and of the loss."""
+        """Largest relative difference over all gradients and the loss."""
         loss = abs(self.loss - self.library_loss) / max(abs(self.library_loss), 1e-300)
         return max([loss, *(row.relative for row in self.rows)])
 
     def __str__(self) -> str:
-        """Return the table."""
+        """Format the comparison as a table."""
         width = max([len(row.name) for row in self.rows] + [9])
         lines = [f"{'parameter':{width}}  {'largest':>10}  {'difference':>10}  {'relative':>10}"]
         lines += [
@@ -69,29 +68,24 @@ class GradientCheck:
 def check_gradients(
     model: Any, batch: Sequence[Any], ranks: int = 2, *, freeze: Sequence[str] = (), plans: int = 3, seed: int = 0
 ) -> GradientCheck:
-    """Compare the library's own loss and gradients with those of random plans, in double precision, in this process.
+    """Compare the loss and the gradients of random plans with the library's own, in this process.
 
-    The library runs sample by sample. Each plan has another layout, packing, order, other memory strategies and
-    sub-microbatches; its ranks are threads. Casts to single precision inside the library are made to double precision
-    on both sides, so that differences are rounding or a defect. Without dropout.
+    The library runs sample by sample. Each plan has a different layout, packing, order, and different memory strategies
+    and sub-microbatches. Its ranks are threads. Everything is computed in double precision and without dropout; casts
+    to single precision inside the library are replaced. So any difference is rounding or a defect.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel or DiffusersModel
-        As `from_transformers` takes it, or what `from_diffusers` made; it is copied.
+        A model that `from_transformers` accepts, or the result of `from_diffusers`. It is copied.
     batch : sequence
-        Samples, a few and small ones.
-    ranks : int
+        A few small samples.
     freeze : sequence of str
-        As `from_transformers`; what `from_diffusers` made has its own.
+        Modules that are not trained, as in `from_transformers`. Not allowed with the result of `from_diffusers`.
     plans : int
-        How many are tried; the worst is told.
+        Number of random plans. The worst one is returned.
     seed : int
-        From which they are drawn.
-
-    Returns
-    -------
-    GradientCheck
+        Seed of the random plans.
 
     Raises
     ------
@@ -102,7 +96,8 @@ def check_gradients(
     with double():
         if beside is not None:
             if freeze:
-                raise InputError("freeze", f"is {tuple(freeze)}, and the model is made already", "make it so")
+                remedy = "pass freeze to from_diffusers"
+                raise InputError("freeze", f"is {tuple(freeze)}, but the model exists already", remedy)
             ours, library_loss, wanted = beside(batch)
         elif hasattr(model, "config"):
             ours = from_transformers(twin(model), freeze=freeze)
@@ -117,16 +112,16 @@ def check_gradients(
         check = _compare(ours, loss, found, library_loss, wanted)
         worst = check if worst is None or check.worst > worst.worst else worst
     if worst is None:
-        raise InputError("plans", f"is {plans}", "try at least one")
+        raise InputError("plans", f"is {plans}", "give at least 1")
     return worst
 
 
-# ------------------------------------------------------------------ a plan's side
+# ------------------------------------------------------------------ random plans
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Costs that mean nothing, so that plans differ."""
+    """Random costs, so that plans differ."""
 
     seed: str
     split: bool
@@ -165,14 +160,14 @@ class _Costs:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _RandomPlan:
     layout: Layout
     packing: Packing
     plan: ExecutionPlan
 
 
-def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int) -> _Drawn:
-    """Draw a layout, a packing, an order and strategies."""
+def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int) -> _RandomPlan:
+    """Draw a random layout, packing, order and memory strategies."""
     spec, strategies = model.spec, [each for each in STRATEGIES if each not in model.excluded]
     layout = _draw_layout(rng, spec, ranks)
     longest = int(budget_tokens(batch, spec).max())
@@ -184,7 +179,7 @@ def _draw(rng: random.Random, model: TransformersModel, batch: Batch, ranks: int
     timeline = simulate(graph, schedule)
     plan = lower(graph, schedule, timeline, layout, packing, boundary_shapes(spec, layout))
     verify(plan, layout, packing)
-    return _Drawn(layout, packing, plan)
+    return _RandomPlan(layout, packing, plan)
 
 
 def _draw_layout(rng: random.Random, spec: ModelSpec, ranks: int) -> Layout:
@@ -210,9 +205,10 @@ def _on_rank(chunk: Chunk, rank: int) -> Chunk:
     return Chunk(chunk.module, chunk.layers, rank)
 
 
-def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple[float, Gradients]:
-    """Run a plan with a thread for every rank, each with a copy of the layers: loss and gradients by the library's
-    names, summed over the ranks that hold a parameter.
+def _run(model: TransformersModel, drawn: _RandomPlan, batch: Sequence[Any]) -> tuple[float, Gradients]:
+    """Run a plan with one thread per rank, each with a copy of the layers.
+
+    Return the loss, and the gradients by the library's names, summed over the ranks that hold a parameter.
     """
     hub = ThreadHub("tags", _TIMEOUT_S)
     names = model.library_names()
@@ -250,7 +246,7 @@ def _run(model: TransformersModel, drawn: _Drawn, batch: Sequence[Any]) -> tuple
 
 
 def _copied(model: TransformersModel) -> tuple[Any, ...]:
-    """Modules with layers of their own; what layers share they go on sharing."""
+    """Return modules with copies of their layers. Parameters that layers share remain shared."""
     memo: dict[int, Any] = {}
     return tuple(
         replace(module, layers=[copy.deepcopy(layer, memo) for layer in module.layers]) for module in model.modules
@@ -266,7 +262,7 @@ def _compare(
 
 
 def _by_holder(model: TransformersModel, found: Gradients) -> Gradients:
-    """Gradients with those of tied parameters under every name of theirs, summed."""
+    """Return the gradients, with the sum over tied parameters under each of their names."""
     names = model.library_names()
     merged = dict(found)
     for group in model.tied:

@@ -1,4 +1,4 @@
-"""Which parts of each architecture are which: all that is particular to a family."""
+"""The parts of each supported architecture. Everything that is specific to one family is here."""
 
 from __future__ import annotations
 
@@ -28,10 +28,18 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Instance:
-    """An image or a recording: one instance of what an encoder reads.
+    """One image, video or recording that an encoder reads.
 
-    ``pixels`` (of a recording, its spectrum) and ``given`` are joined along dimension 0 with those of the other
-    instances of a part; ``patches`` are the rows of state that it has between layers.
+    Attributes
+    ----------
+    pixels : Tensor
+        Pixel values, or the spectrum of a recording. Concatenated along dimension 0 with the other instances of a part.
+    given : dict
+        Further arguments of the library's function, concatenated in the same way.
+    patches : int
+        Rows of hidden state between layers.
+    tokens : int
+        Tokens in the sequence of the language model.
     """
 
     pixels: Tensor
@@ -43,109 +51,107 @@ class Instance:
 
 @dataclass(frozen=True)
 class Text:
-    """The language model of an architecture; paths begin at the model with the head."""
+    """The language model of an architecture. Paths are relative to the model with the head."""
 
     blocks: str
     first: tuple[str, ...]
-    """What has parameters before the blocks."""
+    """Submodules and parameters that run before the blocks."""
     last: tuple[str, ...]
-    """What has parameters behind the blocks, the head too."""
+    """Submodules and parameters that run after the blocks, including the head."""
     per_token: tuple[str, ...] = ()
-    """Entries of a sample that the forward takes, one number a token."""
+    """Entries of a sample that the forward pass takes, with one number per token."""
     placing: tuple[str, ...] = ()
-    """The same, where only positions depend on them."""
+    """Entries with one number per token that only position ids depend on."""
     alone: tuple[str, ...] = ()
-    """Types of blocks that mix a sequence in another way than by attention: called for every sequence by itself."""
+    """Block types that mix tokens without attention, such as Mamba. They are called once per sequence."""
     pointwise: tuple[str, ...] = ()
-    """Types of blocks that mix nothing."""
+    """Block types that do not mix tokens."""
     gives_tuple: bool = False
     positions: Callable[[nn.Module, Sample], Tensor | None] | None = None
-    """Of one sample, with the model that has no parts: position ids, or None for 0, 1, 2 ..."""
+    """Computes the position ids of a sample from the hollow model. None for 0, 1, 2 ..."""
     one_by_one: bool = False
-    """Whether every layer is called for every sequence by itself, as the library calls it for a batch of that one."""
+    """Whether every layer is called once per sequence, because the model cannot run packed sequences."""
     eager: bool = False
-    """Whether attention within a sequence is the model's own function: with sinks or caps, which others have not."""
+    """Whether the model's own attention function runs. Sinks and soft caps, for example, need it."""
 
     @property
     def trunk(self) -> str:
-        """Path of what holds the blocks."""
+        """Path of the submodule that holds the blocks."""
         return self.blocks.rpartition(".")[0]
 
 
 def decoder(
     trunk: str, first: str = "embed_tokens", last: str = "norm", *, blocks: str = "layers", **more: Any
 ) -> Text:
-    """Return a language model whose parts have the usual names; those of ``more`` are `Text`'s."""
+    """Return a language model whose parts have the usual names. ``more`` holds further fields of `Text`."""
     return Text(f"{trunk}.{blocks}", (f"{trunk}.{first}",), (f"{trunk}.{last}", "lm_head"), **more)
 
 
 @dataclass(frozen=True)
 class Taps:
-    """Features of inner blocks of an encoder, which are added behind the first blocks of the language model."""
+    """Features of inner encoder blocks that are added after the first blocks of the language model (DeepStack)."""
 
     ends: dict[int, str]
-    """From the number of a block to the path of what its features go through."""
+    """Path of the merger of each tapped block, by block number."""
     tower: str
-    """Where the library has the numbers of these blocks, under ``switch``: without them it runs no taps."""
+    """Path of the submodule that has the attribute ``switch``."""
     switch: str
+    """Attribute with the numbers of the tapped blocks. If it is empty, the library computes no features."""
     features: str
-    """Where the encoder's output has them."""
+    """Attribute of the encoder's output that holds the features."""
     add: str
-    """The method of the language model's trunk that adds them."""
+    """Method of the language model's trunk that adds the features."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The encoder of a model and what brings its output to the language model's width."""
+    """An encoder of a model, with the projector to the language model's width."""
 
     blocks: str
     first: tuple[str, ...]
     last: tuple[str, ...]
     images: Callable[[Sample], list[Instance]]
-    """What of a sample goes through it, one by one: images, or recordings."""
+    """Returns the instances of a sample that the encoder reads."""
     blank: Callable[[int], dict[str, Tensor]]
-    """Entries of a sample with something to read, made up, with nothing in it: more of it for larger numbers."""
+    """Returns synthetic entries of a sample for profiling. A larger argument gives larger or more instances."""
     name: str = "vision"
     reads: Literal["images", "audio"] = "images"
     features: str = "get_image_features"
-    """The library's function that runs it and what stands behind it."""
+    """Method of the library that runs the encoder and its projector."""
     given: str = "pixel_values"
-    """What that function is given; further entries of a sample besides."""
-    places: str = "image_token_id"
-    """Where the config has the id of its tokens."""
-    video_places: str = ""
-    """The same of videos, where it reads these too, each as one instance; empty: it does not."""
+    """First argument of that method."""
+    places: tuple[str, ...] = ("image_token_id",)
+    """Fields of the config with the ids of the placeholder tokens, of images first and then of videos."""
     keys: tuple[str, ...] = ("pixel_values",)
-    """Entries of a sample that it reads."""
+    """Entries of a sample that the encoder reads."""
     patches: int | None = None
-    """Rows of state that every image has, as a dimension of its own; None: as many as it has patches."""
+    """Rows of hidden state per image, as a separate dimension. None if images differ in their number of patches."""
     tokens: int | None = None
-    """Tokens that every image has in the sequence; None: patches by ``merge``."""
+    """Tokens per image in the sequence. None if there is one token per ``merge`` patches."""
     merge: int = 1
+    """Patches that the projector merges into one token."""
     used: int | None = None
-    """How many blocks are run to any effect; None: all."""
+    """Number of blocks whose output is used. None for all."""
     unused: tuple[str, ...] = ()
-    """Parts with weights that no loss depends on."""
-    nested: bool = False
-    """Whether its pixels have a dimension of samples before that of images."""
+    """Submodules whose weights do not affect the loss."""
     listed: bool = True
-    """Whether the features come as a list with an entry for each image."""
+    """Whether the library returns the features as a list with one entry per image."""
     form: Form = PLAIN
-    """How the library has the state of its blocks."""
+    """Shape of the hidden state in the library's blocks."""
     gives_tuple: bool = False
-    """Whether its blocks give a tuple."""
+    """Whether the blocks return a tuple."""
     in_lm: bool = False
-    """Whether what is behind the blocks runs in the first layer of the language model: the number of rows that it gives
-    is none that an encoder's output can state."""
+    """Whether the projector runs in the first layer of the language model. Needed where its number of output rows
+    cannot be expressed as the output shape of a module."""
     takes_lengths: bool = False
-    """Whether its attention is to be told of lengths, lest it makes a mask as large as the square of all patches."""
+    """Whether attention gets sequence lengths. Otherwise the library builds a mask over all pairs of patches."""
     kinds: tuple[str, ...] = ()
-    """Per block, what tells it from others of its class and size."""
+    """Label of each block that distinguishes blocks of equal class and size, such as window and full attention."""
     taps: Taps | None = None
 
     def ids(self, config: Any) -> tuple[int, ...]:
-        """Return the ids of its tokens."""
-        return tuple(getattr(config, name) for name in (self.places, self.video_places) if name)
+        """Return the ids of the placeholder tokens."""
+        return tuple(getattr(config, name) for name in self.places)
 
 
 @dataclass(frozen=True)
@@ -154,11 +160,11 @@ class Family:
 
     text: Text
     encoders: tuple[Callable[[Any], Encoder], ...] = ()
-    """Each of the model's config: some take encoders of several kinds."""
+    """Functions that build each encoder from the model's config."""
     refused: tuple[tuple[str, Callable[[Any], object], str], ...] = ()
-    """Options that are not supported: name, whether a config has it, and what to do instead."""
+    """Unsupported options of the config: name, function that returns whether it is set, and remedy."""
     excluded: Mapping[Strategy, str] = field(default_factory=dict)
-    """Memory strategies under which its layers do not run, with what fails."""
+    """Memory strategies that the layers do not support, with the reason."""
 
 
 _ROUTER = (
@@ -177,7 +183,7 @@ _VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
 def _grid_images(merged: int, sample: Sample) -> list[Instance]:
-    """Images whose patches follow one another, each with its grid."""
+    """Return images whose patches are concatenated, each with its grid."""
     return _gridded(merged, sample, "pixel_values", "image_grid_thw")
 
 
@@ -199,7 +205,7 @@ def _gridded(merged: int, sample: Sample, pixel_key: str, grid_key: str) -> list
 
 
 def _grid_images_and_videos(merged: int, image_id: int, video_id: int, sample: Sample) -> list[Instance]:
-    """Images and videos, which the library encodes alike, in the order of their places."""
+    """Return images and videos in the order of their placeholder tokens. The library encodes both in the same way."""
     images = _grid_images(merged, sample)
     videos = _gridded(merged, sample, "pixel_values_videos", "video_grid_thw")
     if not videos or not images:
@@ -207,15 +213,15 @@ def _grid_images_and_videos(merged: int, image_id: int, video_id: int, sample: S
     waiting, out = {image_id: images, video_id: videos}, []
     ids = [word for word in sample["input_ids"].tolist() if word in waiting]
     while ids and waiting[ids[0]]:
-        # A video's places have text between its frames, never another instance.
+        # Between the frames of a video there may be text, but no other instance.
         out.append(waiting[ids[0]].pop(0))
         ids = ids[out[-1].tokens :]
-    # What has no places is counted, and refused.
+    # Instances without placeholders are kept: `Sizes.describe` raises an error for them.
     return [*out, *images, *videos]
 
 
 def _grid_positions(model: nn.Module, sample: Sample) -> Tensor | None:
-    """Positions in time, height and width, as the library's own model finds them."""
+    """Compute positions in time, height and width with the library's own model."""
     inner: Any = model.model
     inner.rope_deltas = None
     ids = sample["input_ids"][None]
@@ -237,7 +243,7 @@ def _qwen_vision(config: Any) -> Encoder:
     encoder = _qwen_images(config)
     images = partial(_grid_images_and_videos, encoder.merge, config.image_token_id, config.video_token_id)
     keys = (*encoder.keys, *_VIDEO_KEYS)
-    return replace(encoder, images=images, keys=keys, video_places="video_token_id")
+    return replace(encoder, images=images, keys=keys, places=("image_token_id", "video_token_id"))
 
 
 def _qwen_images(config: Any) -> Encoder:
@@ -259,12 +265,13 @@ def _qwen_images(config: Any) -> Encoder:
 
 
 def _tapped_vision(config: Any) -> Encoder:
-    """As Qwen's other encoders, with an embedding of positions, and with features of inner blocks."""
-    tower, asked = "model.visual", list(config.vision_config.deepstack_visual_indexes)
-    # As many as there are blocks to add them to. A merger that the library never calls is refused: it is in no layer.
-    used = sorted(set(asked) & set(range(config.vision_config.depth)))[: config.text_config.num_hidden_layers]
+    """Return Qwen3-VL's encoder, which also has position embeddings and DeepStack features."""
+    tower, tapped = "model.visual", list(config.vision_config.deepstack_visual_indexes)
+    # At most one tap per block of the language model. A merger that the library never calls belongs to no layer, which
+    # `_check_complete` reports.
+    used = sorted(set(tapped) & set(range(config.vision_config.depth)))[: config.text_config.num_hidden_layers]
     taps = Taps(
-        ends={block: f"{tower}.deepstack_merger_list.{asked.index(block)}" for block in used},
+        ends={block: f"{tower}.deepstack_merger_list.{tapped.index(block)}" for block in used},
         tower=tower,
         switch="deepstack_visual_indexes",
         features="deepstack_features",
@@ -276,11 +283,11 @@ def _tapped_vision(config: Any) -> Encoder:
 _QWEN_TEXT = decoder("model.language_model", placing=("mm_token_type_ids",), positions=_grid_positions)
 
 
-# ------------------------------------------------------------------ Qwen's model that hears
+# ------------------------------------------------------------------ Qwen's audio encoder
 
 
 def _recordings(sample: Sample) -> list[Instance]:
-    """Recordings as spectra in one tensor, padded; two steps to a frame, two frames to a token."""
+    """Return recordings from one padded tensor of spectra. A frame has two steps, a token two frames."""
     if sample.get("input_features") is None:
         return []
     spectra, masks = (torch.as_tensor(sample[name]) for name in ("input_features", "feature_attention_mask"))
@@ -293,14 +300,14 @@ def _recordings(sample: Sample) -> list[Instance]:
     return out
 
 
-def _hearing(config: Any) -> Encoder:
+def _audio_encoder(config: Any) -> Encoder:
     tower = "model.audio_tower"
     return Encoder(
         name="audio",
         reads="audio",
         features="get_audio_features",
         given="input_features",
-        places="audio_token_id",
+        places=("audio_token_id",),
         blocks=f"{tower}.layers",
         first=(f"{tower}.conv1", f"{tower}.conv2"),
         last=(f"{tower}.ln_post", f"{tower}.proj"),
@@ -314,7 +321,7 @@ def _hearing(config: Any) -> Encoder:
 
 
 def _omni_positions(model: nn.Module, sample: Sample) -> Tensor | None:
-    """Positions in time, height and width: of the library's model only where a sample has its ``attention_mask``."""
+    """Compute positions in time, height and width. The library does so only if a sample has an ``attention_mask``."""
     inner: Any = model.model
     inner.rope_deltas = None
     ids, heard = sample["input_ids"][None], sample.get("feature_attention_mask")
@@ -335,7 +342,7 @@ def _omni_positions(model: nn.Module, sample: Sample) -> Tensor | None:
 
 
 def square_images(patches: int, tokens: int, sample: Sample, *, nested: bool = False) -> list[Instance]:
-    """Images, or tiles of images, that are all of one size; nested: behind a dimension of one sample."""
+    """Return images or tiles of equal size. If ``nested``, the pixels have a leading dimension of size 1."""
     if sample.get("pixel_values") is None:
         return []
     pixels = torch.as_tensor(sample["pixel_values"])
@@ -358,18 +365,18 @@ def _square_vision(config: Any, patches: int, tokens: int, **parts: Any) -> Enco
 
 
 def _sides(config: Any) -> int:
-    """Patches of an image."""
+    """Return the number of patches of an image."""
     sizes = [config.vision_config.image_size, config.vision_config.patch_size]
     (height, width), (down, right) = (each if isinstance(each, (list, tuple)) else (each, each) for each in sizes)
     return int(height // down) * int(width // right)
 
 
 def _until_picked(config: Any) -> int:
-    """Blocks up to the one whose output is taken."""
+    """Return the number of blocks up to the one whose output the model uses."""
     picked, count = config.vision_feature_layer, int(config.vision_config.num_hidden_layers)
     if not isinstance(picked, int):
         raise InputError(
-            "model.config.vision_feature_layer", f"is {picked}", "outputs of several layers: not supported"
+            "model.config.vision_feature_layer", f"is {picked}", "outputs of several layers are not supported"
         )
     used = picked if picked >= 0 else count + 1 + picked
     if not 0 < used <= count:
@@ -426,7 +433,7 @@ def _internvl_vision(config: Any) -> Encoder:
 
 
 def _tiled_images(config: Any, sample: Sample) -> list[Instance]:
-    """Images cut into tiles, as many as their sizes want."""
+    """Return images that are cut into tiles; the number of tiles depends on the image size."""
     from transformers.models.llava_onevision import modeling_llava_onevision as library
 
     if sample.get("pixel_values") is None:
@@ -434,7 +441,8 @@ def _tiled_images(config: Any, sample: Sample) -> list[Instance]:
     pixels, sizes = (torch.as_tensor(sample[name]) for name in ("pixel_values", "image_sizes"))
     counts = torch.as_tensor(sample.get("batch_num_images", 1)).reshape(-1)
     if pixels.dim() != 5 or (len(pixels) > 1 and "batch_num_images" in sample) or int(counts.max()) > 1:
-        raise InputError("sample.pixel_values", "are not tiles of one image", "several images a sample: not supported")
+        remedy = "give one image per sample; several are not supported"
+        raise InputError("sample.pixel_values", "are not tiles of one image", remedy)
     side, images = _sides(config), []
     for each, size in zip(pixels, sizes.reshape(-1, 2), strict=True):
         tiles = library.image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
@@ -468,7 +476,7 @@ def _onevision_vision(config: Any) -> Encoder:
 
 
 def _pixtral_images(patch: int, merged: int, sample: Sample) -> list[Instance]:
-    """Images of several sizes in one tensor, padded on the right and at the bottom."""
+    """Return images of different sizes from one tensor that is padded on the right and at the bottom."""
     if sample.get("pixel_values") is None:
         return []
     pixels, sizes = (torch.as_tensor(sample[name]) for name in ("pixel_values", "image_sizes"))
@@ -519,7 +527,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,)),
     "Qwen3VLMoeForConditionalGeneration": Family(_QWEN_TEXT, (_tapped_vision,)),
     "Qwen2_5OmniThinkerForConditionalGeneration": Family(
-        decoder("model.language_model", positions=_omni_positions), (_qwen_images, _hearing)
+        decoder("model.language_model", positions=_omni_positions), (_qwen_images, _audio_encoder)
     ),
     "LlavaForConditionalGeneration": Family(decoder("model.language_model"), (_llava_vision,)),
     "Gemma3ForConditionalGeneration": Family(_GEMMA, (_gemma_vision,)),
@@ -527,4 +535,4 @@ FAMILIES: dict[str, Family] = {
     "LlavaOnevisionForConditionalGeneration": Family(decoder("model.language_model"), (_onevision_vision,)),
     "Mistral3ForConditionalGeneration": Family(decoder("model.language_model"), (_pixtral_vision,)),
 }
-"""By the class of the model with the head."""
+"""Families by the class name of the model with the head."""

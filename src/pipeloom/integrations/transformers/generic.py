@@ -1,11 +1,14 @@
-"""Models not known by name: their parts are found on a small model of the same configuration, and tried on it."""
+"""Support for models without an entry in `FAMILIES`.
+
+The parts of such a model are detected on a small model of the same configuration, and tested on it.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,10 +21,10 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.blanks import blank_squares, image_shape
 from pipeloom.integrations.transformers.families import Encoder, Family, Text, square_images
-from pipeloom.integrations.transformers.held import call_held
 from pipeloom.integrations.transformers.reference import Gradients, double, library_gradients, rows_of
 from pipeloom.integrations.transformers.smaller import line, smaller, words_of
 from pipeloom.runtime import batch_of
+from pipeloom.runtime.execute.blocks import ChunkActivation, ChunkStreams
 from pipeloom.runtime.execute.split import run_backward
 from pipeloom.runtime.model.model import Emit, Part
 from pipeloom.spec import STRATEGIES, Strategy
@@ -29,45 +32,44 @@ from pipeloom.spec.model import num_instances
 
 _TOLERANCE = 1e-9
 _LENGTHS = (7, 4, 11, 5)
-"""Of samples that are tried: longer than windows, and none begins where a window's multiple would."""
+"""Token counts of the test samples: longer than windows, and no sample begins at a multiple of a window."""
 _PER_TOKEN = "token_type_ids"
-"""Where attention depends on what kind a token is of."""
+"""Entry of a sample on which attention depends in some models."""
 _REMEDY = "write its layers as docs/bring-your-own-model.md says"
 
 
 def find_family(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Family:
-    """Find which parts of a model are which, and try whether its layers give the library's own gradients.
+    """Detect the parts of a model, and check that its layers reproduce the library's gradients.
 
     Parameters
     ----------
     kind : type
         Class of the model with the head.
-    config : transformers.PreTrainedConfig
     assemble : callable
-        Makes a `TransformersModel` of a library's model and a `Family`.
+        Builds a `TransformersModel` from a model of the library and a `Family`.
 
     Returns
     -------
     Family
-        What was tried: on a small model of the same configuration, loss and gradients are the library's own. Memory
-        strategies under which they are not, or that fail, are excluded.
+        Loss and gradients equal the library's on a small model of the same configuration. Memory strategies that fail
+        or give other gradients are excluded.
 
     Raises
     ------
     InputError
-        In one line, what could not be found or what differs.
+        A part is not found, or gradients differ.
     """
     try:
         with double(), torch.random.fork_rng(devices=[]), _quietly():
             return _find(kind, config, assemble)
     except Exception as error:
-        problem = error.problem if isinstance(error, InputError) else f"cannot be tried: {line(error)}"
+        problem = error.problem if isinstance(error, InputError) else f"cannot be tested: {line(error)}"
         raise InputError("model", f"is a {kind.__name__}, not known by name, and {problem}", _REMEDY) from error
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Say nothing of models that nobody asked for."""
+    """Silence the library's warnings about the small models."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -94,7 +96,7 @@ def _find(kind: type, config: Any, assemble: Callable[[Any, Family], Any]) -> Fa
     wanted = library_gradients(copy.deepcopy(small), samples, frozenset(("input_ids", "labels", *text.per_token)))
     found: list[Family] = []
     problem = ""
-    # What short samples do not reach cannot be tried: then each is called as the library would.
+    # Packing can only be tested if the short samples reach beyond all windows. Otherwise, layers run once per sequence.
     for each in (*((text, replace(text, eager=True)) if reached else ()), replace(text, one_by_one=True)):
         family = Family(each, encoders)
         problems = _try(copy.deepcopy(small), samples, wanted, family, assemble)
@@ -114,7 +116,7 @@ def _run(model: Any, sample: dict[str, Tensor]) -> None:
 
 
 def _samples(model: Any) -> list[dict[str, Tensor]]:
-    """Samples of text, random and always the same."""
+    """Return random text samples from a fixed seed."""
     words = torch.tensor(words_of(model.config))
     draw = torch.Generator().manual_seed(0)
     every = [words[torch.randint(len(words), (length,), generator=draw)] for length in _LENGTHS]
@@ -125,18 +127,18 @@ def _samples(model: Any) -> list[dict[str, Tensor]]:
 
 
 def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Encoder) -> list[dict[str, Tensor]]:
-    """Samples with as many images as their places in the list say, but the last, which is of text."""
+    """Return the samples with images: one in the first sample, two in the second, none in the others."""
     draw, out = torch.Generator().manual_seed(1), []
-    place = getattr(model.config, encoder.places)
+    place = encoder.ids(model.config)[0]
     for number, sample in enumerate(samples):
         count = number + 1 if number < 2 else 0
         run = torch.full((count * (encoder.tokens or 0),), place)
         runs = dict.fromkeys(sample, 0 * run) | {"input_ids": run, "labels": 0 * run - 100}
-        told = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
+        entries = {name: torch.cat([each[:1], runs[name], each[1:]]) for name, each in sample.items()}
         if count:
-            pixels = torch.randn(count, *image_shape(model.config), generator=draw, dtype=torch.float64)
-            told["pixel_values"] = pixels[None] if encoder.nested else pixels
-        out.append(told)
+            shape = encoder.blank(count)["pixel_values"].shape
+            entries["pixel_values"] = torch.randn(shape, generator=draw, dtype=torch.float64)
+        out.append(entries)
     return out
 
 
@@ -144,7 +146,7 @@ def _with_images(model: Any, samples: Sequence[dict[str, Tensor]], encoder: Enco
 
 
 class _Trace:
-    """Which modules of a model a call enters and leaves, and what they take and give."""
+    """The modules that a call enters and leaves, with their inputs and outputs."""
 
     def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
         self.model = model
@@ -170,12 +172,12 @@ class _Trace:
                 hook.remove()
 
     def tower(self, paths: Sequence[str]) -> str:
-        """Return the list of blocks that is called in order from end to end.
+        """Return the path of the list of blocks that is called in order from end to end.
 
         Raises
         ------
         InputError
-            None is, or several are.
+            No list or several lists are called like that.
         """
         entered = [path for path, enters in self.moments if enters]
         found = []
@@ -189,7 +191,7 @@ class _Trace:
         return found[0]
 
     def around(self, tower: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Say what has parameters before and behind the blocks."""
+        """Return the modules and parameters that are used before the blocks, and those after."""
         count = self.count(tower)
         begin, end = self.moments.index((f"{tower}.0", True)), self.moments.index((f"{tower}.{count - 1}", False))
         first: dict[str, None] = {}
@@ -199,7 +201,7 @@ class _Trace:
             if not enters or not own or path.startswith(f"{tower}."):
                 continue
             if tower.startswith(f"{path}." if path else ""):
-                # It holds the blocks; its own parameters may be of either side.
+                # The module contains the blocks. Its own parameters may be used before and after them.
                 both = dict.fromkeys(f"{path}.{name}" if path else name for name in own)
                 first, last = first | both, last | both
             elif moment < begin:
@@ -211,7 +213,7 @@ class _Trace:
         return self._lifted(tower, first, last), self._lifted(tower, last, first)
 
     def _lifted(self, tower: str, paths: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-        """Name instead of parts whatever called them and neither the blocks nor any of the others."""
+        """Replace each path by its outermost caller that contains neither the blocks nor any of the others."""
         called = {path for path, _ in self.moments}
         found: dict[str, None] = {}
         for path in paths:
@@ -222,19 +224,19 @@ class _Trace:
         return tuple(found)
 
     def count(self, tower: str) -> int:
-        """Return how many of its blocks are called."""
+        """Return how many blocks of a tower are called."""
         return sum(enters and path.rpartition(".")[0] == tower for path, enters in self.moments)
 
     def gives_tuple(self, tower: str) -> bool:
-        """Say whether the blocks of a tower give tuples."""
+        """Return whether the blocks of a tower return tuples."""
         found = {isinstance(self.given[f"{tower}.{number}"], tuple) for number in range(self.count(tower))}
         if len(found) > 1:
-            raise InputError("model", f"has blocks in {tower!r} that give a tuple and others that do not")
+            raise InputError("model", f"has blocks in {tower!r} that return a tuple and others that do not")
         return found.pop()
 
 
 def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> Text:
-    """Find the blocks, and what has parameters before and behind them, as a forward calls them."""
+    """Find the blocks and the parts before and after them by tracing a forward pass."""
     trace = _Trace(model, lambda: _run(model, sample))
     tower = trace.tower(towers)
     per_token = tuple(name for name in sample if name not in ("input_ids", "labels"))
@@ -242,7 +244,7 @@ def _find_text(model: Any, towers: Sequence[str], sample: dict[str, Tensor]) -> 
 
 
 def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
-    """Find the blocks of the encoder of images, and what is around them, where all images are of one size."""
+    """Find the blocks of the image encoder and the parts around them. All images must have the same size."""
     if not hasattr(model, "get_image_features"):
         raise InputError("model", "has a vision_config, and no get_image_features")
     draw = torch.Generator().manual_seed(0)
@@ -251,7 +253,7 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
         model.get_image_features(pixels)
         nested = False
     except ValueError:
-        # Some models have a dimension of samples before that of images.
+        # Some models expect a leading dimension of samples.
         pixels, nested = pixels[:, None], True
     trace = _Trace(model, lambda: model.get_image_features(pixels, return_dict=True).pooler_output)
     tower = trace.tower(towers)
@@ -269,7 +271,7 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
     model.zero_grad(set_to_none=True)
     if not places:
         raise InputError("model", "has an encoder of images, and no image_token_id")
-    # Of the encoder's own parts, those that no feature depends on.
+    # Parts of the encoder that no feature depends on.
     own = PurePosixPath(os.path.commonpath([path.replace(".", "/") for path in (tower, *first)]))
     idle_parts = dict.fromkeys(name.rpartition(".")[0] for name in idle if not name.startswith(f"{tower}."))
     unused = tuple(path for path in idle_parts if own in PurePosixPath(path.replace(".", "/")).parents)
@@ -279,9 +281,8 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
         last=tuple(path for path in last if path not in unused),
         images=partial(square_images, state.shape[1], len(rows) // len(pixels), nested=nested),
         blank=partial(blank_squares, image_shape(model.config), nested=nested),
-        nested=nested,
         keys=("pixel_values", *(("pixel_attention_mask",) if nested else ())),
-        places=places[0],
+        places=tuple(places[:1]),
         patches=state.shape[1],
         tokens=len(rows) // len(pixels),
         used=None if True not in blocks else blocks.index(True) - len(blocks),
@@ -291,7 +292,7 @@ def _find_encoder(model: Any, towers: Sequence[str]) -> Encoder:
     )
 
 
-# ------------------------------------------------------------------ trial
+# ------------------------------------------------------------------ test
 
 
 def _try(
@@ -301,9 +302,9 @@ def _try(
     family: Family,
     assemble: Callable[[Any, Family], Any],
 ) -> dict[Strategy, str]:
-    """Compare layers under every memory strategy with the library's forward; return what differs under which.
+    """Compare the layers with the library's forward pass; return the difference by memory strategy.
 
-    What differs under ``keep`` would under all.
+    A difference under ``keep`` ends the comparison, because all other strategies would have it too.
     """
     problems: dict[Strategy, str] = {}
     for strategy in STRATEGIES:
@@ -337,7 +338,7 @@ def _try_strategy(
 
 
 def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
-    """Return the loss, and leave gradients, of the layers called one after the other with all samples packed."""
+    """Run the layers on all samples, packed, and backpropagate. Return the loss."""
     described = batch_of(samples, model.describe).samples
     given: dict[str, Tensor] = {}
     beside: Any = 0.0
@@ -348,13 +349,66 @@ def _train(model: Any, samples: Sequence[Any], strategy: Strategy) -> float:
         upstream = tuple(given[name] for name in module.after)
         for number, layer in enumerate(module.layers):
             taken = {name: given[name] for name in module.takes.get(number, ())}
-            x = call_held(layer, strategy, (x, *upstream), context, taken, tuple(module.emits.get(number, ())))
+            x = _call_held(layer, strategy, (x, *upstream), context, taken, tuple(module.emits.get(number, ())))
             upstream = ()
             if isinstance(x, Emit):
                 given |= x.streams
                 beside, x = beside + (0.0 if x.loss is None else x.loss), x.output
         given[module.name] = x
     loss = (model.loss(x, part) + beside) / sum(map(model.num_targets, samples))
-    # Unlike torch.autograd.backward, it leaves the casts of `double` as they are for what is computed again.
+    # Unlike torch.autograd.backward, it keeps the casts of `double` during recomputation.
     run_backward([loss], [torch.ones_like(loss)])
     return float(loss.detach())
+
+
+def _call_held(
+    layer: Callable[..., Tensor | Emit],
+    strategy: Strategy,
+    inputs: tuple[Any, ...],
+    context: dict[str, Any],
+    taken: Mapping[str, Tensor],
+    emits: tuple[str, ...],
+) -> Tensor | Emit:
+    """Call a layer and hold its activations as the runtime does under a memory strategy.
+
+    Parameters
+    ----------
+    inputs : tuple
+        Positional arguments.
+    context : dict
+        Keyword arguments that need no gradient.
+    taken : mapping
+        Streams that the layer takes.
+    emits : tuple of str
+        Streams that the layer emits.
+    """
+    ports = ChunkStreams({0: tuple(taken)}, {0: emits}, frozenset(emits))
+    activation = ChunkActivation(torch.device("cpu"), context, None, ports)
+    # Autograd does not see the parameters, on which the output depends. This input makes the output require gradients.
+    depends = torch.zeros((), requires_grad=True)
+    given = (*inputs, *taken.values())
+    output, *rest = _HeldLayer.apply(activation, layer, strategy, tuple(taken), depends, *given)  # type: ignore[no-untyped-call]
+    streams = dict(zip(activation.given or {}, rest, strict=False))
+    loss = rest[-1] if activation.losses else None
+    return Emit(output, streams, loss) if streams or loss is not None else output
+
+
+class _HeldLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: ChunkActivation, layer: Any, strategy: Strategy, taken: Any, *given: Any) -> Any:
+        leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given[1:]]
+        count = len(leaves) - len(taken)
+        activation.streams = dict(zip(taken, leaves[count:], strict=True))
+        output = activation.forward([layer], ((0, 1, strategy),), tuple(leaves[:count]), True)
+        activation.offload()
+        ctx.activation, ctx.leaves = activation, leaves
+        return (output, *(activation.given or {}).values(), *activation.losses)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *others: Tensor) -> Any:
+        activation: ChunkActivation = ctx.activation
+        if activation.losses:
+            activation.loss_scale = float(others[-1])
+        activation.load()
+        activation.backward(gradient, dict(zip(activation.given or {}, others, strict=False)))
+        return (None,) * 5 + tuple(x.grad if isinstance(x, Tensor) else None for x in ctx.leaves)

@@ -1,4 +1,4 @@
-"""A library's model with holes in it: its own forward runs, but only some of its parts are there."""
+"""Hollow models: a library's own forward pass runs with some of its parts replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Play = Callable[["Probe", Tensor, Arguments], Tensor]
 
 
-class Reached(Exception):
-    """A forward has come to the block that it was to come to: no error, it is left in the middle."""
+class BlockReached(Exception):
+    """Control flow, not an error: the forward pass has reached the wanted block and is left."""
 
     def __init__(self, state: Tensor) -> None:
         super().__init__()
@@ -28,34 +28,34 @@ class Reached(Exception):
 
 
 @dataclass(frozen=True)
-class Running:
-    """What happens at the holes while a hollow model runs."""
+class HollowRun:
+    """Behavior of the replaced parts while a hollow model runs."""
 
     play: Play
-    """Called for a block, with what stands for it, its input and its further arguments; gives what the block gives."""
+    """Called instead of a block with its `Probe`, the hidden state and other arguments. Returns the block's output."""
     filling: Tensor | None = None
-    """What parts give that stand before the blocks."""
+    """Output of the replaced parts before the blocks."""
     lengths: tuple[int, ...] | None = None
-    """Lengths of the packed sequences; None: masks are of no interest."""
+    """Lengths of the packed sequences. None if no masks are needed."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What parts give that are `Given`, and what `note` has noted, by name."""
+    """Outputs of `ValueSource` parts, and values recorded by `note`, by name."""
 
 
 class _Here(threading.local):
-    running: Running | None = None
+    running: HollowRun | None = None
 
 
 _here = _Here()
 
 
-def running() -> Running | None:
-    """Return what happens at the holes of the hollow model that runs in this thread; None: none runs."""
+def running() -> HollowRun | None:
+    """Return the settings of the hollow model that runs in this thread, or None if none runs."""
     return _here.running
 
 
 @contextmanager
-def run_with(now: Running) -> Iterator[None]:
-    """Run hollow models so inside the block; others run as ever."""
+def run_with(now: HollowRun) -> Iterator[None]:
+    """Apply these settings to hollow models inside the ``with`` block. Other models are not affected."""
     before, _here.running = _here.running, now
     try:
         yield
@@ -63,41 +63,41 @@ def run_with(now: Running) -> Iterator[None]:
         _here.running = before
 
 
-def _now() -> Running:
+def _now() -> HollowRun:
     if _here.running is None:
-        raise PipeloomError("a model with holes was called outside of its layers")
+        raise PipeloomError("a hollow model was called outside of its layers")
     return _here.running
 
 
 class Probe(nn.Module):
-    """Stands for a block. Also made a subclass of the block's class, by which the library finds blocks."""
+    """Replaces a block. `probes` also derives it from the block's class, because the library looks for that class."""
 
     tower: str
     place: int
     extras: int
-    """How many things the block gives beside its state."""
+    """Number of outputs besides the hidden state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the running model is to do at this block."""
+        """Call ``play``."""
         state, *others = args or (kwargs.pop("hidden_states"),)
         output = _now().play(self, state, (tuple(others), kwargs))
         return (output, *[None] * self.extras) if self.extras else output
 
 
 class Filler(nn.Module):
-    """Stands for a part before the blocks."""
+    """Replaces a part before the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the filling, whatever is asked."""
+        """Return the filling."""
         del args, kwargs
         return _now().filling
 
 
 class EmbeddingFiller(nn.Module):
-    """Stands for an embedding of positions: zeros, a number for each."""
+    """Replaces an embedding of positions."""
 
     def forward(self, places: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give zeros that take no memory."""
+        """Return zeros of width 1 that take no memory."""
         del args, kwargs
         filling = _now().filling
         assert filling is not None
@@ -105,7 +105,7 @@ class EmbeddingFiller(nn.Module):
 
 
 class ConvolutionFiller(nn.Module):
-    """Stands for a convolution of images into patches: nothing, of the shape that it would have."""
+    """Replaces a convolution of images into patches. The output has the shape of the convolution's."""
 
     def __init__(self, convolution: nn.Module, width: int | None = None) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class ConvolutionFiller(nn.Module):
         self.width = width or given.out_channels
         padding = (0,) * len(given.stride) if given.padding == "valid" else given.padding
         self.sizes = tuple(zip(given.kernel_size, given.stride, padding, strict=True))
-        # The library asks for its dtype.
+        # The library reads its dtype.
         self.register_buffer("weight", given.weight.detach().new_empty(0, device="cpu"), persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Give zeros that take no memory."""
+        """Return zeros that take no memory."""
         sides = [
             (side + 2 * padding - kernel) // stride + 1
             for side, (kernel, stride, padding) in zip(pixels.shape[2:], self.sizes, strict=True)
@@ -126,23 +126,23 @@ class ConvolutionFiller(nn.Module):
 
 
 class Gap(nn.Module):
-    """Stands for a part that is not to be called."""
+    """Replaces a part that must not be called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse."""
+        """Raise `PipeloomError`."""
         del args, kwargs
-        raise PipeloomError("the library's forward calls a part that lies in another layer")
+        raise PipeloomError("the library's forward pass calls a part that belongs to another layer")
 
 
-class Given(nn.Module):
-    """Stands for a part: gives values of the running model, one or, of several names, a tuple."""
+class ValueSource(nn.Module):
+    """Replaces a part. Its output is the running model's value of a name, or a tuple of values for several names."""
 
     def __init__(self, names: str | tuple[str, ...]) -> None:
         super().__init__()
         self.names = names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give them; None where there are none."""
+        """Return the values; None for each missing one."""
         del args, kwargs
         values = _now().values
         if isinstance(self.names, str):
@@ -151,7 +151,7 @@ class Given(nn.Module):
 
 
 def note(part: nn.Module, names: tuple[str, ...]) -> None:
-    """Have what a part gives noted as values of the running model."""
+    """Record the outputs of a part as values of the running model."""
     part.register_forward_hook(partial(_note, names))
 
 
@@ -161,7 +161,7 @@ def _note(names: tuple[str, ...], part: nn.Module, given: Any, output: tuple[Any
 
 
 def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.ModuleList:
-    """Return a probe for every block of a tower, with the block's own plain attributes."""
+    """Return a probe for each block of a tower, with the block's plain attributes."""
     classes: dict[type, type] = {}
     out = nn.ModuleList()
     for place, block in enumerate(blocks):
@@ -179,15 +179,14 @@ def probes(tower: str, blocks: Sequence[nn.Module], extras: int = 0) -> nn.Modul
 
 
 def hollow(model: nn.Module, keep: Sequence[str], swap: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a view on a model that has only some of its parts, which it shares.
+    """Return a copy of a model that shares some of its parts and replaces the others.
 
     Parameters
     ----------
-    model : torch.nn.Module
     keep : sequence of str
-        Paths of modules or parameters that stay; of what has no parameters there is a copy.
+        Paths of modules and parameters that are shared. Modules without parameters are copied.
     swap : mapping
-        From the path of a module to what stands in its place.
+        Replacements by path. All other modules with parameters are replaced by a `Gap`.
     """
     return _hollow(model, "", tuple(keep), swap)
 
@@ -197,9 +196,9 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
     state = vars(new)
     for name, value in list(state.items()):
         if name in _PARTS_AND_HOOKS:
-            # Its own; those of the model stay as they are.
+            # A new dictionary: the model's own must not change.
             state[name] = type(value)()
-    # The library's mark that its hooks are on the blocks.
+    # With this mark, the library would not install its hooks on the new blocks.
     state.pop("_output_capturing_hooks_installed", None)
     new._buffers.update(module._buffers)
     new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
@@ -217,6 +216,6 @@ def _hollow(module: nn.Module, path: str, keep: tuple[str, ...], swap: Mapping[s
         elif any(True for _ in child.parameters()):
             new._modules[name] = Gap()
         else:
-            # Each its own: a layer may be moved to another device.
+            # A copy for each layer, because a layer may be moved to another device.
             new._modules[name] = copy.deepcopy(child)
     return new

@@ -1,4 +1,4 @@
-"""The layers that the engine runs: a library's block with its arguments, and what is before and behind the blocks."""
+"""The layers that Pipeloom runs: the library's blocks with their arguments, and the parts before and after them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.integrations.transformers.hollow import Arguments, Probe, Reached, Running, run_with
+from pipeloom.integrations.transformers.hollow import Arguments, BlockReached, HollowRun, Probe, run_with
 from pipeloom.integrations.transformers.packed import Calls, Mask
 from pipeloom.runtime.model.model import Emit
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the library has the state of an encoder that passes between layers."""
+    """Shape of the hidden state in the library's blocks, compared with the shape that passes between layers."""
 
     packs: bool = False
-    """As one sequence of a batch of one."""
+    """Whether the library has a leading batch dimension of size 1."""
     group: int | None = None
-    """With so many rows in a dimension of their own, which between layers follow one another."""
+    """Rows per image, if the library has a separate dimension for them. Between layers there is one dimension."""
 
     def theirs(self, state: Tensor) -> Tensor:
-        """Return the state as the library has it."""
+        """Return the hidden state in the library's shape."""
         if self.group is not None:
             return state.reshape(-1, self.group, state.shape[-1])
         return state[None] if self.packs else state
 
     def ours(self, state: Tensor) -> Tensor:
-        """Return the state as it passes between layers."""
+        """Return the hidden state in the shape that passes between layers."""
         if self.group is not None:
             return state.reshape(-1, state.shape[-1])
         return state[0] if self.packs else state
@@ -40,7 +40,7 @@ PLAIN, PACKED = Form(), Form(packs=True)
 
 
 class LibraryLayer(nn.Module):
-    """A layer that knows under which names the library has its parameters."""
+    """A layer that knows the library's names of its parameters."""
 
     def library_name(self, parameter: str) -> str:
         """Return the library's name of a parameter of this layer."""
@@ -48,7 +48,7 @@ class LibraryLayer(nn.Module):
 
 
 class Block(LibraryLayer):
-    """A block of the library, called as its own forward calls it."""
+    """A block of the library, called with the arguments that the library's own forward pass gives it."""
 
     def __init__(self, inner: nn.Module, place: int, path: str, form: Form, *, alone: bool = False) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(LibraryLayer):
         return f"{self.path}.{parameter.removeprefix('inner.')}"
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Take and give the state, of packed sequences without the library's dimension of batches."""
+        """Map the hidden state of packed sequences, which has no batch dimension."""
         arguments = calls.block(self.place, tensors)
         if not self.alone:
             return self.form.ours(self._call(self.form.theirs(x), arguments))
@@ -75,7 +75,7 @@ class Block(LibraryLayer):
 
 
 class OneByOne(LibraryLayer):
-    """A layer of a language model that is called for every sequence by itself."""
+    """A layer of a language model that is called once per sequence."""
 
     def __init__(self, inner: LibraryLayer) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class OneByOne(LibraryLayer):
         return self.inner.library_name(parameter.removeprefix("inner."))
 
     def forward(self, x: Tensor, *upstream: Tensor, calls: tuple[Calls, ...], **tensors: Tensor) -> Tensor:
-        """Take and give rows of all sequences; each has calls of its own, and rows of what encoders give."""
+        """Map the rows of all sequences. ``upstream`` holds the outputs of the encoders."""
         pieces = torch.split(x, [length for each in calls for length in each.outer["lengths"]])
         counts = [each.outer["counts"] for each in calls]
         given = [torch.split(rows, [count[i] for count in counts]) for i, rows in enumerate(upstream)]
@@ -100,7 +100,7 @@ class OneByOne(LibraryLayer):
 
 
 class TappedBlock(Block):
-    """A block of an encoder whose output goes to the language model too, through a merger of its own, as a stream."""
+    """An encoder block whose output is also merged and sent to the language model as a stream."""
 
     def __init__(self, block: Block, tap: nn.Module, tap_path: str, stream: str) -> None:
         super().__init__(block.inner, block.place, block.path, block.form)
@@ -114,31 +114,31 @@ class TappedBlock(Block):
         return super().library_name(parameter)
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Any:
-        """Give the state, and the features as a stream."""
+        """Return the hidden state, and the merged features as a stream."""
         state = super().forward(x, calls=calls, **tensors)
         return Emit(state, {self.stream: self.tap(self.form.theirs(state))})
 
 
 @dataclass(frozen=True)
-class Added:
-    """What is added to the state behind a block of the language model."""
+class AddedFeatures:
+    """Features that are added to the hidden state after a block of the language model."""
 
     stream: str
     encoder: str
-    """At whose tokens."""
+    """Name of the encoder at whose tokens the features are added."""
     add: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """The library's own function of the state, of where those tokens are, and of the stream."""
+    """The library's function of the hidden state, the mask of those tokens, and the features."""
 
 
 class AddingBlock(Block):
-    """A block of the language model behind which features of an encoder are added, which come as a stream."""
+    """A block of the language model after which encoder features from a stream are added."""
 
-    def __init__(self, block: Block, added: Added) -> None:
+    def __init__(self, block: Block, added: AddedFeatures) -> None:
         super().__init__(block.inner, block.place, block.path, block.form, alone=block.alone)
         self.added = added
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """As `Block`; among the tensors is the stream."""
+        """As `Block`. ``tensors`` contains the stream."""
         features = tensors.pop(self.added.stream)
         state = self.form.theirs(super().forward(x, calls=calls, **tensors))
         places = calls.forward(tensors)["encoders"][self.added.encoder]["places"]
@@ -146,7 +146,7 @@ class AddingBlock(Block):
 
 
 class _Shell(LibraryLayer):
-    """A part of the library's model that its own forward reaches before or behind the blocks."""
+    """A hollow model with the parts that run before or after the blocks."""
 
     shell: Any
 
@@ -160,34 +160,33 @@ class _Shell(LibraryLayer):
 
 
 def stop(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
-    """Leave the forward at the first block."""
+    """Leave the forward pass at the first block."""
     del probe, arguments
-    raise Reached(state)
+    raise BlockReached(state)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """How the first layer of a language model takes what an encoder gives."""
+class EncoderOutput:
+    """How the first layer of a language model takes the output of an encoder. For the fields see `Encoder`."""
 
     name: str
     given: str
     listed: bool = True
-    """Whether the library has features as a list."""
     tapped: str = ""
-    """Where the library has features of inner blocks beside those; empty: there are none."""
+    """Attribute of the library's encoder output with the features of inner blocks. Empty if there are none."""
     finishes: Form | None = None
-    """What is given is the state of the encoder's last block, of this form, and what stands behind that runs here."""
+    """Shape of the encoder's hidden state if the projector runs in this layer, else None."""
 
 
 class TextFirst(_Shell):
-    """What stands before the blocks of the language model: the embedding, and images put in their places."""
+    """The part before the blocks of a language model: embed tokens and insert the outputs of encoders."""
 
-    def __init__(self, shell: nn.Module, encoders: tuple[Taken, ...] = ()) -> None:
+    def __init__(self, shell: nn.Module, encoders: tuple[EncoderOutput, ...] = ()) -> None:
         super().__init__(shell)
         self.encoders = encoders
 
     def forward(self, ids: Tensor, *upstream: Tensor, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Take the ids of packed sequences, and what the encoders give of them."""
+        """Embed the ids of packed sequences. ``upstream`` holds the outputs of the encoders."""
         given = calls.forward(tensors)
         del given["lengths"], given["counts"]
         given.pop("targets", None)
@@ -204,20 +203,23 @@ class TextFirst(_Shell):
         def play(probe: Probe, x: Tensor, _: Arguments) -> Tensor:
             if probe.tower in states:
                 return states[probe.tower]
-            raise Reached(x)
+            raise BlockReached(x)
 
-        # Only one encoder of a model is finished here.
+        # At most one encoder has its projector in this layer.
         filling = next(iter(states.values())).detach() if states else None
         try:
-            with run_with(Running(play, filling)):
+            with run_with(HollowRun(play, filling)):
                 self.shell(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False, **given)
-        except Reached as reached:
-            # Where there are no images, the sum of nothing: whoever gave them gets a gradient all the same.
+        except BlockReached as reached:
+            # The empty sum connects each encoder to the graph, so that it gets a gradient even without images.
             return reached.state[0] + sum(rows[:0].sum() for rows in upstream) if upstream else reached.state[0]
-        raise AssertionError("the library's forward never came to a block")
+        raise AssertionError("the library's forward pass never reached a block")
 
-    def _features(self, rows: Tensor, encoder: Taken, videos: tuple[tuple[int, bool], ...]) -> dict[str, Any]:
-        """Features as the library has them, of videos apart: of every instance its rows, and whether it is a video."""
+    def _features(self, rows: Tensor, encoder: EncoderOutput, videos: tuple[tuple[int, bool], ...]) -> dict[str, Any]:
+        """Return features in the library's form, separately for images and videos.
+
+        ``videos`` has the number of rows of each instance, and whether it is a video.
+        """
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         rows = rows.reshape(-1, self.shell.config.get_text_config().hidden_size)
@@ -232,61 +234,61 @@ class TextFirst(_Shell):
         for name, each in kinds.items():
             found[name] = BaseModelOutputWithPooling(pooler_output=[each] if encoder.listed else each[None])
             if encoder.tapped:
-                # They go as streams to the blocks behind which they are added.
+                # Features of inner blocks travel as streams.
                 setattr(found[name], encoder.tapped, [])
         return found
 
 
 class TextLast(_Shell):
-    """What stands behind the blocks of the language model: norm and head."""
+    """The part after the blocks of a language model: norm and head."""
 
     def __init__(self, shell: nn.Module, takes: tuple[str, ...]) -> None:
         super().__init__(shell)
         self.takes = takes
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Give logits of packed sequences."""
+        """Return the logits of packed sequences."""
         state = x[None]
         given = {name: value for name, value in calls.forward(tensors).items() if name in self.takes}
         ones = torch.ones(state.shape[:2], dtype=torch.int64, device=x.device)
-        with run_with(Running(lambda *_: state, state.detach())):
+        with run_with(HollowRun(lambda *_: state, state.detach())):
             out = self.shell(inputs_embeds=state.detach(), attention_mask=ones, use_cache=False, **given)
         logits: Tensor = out.logits[0]
         return logits
 
 
 class EncoderFirst(_Shell):
-    """What stands before the blocks of an encoder."""
+    """The part before the blocks of an encoder."""
 
     def __init__(self, shell: nn.Module, form: Form, features: str) -> None:
         super().__init__(shell)
         self.form, self.features = form, features
 
     def forward(self, pixels: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Take the pixels as the library's processor gives them."""
+        """Embed pixels in the form that the library's processor returns."""
         given = calls.forward(tensors)
         given.pop("shape")
         try:
-            with run_with(Running(stop)):
+            with run_with(HollowRun(stop)):
                 getattr(self.shell, self.features)(pixels, **given)
-        except Reached as reached:
+        except BlockReached as reached:
             return self.form.ours(reached.state)
-        raise AssertionError("the library's forward never came to a block")
+        raise AssertionError("the library's forward pass never reached a block")
 
 
 class EncoderLast(_Shell):
-    """What stands behind the blocks of an encoder: norm, merger or projector."""
+    """The part after the blocks of an encoder: norm and projector."""
 
     def __init__(self, shell: nn.Module, form: Form, features: str, rows: tuple[int, ...]) -> None:
         super().__init__(shell)
         self.form, self.features, self.rows = form, features, rows
 
     def forward(self, x: Tensor, *, calls: Calls, **tensors: Tensor) -> Tensor:
-        """Give the features, reshaped to as many rows as the module states."""
+        """Return the features in the module's output shape."""
         state, given = self.form.theirs(x), calls.forward(tensors)
-        # Of the pixels only the shape is looked at: what would embed them is filled in. Zeros may be taken for padding.
+        # Only the shape of the pixels matters, because their embedding is replaced. Zeros could look like padding.
         pixels = x.new_ones(()).expand(given.pop("shape"))
-        with run_with(Running(lambda *_: state, state.detach())):
+        with run_with(HollowRun(lambda *_: state, state.detach())):
             features = getattr(self.shell, self.features)(pixels, **given).pooler_output
         if isinstance(features, (tuple, list)):
             features = torch.cat(tuple(features))
@@ -297,25 +299,25 @@ class EncoderLast(_Shell):
 def record(
     shell: nn.Module, call: Any, num_blocks: int, filling: Tensor, lengths: tuple[int, ...] | None
 ) -> list[Arguments]:
-    """Return what the library's forward calls its blocks with; nothing is computed that a block would compute."""
+    """Return the arguments with which the library's forward pass calls its blocks, without running the blocks."""
     found: list[Arguments] = []
 
     def play(probe: Probe, state: Tensor, arguments: Arguments) -> Tensor:
         assert probe.place == len(found), "blocks run in another order"
         found.append(arguments)
         if len(found) == num_blocks:
-            raise Reached(state)
+            raise BlockReached(state)
         return state
 
     try:
-        with torch.no_grad(), run_with(Running(play, filling, lengths)):
+        with torch.no_grad(), run_with(HollowRun(play, filling, lengths)):
             call(shell)
-    except Reached:
+    except BlockReached:
         return found
-    raise AssertionError("the library's forward never came to its last block")
+    raise AssertionError("the library's forward pass never reached its last block")
 
 
 def has_mask(arguments: Arguments) -> bool:
-    """Whether a block was given the mask of packed sequences."""
+    """Return whether the arguments of a block contain the mask of packed sequences."""
     args, kwargs = arguments
     return any(isinstance(each, Mask) for each in (*args, *kwargs.values()))

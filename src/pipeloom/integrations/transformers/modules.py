@@ -1,4 +1,4 @@
-"""The modules of a model: which of the library's parts is in which layer."""
+"""Build the modules of a model: assign the library's parts to layers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import parts
-from pipeloom.integrations.transformers.balance import Balanced, Balancing, Choosing, find_balancing, stream
+from pipeloom.integrations.transformers.balance import Balancing, BalancingHead, RoutedBlock, find_balancing, stream
 from pipeloom.integrations.transformers.families import Encoder, Taps, Text
 from pipeloom.integrations.transformers.hollow import ConvolutionFiller, EmbeddingFiller, Filler, hollow, probes
 from pipeloom.integrations.transformers.layers import (
     PACKED,
-    Added,
+    AddedFeatures,
     AddingBlock,
     Block,
     EncoderFirst,
     EncoderLast,
+    EncoderOutput,
     LibraryLayer,
     OneByOne,
-    Taken,
     TappedBlock,
     TextFirst,
     TextLast,
@@ -35,7 +35,7 @@ from pipeloom.spec import TensorShape
 
 
 class Builder:
-    """Makes the modules of one model."""
+    """Builds the modules of one model."""
 
     def __init__(self, model: Any, text: Text, encoders: Sequence[Encoder]) -> None:
         self.model, self.text, self.encoders, self.config = model, text, encoders, model.config
@@ -43,20 +43,19 @@ class Builder:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def modules(self, freeze: Sequence[str]) -> list[Module]:
-        """Make them, those that ``freeze`` names frozen."""
+        """Build all modules, and freeze those named by ``freeze``."""
         known = [*(encoder.name for encoder in self.encoders), "lm"]
         for name in freeze:
             if name not in known:
-                raise InputError("freeze", f"{name!r} is no module", f"there are {', '.join(known)}")
+                raise InputError("freeze", f"{name!r} is not a module", f"choose from {', '.join(known)}")
         return [*(self._encoder(each, each.name in freeze) for each in self.encoders), self._text("lm" in freeze)]
 
     def _fillers(self, paths: Sequence[str]) -> dict[str, nn.Module]:
-        """What stands for parts before the blocks."""
-        there = [path for path in paths if _has(self.model, path)]
-        return {path: _filler(self.model.get_submodule(path)) for path in there}
+        """Return replacements of the parts before the blocks."""
+        return {path: _filler(self.model.get_submodule(path)) for path in paths if _has(self.model, path)}
 
     def _outline(self, model: nn.Module, paths: Sequence[str]) -> nn.Module:
-        """The same model, without any part: where the library asks for its dtype, it finds an empty parameter."""
+        """Give an outline of the model empty parameters, from which the library reads its dtype."""
         for path in paths:
             if not _has(model, path):
                 continue
@@ -69,18 +68,18 @@ class Builder:
         blocks: Any = self.model.get_submodule(path)
         config = self.config.get_text_config()
         if not text.one_by_one:
-            # The library's own way for whatever is not packed, so that the model goes on working.
+            # Unpacked inputs take the library's own path, so that the original model can still be used.
             self.model.get_submodule(text.trunk).config._attn_implementation = EAGER if text.eager else ATTENTION
 
         def shell(keep: tuple[str, ...], swap: dict[str, nn.Module]) -> nn.Module:
-            # Probes of its own: the library hangs its hooks on them.
+            # New probes for each shell, because the library registers its hooks on them.
             return hollow(self.model, keep, {path: probes("lm", blocks, text.gives_tuple), **swap})
 
         keep, taken = [*text.first], []
         swap: dict[str, nn.Module] = {}
         for each in self.encoders:
             tapped = each.taps.features if each.taps else ""
-            taken.append(Taken(each.name, each.given, each.listed, tapped, each.form if each.in_lm else None))
+            taken.append(EncoderOutput(each.name, each.given, each.listed, tapped, each.form if each.in_lm else None))
             if each.in_lm:
                 keep += each.last
                 swap |= self._fillers((*each.first, *each.unused))
@@ -119,15 +118,15 @@ class Builder:
         )
 
     def _balanced(self, layers: list[LibraryLayer], balancing: Balancing) -> list[LibraryLayer]:
-        """The same layers with a loss that balances experts."""
+        """Wrap the layers so that they compute the load-balancing loss."""
         if self.text.one_by_one:
             entity, remedy = "model.config.output_router_logits", "set it to False"
-            raise InputError(entity, "is set, and this model's layers are called for every sequence by itself", remedy)
+            raise InputError(entity, "is set, but this model's layers are called once per sequence", remedy)
         before: int | None = None
         for place in balancing.routers:
-            layers[place + 1] = Choosing(layers[place + 1], balancing, place, before)
+            layers[place + 1] = RoutedBlock(layers[place + 1], balancing, place, before)
             before = place
-        return [*layers[:-1], Balanced(layers[-1], balancing)]
+        return [*layers[:-1], BalancingHead(layers[-1], balancing)]
 
     def _sums(self, balancing: Balancing | None) -> dict[int, dict[str, Shape | None]]:
         if balancing is None:
@@ -136,7 +135,7 @@ class Builder:
         shape = TensorShape(("instances", balancing.width), dtype)
         return {place + 1: {stream(place): shape} for place in balancing.routers}
 
-    def _taken(self, added: dict[int, Added], balancing: Balancing | None) -> dict[int, tuple[str, ...]]:
+    def _taken(self, added: dict[int, AddedFeatures], balancing: Balancing | None) -> dict[int, tuple[str, ...]]:
         taken: dict[int, tuple[str, ...]] = {place + 1: (each.stream,) for place, each in added.items()}
         if balancing is not None:
             places = list(balancing.routers)
@@ -145,15 +144,15 @@ class Builder:
                 taken[taker] = (*taken.get(taker, ()), stream(place))
         return taken
 
-    def _added(self) -> dict[int, Added]:
-        """What is added behind which block of the language model."""
-        found: dict[int, Added] = {}
+    def _added(self) -> dict[int, AddedFeatures]:
+        """Return the encoder features added after each block of the language model, by block number."""
+        found: dict[int, AddedFeatures] = {}
         for encoder in self.encoders:
             if encoder.taps is not None:
                 method = getattr(type(self.model.get_submodule(self.text.trunk)), encoder.taps.add)
-                # It asks nothing of the trunk, which no layer has as a whole.
+                # The method does not use the trunk, which no layer has as a whole.
                 add = partial(method, None)
-                found |= {i: Added(_stream(i), encoder.name, add) for i in range(len(encoder.taps.ends))}
+                found |= {i: AddedFeatures(_stream(i), encoder.name, add) for i in range(len(encoder.taps.ends))}
         return found
 
     def _probes(self, encoder: Encoder) -> nn.Module:
@@ -163,7 +162,7 @@ class Builder:
     def _encoder(self, vision: Encoder, frozen: bool) -> Module:
         every: Any = self.model.get_submodule(vision.blocks)
         if vision.takes_lengths:
-            # Where the library has it from: the tower, above whatever holds the blocks.
+            # The library reads this setting from the tower, which contains the blocks.
             self.model.get_submodule(".".join(vision.blocks.split(".")[:2])).config._attn_implementation = LENGTHS
         blocks, taps = every[: vision.used], vision.taps
 
@@ -207,20 +206,20 @@ class Builder:
         return TappedBlock(block, self.model.get_submodule(path), path, stream)
 
     def _emits(self, taps: Taps, merge: int) -> dict[int, dict[str, Shape | None]]:
-        """The streams of each layer; layer 0 is before the blocks."""
+        """Return the streams that each layer emits. Layer 0 is the one before the blocks."""
         shape = ("tokens" if merge == 1 else f"tokens/{merge}", self.config.get_text_config().hidden_size)
         return {place + 1: {_stream(number): shape} for number, place in enumerate(taps.ends)}
 
     def _rows(self, vision: Encoder) -> tuple[int, ...]:
-        """The encoder's output beside its first dimension."""
+        """Return the shape of the encoder's output without its first dimension."""
         width = self.config.get_text_config().hidden_size
         if vision.tokens is not None:
             return (vision.tokens, width)
         if width % vision.merge:
             raise InputError(
-                "model.config", f"merges {vision.merge} patches into {width} numbers, which does not divide"
+                "model.config", f"merges {vision.merge} patches into {width} numbers, which is not a multiple"
             )
-        # Where patches are merged, the features of a token are stated as a row for every patch.
+        # Where patches are merged, a token's features are split into one row per patch.
         return (width // vision.merge,)
 
     def _kinds(self, blocks: Sequence[nn.Module], what: Callable[[int], str]) -> list[str]:
@@ -229,7 +228,7 @@ class Builder:
         for place, block in enumerate(blocks):
             size = sum(p.numel() for p in block.parameters())
             kind = f"{type(block).__name__}[{' '.join(filter(None, (what(place), str(size))))}]"
-            # Of one class and size, and yet not alike: with a window or without, local or global.
+            # Blocks of equal class and size may still differ: with or without a window, local or global.
             forms, form = seen.setdefault(kind, []), signature(block)
             if form not in forms:
                 forms.append(form)
@@ -257,13 +256,13 @@ def _filler(part: nn.Module) -> nn.Module:
 
 
 def _layer_type(config: Any, block: nn.Module, place: int) -> str:
-    """What the configuration calls a block: sliding and full attention cost unlike."""
+    """Return the type of a block in the config, because sliding and full attention differ in cost."""
     types = getattr(config, "layer_types", None)
     return str(types[place] if types is not None else getattr(block, "block_type", ""))
 
 
 def _width(block: nn.Module) -> int:
-    """Width of the state: that of the block's first norm."""
+    """Return the width of the hidden state, which is that of the block's first norm."""
     for part in block.modules():
         weight = getattr(part, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 1:

@@ -1,4 +1,4 @@
-"""Packed sequences: attention within each of them, and the arguments of blocks as a layer's context."""
+"""Packed sequences: attention within each sequence, and the arguments of blocks as a layer's context."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from pipeloom.integrations.transformers import varlen
 from pipeloom.integrations.transformers.hollow import Arguments, running
 
 ATTENTION = "pipeloom"
-"""Name under which the library finds the attention of packed sequences."""
+"""Name under which the attention of packed sequences is registered with the library."""
 EAGER = "pipeloom_eager"
-"""Another name of it, for models whose attention has terms that only their own function knows."""
+"""The same for models whose own attention function has additional terms, such as sinks."""
 LENGTHS = "pipeloom_flash"
-"""Another name of it, for encoders that make a mask as large as the square of all their patches unless attention takes
-lengths, which they know by this part of its name."""
+"""The same for encoders that would otherwise build a mask over all pairs of patches. The library passes sequence
+lengths instead if the name contains ``flash``."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Who attends to whom: each sequence to itself alone, and within it as the library's own mask says."""
+    """Attention mask of packed sequences: each sequence attends only to itself, under the library's own mask."""
 
     lengths: tuple[int, ...]
     causal: bool
     window: int | None = None
-    """A token sees so many, itself included; None: all."""
+    """Tokens that each token attends to, including itself. None for all."""
     blocks: tuple[Tensor, ...] = ()
-    """Of every sequence its own mask, where neither of these describes it."""
+    """The mask of each sequence, if ``causal`` and ``window`` cannot describe it."""
 
 
 def register() -> None:
-    """Make the attention and the masks of packed sequences known to the library; again does nothing."""
+    """Register the attention and the masks of packed sequences with the library. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attention)
@@ -46,49 +46,49 @@ def register() -> None:
     AttentionMaskInterface.register(EAGER, make_eager_mask)
 
 
-def make_mask(**asked: Any) -> Any:
-    """Give the mask that the library asks for, as `Mask` where sequences are packed and as a tensor elsewhere."""
+def make_mask(**options: Any) -> Any:
+    """Return a `Mask` if sequences are packed, else the library's own mask."""
     from transformers.masking_utils import sdpa_mask
 
     now = running()
     if now is None:
-        return sdpa_mask(**asked)
+        return sdpa_mask(**options)
     if now.lengths is None:
         return None
-    window = _window(asked)
-    if asked.get("allow_is_causal_skip"):
+    window = _window(options)
+    if options.get("allow_is_causal_skip"):
         return Mask(now.lengths, True, window)
-    if asked.get("allow_is_bidirectional_skip") and window is None:
+    if options.get("allow_is_bidirectional_skip") and window is None:
         return Mask(now.lengths, False)
-    return _inner_masks(sdpa_mask, now.lengths, asked)
+    return _inner_masks(sdpa_mask, now.lengths, options)
 
 
-def make_eager_mask(**asked: Any) -> Any:
-    """As `make_mask`, in the form that the models' own functions take."""
+def make_eager_mask(**options: Any) -> Any:
+    """As `make_mask`, in the form that the models' own attention functions take."""
     from transformers.masking_utils import eager_mask
 
     now = running()
     if now is None:
-        return eager_mask(**asked)
-    _window(asked)
-    return None if now.lengths is None else _inner_masks(eager_mask, now.lengths, asked)
+        return eager_mask(**options)
+    _window(options)
+    return None if now.lengths is None else _inner_masks(eager_mask, now.lengths, options)
 
 
-def _window(asked: dict[str, Any]) -> int | None:
-    """Return how many tokens each sees; None: all."""
-    window: int | None = asked.get("local_size")
-    if window is not None and window != getattr(asked.get("config"), "sliding_window", None):
-        # Where a chunk begins depends on where its sequence does.
+def _window(options: dict[str, Any]) -> int | None:
+    """Return the number of tokens that each token attends to, or None for all."""
+    window: int | None = options.get("local_size")
+    if window is not None and window != getattr(options.get("config"), "sliding_window", None):
+        # The boundaries of chunks depend on the position of the sequence in the pack.
         raise InputError("model", f"has attention in chunks of {window} tokens", "it cannot be packed")
     return window
 
 
-def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], asked: dict[str, Any]) -> Mask:
+def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], options: dict[str, Any]) -> Mask:
     blocks, begin = [], 0
-    asked |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
+    options |= {"attention_mask": None, "allow_is_bidirectional_skip": False}
     for length in lengths:
         inside = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
-        blocks.append(make(**asked | inside))
+        blocks.append(make(**options | inside))
         begin += length
     return Mask(lengths, False, blocks=tuple(blocks))
 
@@ -96,7 +96,7 @@ def _inner_masks(make: Callable[..., Tensor], lengths: tuple[int, ...], asked: d
 def eager_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Attend within each packed sequence by the function that the model's own file has."""
+    """Attend within each packed sequence with the model's own attention function."""
     inner = sys.modules[type(module).__module__].eager_attention_forward
     return _attend(inner, module, (query, key, value), attention_mask, kwargs)
 
@@ -104,13 +104,13 @@ def eager_attention(
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Attend within each packed sequence; what is not packed goes the library's own way."""
+    """Attend within each packed sequence. Unpacked inputs take the library's own path."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     attention_mask = _as_mask(module, attention_mask, kwargs)
     if isinstance(attention_mask, Mask) and not attention_mask.blocks:
-        asked = {name: value for name, value in kwargs.items() if name != "is_causal"}
-        kernel = varlen.choose(query, key, value, asked)
+        options = {name: value for name, value in kwargs.items() if name != "is_causal"}
+        kernel = varlen.choose(query, key, value, options)
         if kernel is not None:
             _check(attention_mask, query)
             mask = attention_mask
@@ -120,7 +120,7 @@ def attention(
 
 
 def _as_mask(module: torch.nn.Module, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the mask, of an encoder that tells lengths instead of one too."""
+    """Return the mask, built from sequence lengths if an encoder passes these instead."""
     ends = kwargs.pop("cu_seq_lens_q", None)
     if ends is None or mask is not None:
         return mask
@@ -132,7 +132,7 @@ def _as_mask(module: torch.nn.Module, mask: Any, kwargs: dict[str, Any]) -> Any:
 
 def _check(mask: Mask, query: Tensor) -> None:
     if sum(mask.lengths) != query.shape[2] or len(query) != 1:
-        raise PipeloomError(f"attention over {tuple(query.shape)} of sequences of {mask.lengths} tokens")
+        raise PipeloomError(f"attention gets a query of shape {tuple(query.shape)} for {mask.lengths} tokens")
 
 
 def _attend(
@@ -156,7 +156,7 @@ def _attend(
 
 
 def _inside(mask: Mask, number: int, device: torch.device) -> Tensor | None:
-    """The mask within one sequence; None: causal or none, as the mask says."""
+    """Return the mask within one sequence, or None if ``mask.causal`` describes it."""
     if mask.blocks:
         return mask.blocks[number]
     length = mask.lengths[number]
@@ -172,37 +172,37 @@ def _inside(mask: Mask, number: int, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the context belongs."""
+    """Placeholder of a tensor in `Calls`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What each block of a module is called with, and the module's own forward: tensors are slots."""
+    """Arguments of the blocks of a module and of its own forward pass, with each tensor replaced by a `Slot`."""
 
     blocks: tuple[Any, ...]
     outer: Any
 
     def block(self, place: int, tensors: dict[str, Tensor]) -> Arguments:
-        """Return the arguments of a block beside its input."""
+        """Return the arguments of a block except the hidden state."""
         found: Arguments = _filled(self.blocks[place], tensors)
         return found
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of the module's own forward."""
+        """Return the arguments of the module's own forward pass."""
         found: dict[str, Any] = _filled(self.outer, tensors)
         return found
 
 
 def as_context(blocks: Sequence[Arguments], outer: dict[str, Any]) -> dict[str, Any]:
-    """Return what blocks are called with as the context of layers: every tensor once, and where it belongs."""
+    """Return the arguments of blocks as a layer's context: each tensor once, and `Calls` that refer to it."""
     found = as_contexts([(blocks, outer)])
     return found | {"calls": found["calls"][0]}
 
 
 def as_contexts(each: Sequence[tuple[Sequence[Arguments], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the same of several calls, of which each is to be told for itself."""
+    """Return the context of several calls, each with its own `Calls`."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     calls = tuple(
         Calls(tuple(_emptied(block, tensors) for block in blocks), _emptied(outer, tensors)) for blocks, outer in each

@@ -1,4 +1,4 @@
-"""What a part of a batch gives a module: the inputs of its first layer, and what its blocks are called with."""
+"""Inputs of a module for a part of a batch: those of its first layer, and the arguments of its blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeloom.runtime.model.model import Part
 
 
 def ids(part: Part) -> Tensor:
-    """Return the ids of packed samples."""
+    """Return the concatenated token ids of the samples."""
     return torch.cat([clean(part.samples[place])["input_ids"] for place, _ in part.instances])
 
 
@@ -29,7 +29,7 @@ def _images(vision: Encoder, part: Part) -> list[Instance]:
 
 
 def pixels(vision: Encoder, part: Part) -> Tensor:
-    """Return what an encoder reads, joined."""
+    """Return the concatenated pixels of the instances."""
     return _joined([image.pixels for image in _images(vision, part)])
 
 
@@ -42,7 +42,7 @@ def _joined_shape(pixels: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _joined(pixels: Sequence[Tensor]) -> Tensor:
-    """Join images; those of other sizes are padded on the right and at the bottom."""
+    """Concatenate images. Smaller ones are padded on the right and at the bottom."""
     shape = _joined_shape(pixels)
     if all(each.shape[1:] == shape[1:] for each in pixels):
         return torch.cat(tuple(pixels))
@@ -56,7 +56,7 @@ def _joined(pixels: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TextContext:
-    """What the blocks of a language model are called with, for a part."""
+    """Returns the arguments of the blocks of a language model for a part."""
 
     shell: nn.Module
     text: Text
@@ -65,7 +65,7 @@ class TextContext:
     width: int
     dtype: torch.dtype
     balances: bool = False
-    """Whether the last layer has a loss of its own, for which it wants targets."""
+    """Whether the last layer computes the load-balancing loss, which needs the numbers of targets."""
 
     def __call__(self, part: Part) -> dict[str, Any]:
         samples = [clean(part.samples[place]) for place, _ in part.instances]
@@ -74,7 +74,7 @@ class TextContext:
         return as_context(*self._calls(samples))
 
     def _calls(self, samples: Sequence[dict[str, Any]]) -> tuple[list[Arguments], dict[str, Any]]:
-        """What each block is called with for packed samples, and the model's own forward."""
+        """Return the arguments of each block for packed samples, and those of the model's own forward pass."""
         text = self.text
         lengths = tuple(len(sample["input_ids"]) for sample in samples)
         outer: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class TextContext:
         for name in text.per_token:
             values = [torch.as_tensor(sample[name]).reshape(1, -1) for sample in samples if name in sample]
             if values and len(values) != len(samples):
-                raise InputError(f"sample.{name}", "is given in some samples and not in others")
+                raise InputError(f"sample.{name}", "is present in some samples and missing in others")
             if values:
                 outer[name] = torch.cat(values, dim=1)
         if self.balances:
@@ -96,18 +96,21 @@ class TextContext:
 
         called = {each.name: self._called(each, samples) for each in self.encoders}
         found = record(self.shell, call, self.num_blocks, filling, None if text.one_by_one else lengths)
-        for block, arguments in zip(self._blocks(), found, strict=True):
+        blocks: Any = self.shell.get_submodule(self.text.blocks)
+        for block, arguments in zip(blocks, found, strict=True):
             kind = getattr(block, "block_type", None)
             if len(lengths) > 1 and not has_mask(arguments) and kind not in (*text.alone, *text.pointwise):
-                raise InputError(f"a {type(block).__name__}", "is given no mask", "it cannot be packed; not supported")
+                raise InputError(f"a {type(block).__name__}", "gets no mask", "it cannot be packed; not supported")
         if self.balances:
             outer |= {"targets": torch.tensor([num_targets(sample) for sample in samples])}
         counts = tuple(sum(len(each.images(sample)) for sample in samples) for each in self.encoders)
         return found, {**outer, "encoders": called, "lengths": lengths, "counts": counts}
 
     def _called(self, encoder: Encoder, samples: Sequence[Sample]) -> dict[str, Any]:
-        """What of an encoder is told to the layers: what its end is called with, where that runs in the first of them;
-        whose tokens are of videos; and where its tokens are, where features of inner blocks are added.
+        """Return what the layers need to know of an encoder.
+
+        This is the arguments of its projector, if that runs in the first layer; else the sizes of videos and, for
+        features of inner blocks, the mask of its tokens.
         """
         images = [image for sample in samples for image in encoder.images(sample)]
         if encoder.in_lm:
@@ -120,9 +123,6 @@ class TextContext:
             found["places"] = torch.isin(ids, torch.tensor(encoder.ids(self.shell.config)))
         return found
 
-    def _blocks(self) -> Any:
-        return self.shell.get_submodule(self.text.blocks)
-
     def _positions(self, sample: dict[str, Any]) -> Tensor:
         find = self.text.positions
         found = None if find is None else find(self.shell, sample)
@@ -131,7 +131,7 @@ class TextContext:
 
 @dataclass(frozen=True)
 class EncoderContext:
-    """What the blocks of an encoder are called with, for a part."""
+    """Returns the arguments of the blocks of an encoder for a part."""
 
     shell: nn.Module
     vision: Encoder
@@ -141,7 +141,7 @@ class EncoderContext:
 
     def __call__(self, part: Part) -> dict[str, Any]:
         images = _images(self.vision, part)
-        # Neither their numbers nor those of the state matter to what the blocks are called with.
+        # The arguments of the blocks depend on shapes only, not on values.
         shape = _joined_shape([image.pixels for image in images])
         pixels = images[0].pixels.new_ones(()).expand(shape)
         given = _given(images)

@@ -1,4 +1,4 @@
-"""The library's own loss and gradients in double precision, and how others differ from them."""
+"""The library's own loss and gradients in double precision, and the comparison with others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,19 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GradientRow:
-    """One parameter: the library's name of it, the largest entry of its gradient, and by how much a plan's differs.
+    """Comparison of the gradient of one parameter.
 
-    ``relative`` is the difference over the largest entry, which is taken to be at least a millionth of the largest of
-    all parameters: some gradients are zero by nature, and what is computed of them is rounding.
+    Attributes
+    ----------
+    name : str
+        The library's name of the parameter.
+    largest : float
+        Largest absolute entry of the library's gradient.
+    difference : float
+        Largest absolute difference.
+    relative : float
+        ``difference / largest``, where ``largest`` is at least a millionth of the maximum over all parameters. Some
+        gradients are zero by construction, so that their computed values are rounding errors.
     """
 
     name: str
@@ -34,7 +43,7 @@ class GradientRow:
 
 
 def rows_of(found: Gradients, wanted: Gradients, skip: Collection[str] = ()) -> tuple[GradientRow, ...]:
-    """Return how gradients differ, worst first; one that the library has not is not looked at."""
+    """Compare gradients, and return the worst first. Gradients that the library does not have are ignored."""
     floor = 1e-6 * max(float(want.abs().max()) for want in wanted.values())
     rows = []
     for name, want in wanted.items():
@@ -48,7 +57,7 @@ def rows_of(found: Gradients, wanted: Gradients, skip: Collection[str] = ()) -> 
 
 
 class _Double(TorchFunctionMode):
-    """Makes casts to single precision casts to double."""
+    """Replaces casts to single precision by casts to double precision."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -62,13 +71,13 @@ class _Double(TorchFunctionMode):
 
 @contextmanager
 def double() -> Iterator[None]:
-    """Make casts to single precision casts to double inside the block."""
+    """Replace casts to single precision by casts to double precision inside the ``with`` block."""
     with _Double():
         yield
 
 
 def doubled(batch: Sequence[Any]) -> list[Any]:
-    """Return samples whose floating-point tensors are in double precision."""
+    """Return the samples with floating-point tensors in double precision."""
     return [{name: _as_double(value) for name, value in s.items()} if isinstance(s, Mapping) else s for s in batch]
 
 
@@ -80,19 +89,16 @@ def _as_double(value: Any) -> Any:
 
 
 def twin(model: Any) -> Any:
-    """A copy in double precision without dropout."""
+    """Return a copy in double precision and evaluation mode."""
     other = copy.deepcopy(model).double().eval()
     if other._can_set_experts_implementation():
-        # The others are for single precision alone.
+        # The other implementations support only lower precision.
         other.set_experts_implementation("eager")
     return other
 
 
-# ------------------------------------------------------------------ the library's side
-
-
 def library_gradients(model: Any, batch: Sequence[Any], per_token: frozenset[str]) -> tuple[float, Gradients]:
-    """Loss and gradients of the library's own forward, sample by sample."""
+    """Return loss and gradients of the library's own forward pass, sample by sample."""
     losses, total = [], 0.0
     for sample in batch:
         here = {name: value for name, value in clean(sample).items() if name != "id"}

@@ -1,4 +1,4 @@
-"""Samples as the library's processor gives them: what is counted in them, and the loss of their labels."""
+"""Samples of the library's processor: their sizes, and the loss on their labels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipeloom.runtime.model.model import Part
 from pipeloom.spec.batch import AUDIO_FRAMES_PER_SECOND, AUDIO_FRAMES_PER_TOKEN
 
 _IGNORED = -100
-"""Label of what is no target."""
+"""Label of a token that is not a target."""
 _KNOWN = ("id", "input_ids", "attention_mask", "labels")
 _PER_TOKEN = ("input_ids", "labels", "attention_mask")
 _EXAMPLES = (1, 2, 4)
-"""Sizes of samples that are made up, so that costs can be told from sizes."""
+"""Sizes of the synthetic samples from which the profiler fits costs."""
 
 
 def clean(sample: Sample) -> dict[str, Any]:
-    """Return a sample with ids and labels as vectors, and entries that are None left out."""
+    """Return a sample with ids and labels as vectors and without entries that are None."""
     out = {name: value for name, value in sample.items() if value is not None}
     for name in ("input_ids", "labels"):
         if name not in out:
@@ -36,25 +36,25 @@ def clean(sample: Sample) -> dict[str, Any]:
 
 
 def num_targets(sample: Sample) -> float:
-    """Count the tokens that are predicted."""
+    """Return the number of target tokens."""
     return float((clean(sample)["labels"][1:] != _IGNORED).sum())
 
 
 class Sizes:
-    """What is counted in a sample."""
+    """Computes the sizes of samples."""
 
     def __init__(self, config: Any, text: Text, encoders: Sequence[Encoder]) -> None:
         self.config, self.encoders = config, encoders
         self.per_token = frozenset((*_PER_TOKEN, *text.per_token, *text.placing))
-        """Entries of a sample with a number for each token."""
+        """Entries of a sample with one number per token."""
         self.known = {*_KNOWN, *self.per_token, *(key for encoder in encoders for key in encoder.keys)}
 
     def describe(self, sample: Sample) -> dict[str, Any]:
-        """Return what the planner is told of a sample."""
+        """Return the sizes of a sample for the planner."""
         here = clean(sample)
         for name in here:
             if name not in self.known:
-                raise InputError(f"sample.{name}", "is nothing that this model is given here", "leave it out")
+                raise InputError(f"sample.{name}", "is not an input of this model", "leave it out")
         if "attention_mask" in here and not torch.as_tensor(here["attention_mask"]).all():
             raise InputError("sample.attention_mask", "has zeros", "give samples without padding")
         ids, rest = here["input_ids"], len(here["input_ids"])
@@ -67,7 +67,7 @@ class Sizes:
             if places != tokens:
                 what = encoder.reads
                 problem = f"have {places} places for {what}, whose tokens are {tokens}"
-                raise CorruptSampleError("sample.input_ids", problem, "let texts have no such token themselves")
+                raise CorruptSampleError("sample.input_ids", problem, "remove placeholder tokens from the text itself")
             if not instances:
                 continue
             pixels += [each.pixels for each in instances]
@@ -77,13 +77,13 @@ class Sizes:
                 rest -= tokens
             else:
                 found["audio_seconds"] = [each.patches / AUDIO_FRAMES_PER_SECOND for each in instances]
-                # As many as are reckoned from the seconds; what differs is told as text.
+                # The planner computes tokens from seconds. The difference counts as text.
                 rest -= sum(-(-each.patches // AUDIO_FRAMES_PER_TOKEN) for each in instances)
         own = here.get("id")
         return {"id": _digest(ids, here["labels"], pixels) if own is None else str(own), "text_tokens": rest, **found}
 
     def examples(self, name: str) -> list[dict[str, Any]]:
-        """Return samples, made up, each with more for an encoder than the one before; for others none."""
+        """Return synthetic samples of increasing size for an encoder; none for other modules."""
         return [self._example(each, size) for each in self.encoders if each.name == name for size in _EXAMPLES]
 
     def _example(self, encoder: Encoder, size: int) -> dict[str, Any]:
@@ -93,9 +93,9 @@ class Sizes:
         word = next(each for each in range(len(places) + 1) if each not in places)
         ids = torch.tensor([word, *[encoder.ids(self.config)[0]] * count, word])
         is_place = ids != word
-        told = {key: is_place.long() for key in sorted(self.per_token - {*_PER_TOKEN})}
+        kinds = {key: is_place.long() for key in sorted(self.per_token - {*_PER_TOKEN})}
         labels = torch.where(is_place, _IGNORED, ids)
-        return {"id": f"made up {size}", "input_ids": ids, "labels": labels, **told, **given}
+        return {"id": f"made up {size}", "input_ids": ids, "labels": labels, **kinds, **given}
 
 
 def _digest(*tensors: Any) -> str:
@@ -108,9 +108,9 @@ def _digest(*tensors: Any) -> str:
 
 
 def summed_loss(function: Callable[..., Tensor], num_words: int, z_weight: float, logits: Tensor, part: Part) -> Tensor:
-    """Return the library's loss as a sum over the targets of packed samples.
+    """Return the library's loss, summed over the targets of packed samples.
 
-    A z-loss is of each sample the library's own, a mean over its tokens, as often as the sample has targets.
+    The z-loss of a sample is a mean over its tokens, as in the library, multiplied by its number of targets.
     """
     every = [clean(part.samples[place])["labels"] for place, _ in part.instances]
     shifted = [torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]) for labels in every]

@@ -1,4 +1,4 @@
-"""A model of the same configuration with fewer and narrower layers, in which nothing that a forward does is missing."""
+"""Make a small model of a configuration, with fewer and narrower layers but at least one layer of each kind."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.reference import twin
 
 _ENOUGH, _MOST = 2_000_000, 15_000_000
-"""Parameters: where a form of the model has no more than the first, no smaller one is wanted; none is to have more than
-the second, which takes some seconds of one core."""
+"""Numbers of parameters. Models below the first are not made smaller. Models above the second are not tested, because
+that would take more than some seconds on one core."""
 _NUM_WORDS = 128
 _WINDOW = 3
 _EXTENTS = re.compile(r"window|chunk|block_(size|len)|index_topk|local_att|compress|stride|segment|bucket")
-"""Numbers of tokens that samples may be longer than."""
+"""Fields whose value is a number of tokens, such as windows."""
 _WIDTHS = re.compile(r"(size|dim|width|inner|embd|intermediate|rank|channels)")
 _NO_WIDTHS = re.compile(
     r"(vocab|head_dim|window|chunk|image_size|patch|kernel|conv|state_size|d_state|rope|rotary|v_head|cache|batch)"
@@ -28,16 +28,14 @@ _NO_WIDTHS = re.compile(
 
 
 def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any, list[str], bool]:
-    """Return a model with random weights that has a layer of every kind that the configuration's has, and where.
+    """Return a small model with random weights that has a layer of each kind of the configuration.
 
     Parameters
     ----------
     kind : type
         Class of the model.
-    config : transformers.PreTrainedConfig
-        Not changed.
     runs : callable
-        Called with the model; what cannot be called is passed over.
+        Called with each candidate. A candidate for which it raises is skipped.
 
     Returns
     -------
@@ -47,12 +45,12 @@ def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any
     Raises
     ------
     InputError
-        None can be made.
+        No candidate works.
     """
     whole = _towers(_shapes(kind, config), config)
     wanted = {path: [signature(block) for block in blocks] for path, blocks in whole.items()}
     if not wanted:
-        raise InputError("model", "has no list of its layers that could be found")
+        raise InputError("model", "has no list of layers that could be found")
     counts = {len(each) for each in wanted.values()}
     fewest = {n: max(1 + e.index(kind) for e in wanted.values() if len(e) == n for kind in set(e)) for n in counts}
     cuts = [{n: min(n, max(2, fewest[n]) + more) for n in counts} for more in (0, 1, max(counts))]
@@ -70,11 +68,11 @@ def smaller(kind: type, config: Any, runs: Callable[[Any], object]) -> tuple[Any
                     reason = line(error)
             if sized:
                 break
-    raise InputError("model", f"cannot be tried on a small model: {reason}")
+    raise InputError("model", f"cannot be tested on a small model: {reason}")
 
 
 def _extends(given: Any, name: str = "") -> bool:
-    """Whether a window or the like is left that the samples that are tried do not reach beyond."""
+    """Return whether a window or the like is longer than the test samples."""
     if hasattr(given, "to_dict"):
         given = vars(given)
     if name == "quantization_config":
@@ -87,7 +85,7 @@ def _extends(given: Any, name: str = "") -> bool:
 
 
 def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, list[Any]]) -> tuple[list[Any], str]:
-    """Return configurations with all kinds of layers, the best first, and why the last of the others is none."""
+    """Return configurations with all kinds of layers, best first, and why the last rejected one was rejected."""
     sized: list[tuple[int, int, Any]] = []
     reason = ""
     for number, make in enumerate(makers):
@@ -98,8 +96,8 @@ def _sized(kind: type, makers: Sequence[Callable[[], Any]], wanted: dict[str, li
             reason = line(error)
             continue
         size = sum(p.numel() for p in shapes.parameters())
-        if any({signature(b) for b in _blocks(shapes, path)} != set(each) for path, each in wanted.items()):
-            reason = "narrower or with fewer layers, it has others"
+        if any({signature(b) for b in shapes.get_submodule(path)} != set(each) for path, each in wanted.items()):
+            reason = "a smaller configuration has other kinds of layers"
         elif size <= _MOST:
             sized.append((max(size, _ENOUGH), number, candidate))
     return [each[2] for each in sorted(sized, key=lambda each: each[:2])], reason
@@ -111,7 +109,7 @@ def line(error: Exception) -> str:
 
 
 def _parts(config: Any) -> list[Any]:
-    """The configurations of the language model and of the encoder of images."""
+    """Return the configurations of the language model and of the image encoder."""
     vision = getattr(config, "vision_config", None)
     return [config.get_text_config(), *([] if vision is None else [vision])]
 
@@ -121,7 +119,7 @@ def _count_name(config: Any) -> str:
 
 
 def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
-    """Lists of as many modules as a tower has layers, by path; none inside of another."""
+    """Return the outermost module lists that are as long as a tower has layers, by path."""
     counts = {getattr(each, _count_name(each), None) for each in _parts(config)}
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -131,12 +129,8 @@ def _towers(model: nn.Module, config: Any) -> dict[str, nn.ModuleList]:
     return found
 
 
-def _blocks(model: nn.Module, path: str) -> Any:
-    return model.get_submodule(path)
-
-
 def signature(block: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a block from those that do something else: its parts and their switches, not their sizes."""
+    """Return what distinguishes a block from other kinds: its submodules and their switches, but not their sizes."""
     parts = []
     for name, module in block.named_modules():
         switches = tuple(
@@ -150,12 +144,7 @@ def signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def check_as_configured(model: Any) -> None:
-    """Refuse a model that has other parameters than one of its configuration: adapters, say.
-
-    Raises
-    ------
-    InputError
-    """
+    """Raise `InputError` if the parameters of a model differ from its configuration, for example due to adapters."""
     wanted = {name for name, _ in _shapes(type(model), model.config).named_parameters()}
     odd = sorted(wanted ^ {name for name, _ in model.named_parameters()})
     if odd:
@@ -170,13 +159,13 @@ def _shapes(kind: Any, config: Any) -> Any:
 
 def _copied(config: Any) -> Any:
     new = copy.deepcopy(config)
-    # As the library chooses: a kernel for GPUs is of no use here.
+    # Let the library choose: GPU kernels do not run here.
     new._attn_implementation = None
     return new
 
 
 def _random(kind: Any, config: Any) -> Any:
-    """Return the model on the CPU in double precision, no weight of which is zero or one."""
+    """Return the model on the CPU in double precision, with noise on all weights so that none is zero or one."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         model = twin(kind._from_config(_copied(config)))
@@ -191,13 +180,13 @@ def _random(kind: Any, config: Any) -> Any:
 
 
 def _candidates(config: Any, layers: dict[int, int], reach: bool) -> list[Callable[[], Any]]:
-    """Makers of configurations with other numbers of layers, the least changed first."""
+    """Return functions that make smaller configurations, the least changed first."""
     ways = [(few, head_dim) for few in (False, True) for head_dim in (None, 32, 16)]
     return [partial(_cut, config, layers, reach), *(partial(_narrow_all, config, layers, reach, *way) for way in ways)]
 
 
 def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
-    """Fewer layers and words, and windows so short that a few tokens reach beyond them."""
+    """Reduce layers and vocabulary, and shorten windows so that a few tokens reach beyond them."""
     new = copy.deepcopy(config)
     for part in _parts(new):
         count = getattr(part, _count_name(part))
@@ -213,7 +202,7 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
             setattr(text, name, min(value, _NUM_WORDS))
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Longer samples are turned otherwise: some of those that are tried are to be.
+        # Longer samples get other frequencies. This length makes some of the test samples longer.
         rope["original_max_position_embeddings"] = _WINDOW
     if text.vocab_size > _NUM_WORDS:
         text.vocab_size = _NUM_WORDS
@@ -223,7 +212,7 @@ def _cut(config: Any, layers: dict[int, int], reach: bool) -> Any:
 
 
 def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: bool, head_dim: int | None) -> Any:
-    """Narrower towers too, and what brings the one to the other's width."""
+    """Also reduce the widths of the towers, and of the projector between them."""
     config = _cut(config, layers, reach)
     parts = _parts(config)
     others = {id(each): each for each in (config, *parts)}.values()
@@ -244,7 +233,7 @@ def _narrow_all(config: Any, layers: dict[int, int], reach: bool, few_experts: b
 
 
 def _renumber(config: Any) -> None:
-    """Give special tokens numbers that there are."""
+    """Give special tokens ids within the reduced vocabulary."""
     last = _NUM_WORDS - 1
     for name, value in list(vars(config).items()):
         if name.endswith(("_token_id", "_token_index")) and type(value) is int and value > last:
@@ -255,7 +244,7 @@ def _renumber(config: Any) -> None:
 
 
 def _narrow(config: Any, head_dim: int | None) -> None:
-    """Fewer heads, still with several queries to one of keys where there are, and all else in proportion."""
+    """Reduce the number of heads, keep grouped-query attention, and reduce all else in proportion."""
     width = config.hidden_size
     heads = next((getattr(config, name) for name in ("num_attention_heads", "num_heads") if hasattr(config, name)), 1)
     keys = getattr(config, "num_key_value_heads", None) or heads
@@ -283,7 +272,7 @@ def _narrow(config: Any, head_dim: int | None) -> None:
 
 
 def _lessen(config: Any) -> None:
-    """Fewer experts."""
+    """Reduce the number of experts."""
     groups = getattr(config, "n_group", None) or 1
     chosen = max([v for k, v in vars(config).items() if k.endswith("_per_tok") and type(v) is int], default=2)
     for name, value in list(vars(config).items()):
@@ -292,7 +281,7 @@ def _lessen(config: Any) -> None:
 
 
 def words_of(config: Any) -> list[int]:
-    """Return the ids that mean nothing special."""
+    """Return the ids of ordinary tokens."""
     special: set[int] = set()
     for each in (config, config.get_text_config()):
         for name, value in vars(each).items():

@@ -1,4 +1,4 @@
-"""Attention within packed sequences by one kernel, where device, dtype and what is asked of it allow that."""
+"""Attention within packed sequences by one kernel, if device, dtype and options allow it."""
 
 from __future__ import annotations
 
@@ -12,51 +12,49 @@ import torch
 from torch import Tensor
 
 Kernel = Callable[["Packed", Tensor, Tensor, Tensor], Tensor]
-"""Of queries, keys and values as tokens x heads x numbers; gives the same."""
+"""Maps queries, keys and values of shape (tokens, heads, width) to outputs of the same shape."""
 
-_UNDERSTOOD = frozenset(
-    ("dropout", "scaling", "sliding_window", "position_ids", "position_embeddings", "cache_position")
-)
-"""What changes no number, or is in the mask."""
+_HARMLESS = frozenset(("dropout", "scaling", "sliding_window", "position_ids", "position_embeddings", "cache_position"))
+"""Options that do not change the result, or that are part of the mask."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of a pack, and what each of their tokens sees."""
+    """Sequences of a pack, and which tokens each token attends to."""
 
     lengths: tuple[int, ...]
     causal: bool
     window: int | None = None
-    """A token sees so many, itself included; None: all."""
+    """Tokens that each token attends to, including itself. None for all."""
     scale: float | None = None
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many tokens before and behind itself each sees; -1: all."""
+        """Tokens before and after itself that each token attends to; -1 for all."""
         reach = -1 if self.window is None else self.window - 1
         return reach, 0 if self.causal else reach
 
     def ends(self, device: torch.device) -> Tensor:
-        """Return where sequences begin, and where the last one ends."""
+        """Return the first position of each sequence, and the end of the last one."""
         return _ends(self.lengths, device)
 
 
 @functools.lru_cache(maxsize=32)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    # Every layer asks for it.
+    # Cached, because each layer calls it.
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]) -> Kernel | None:
-    """Return the kernel that attends; None: none can, sequences are attended one by one.
+def choose(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Kernel | None:
+    """Return the kernel, or None if sequences must be attended one by one.
 
     Parameters
     ----------
     query, key, value : Tensor
-        As the library's attention functions take them: 1 x heads x tokens x numbers.
-    asked : dict
-        What the model asks of attention beside that.
+        Inputs of the library's attention functions, of shape (1, heads, tokens, width).
+    options : dict
+        Further options of the model's attention.
     """
     if query.device.type != "cuda" or query.dtype not in _HALVES:
         return None
@@ -65,16 +63,16 @@ def choose(query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]) -> 
     width = query.shape[-1]
     if not width == key.shape[-1] == value.shape[-1] or width > 256 or width % 8:
         return None
-    if any(value is not None and value is not False for name, value in asked.items() if name not in _UNDERSTOOD):
+    if any(value is not None and value is not False for name, value in options.items() if name not in _HARMLESS):
         return None
-    if asked.get("dropout"):
+    if options.get("dropout"):
         return None
     return _torch_kernel()
 
 
 @functools.cache
 def _torch_kernel() -> Kernel | None:
-    """Torch's own, where it has windows and fewer heads of keys."""
+    """Return torch's kernel, if this version supports windows and grouped-query attention."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -103,5 +101,5 @@ def _torch_kernel() -> Kernel | None:
 
 
 def attend(kernel: Kernel, packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend by a kernel; takes what `choose` takes, gives 1 x tokens x heads x numbers."""
+    """Attend with a kernel. Inputs are as in `choose`; the output has shape (1, tokens, heads, width)."""
     return kernel(packed, *(state[0].transpose(0, 1) for state in (query, key, value)))[None]

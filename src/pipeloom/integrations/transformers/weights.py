@@ -1,7 +1,7 @@
-"""Weights of a model of the `transformers` library: read layer by layer from its folder, and written for it again.
+"""Read the weights of a `transformers` model layer by layer from its folder, and write them back.
 
-Keys of files are not names of parameters: the library renames them, and joins what it has fused since. Its own rules
-are asked for both, each way, for a few tensors at a time.
+Keys in files differ from parameter names: the library renames them, and fuses some tensors. Its own rules are applied
+in both directions, to a few tensors at a time. So a rank reads only the tensors of its own layers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ KIND = "transformers"
 CONFIG = "config.json"
 _STEM = "model"
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Files of a folder that processors and tokenizers are made of."""
+"""Files of processors and tokenizers, which are copied."""
 _NOT_BESIDE = (CONFIG, "*.index.json")
 _AT_ONCE_BYTES = 16 * 2**20
 _SAVE_AGAIN = "fetch the folder again, or save the model there by its library"
 
 
 def load_config(path: str | Path) -> Any:
-    """Load the library's configuration of a folder.
+    """Load the library's configuration from a folder.
 
     Raises
     ------
     InputError
-        There is none, or it is damaged or of an architecture that the library does not know.
+        The file is missing or damaged, or the library does not know the architecture.
     """
     try:
         import transformers
@@ -47,42 +47,39 @@ def load_config(path: str | Path) -> Any:
         ) from error
 
     if not (Path(path) / CONFIG).is_file():
-        raise InputError(
-            str(path), "is no folder with a config.json", "give a model, or a folder that one was saved in"
-        )
+        raise InputError(str(path), "is not a folder with a config.json", "give a model, or the folder of a saved one")
     try:
         return transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
         check_own_code(path, error)
-        # The library raises whatever its classes do: errors of JSON, of types, of validation.
-        raise InputError(f"{path}/{CONFIG}", f"is no configuration ({_said(error)})", _SAVE_AGAIN) from error
+        # The library does not wrap the errors of its classes: of JSON, of types, of validation.
+        raise InputError(f"{path}/{CONFIG}", f"is not a configuration ({_described(error)})", _SAVE_AGAIN) from error
 
 
 def check_own_code(path: str | Path, error: Exception) -> None:
-    """Raise `InputError` when the library could not load a folder because it did not run the folder's own code."""
+    """Raise `InputError` if the library failed to load a folder because the folder's own code is not run."""
     files = Path(path).glob("*config.json")
     asks = "Unrecognized" in str(error) and any(b'"auto_map"' in file.read_bytes() for file in files)
     if asks or "trust_remote_code" in str(error):
-        problem = "asks to run Python code of its own (auto_map), which is never run"
+        problem = "requires its own Python code (auto_map), which is never run"
         raise InputError(str(path), problem, "give a folder whose classes the transformers library has") from error
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def load(path: str | Path, check: Callable[[type, Any], object], device: torch.device | str | None, dtype: Any) -> Any:
-    """Load the library's model of a folder as it is trained: with its dropout, which the library turns off.
+    """Load the library's model from a folder in training mode. (The library loads in evaluation mode.)
 
     Parameters
     ----------
-    path : path
     check : callable
-        Called with the class and the configuration before weights are read; refuses what is not supported.
+        Called with the class and the configuration before weights are read. Raises if they are not supported.
     device : torch.device, str or None
-        ``"meta"``: shapes alone, and buffers.
+        With ``"meta"``, only shapes and buffers are created. None for the CPU.
     dtype : torch.dtype or None
-        None: torch's default.
+        None for torch's default.
     """
     config = load_config(path)
     import transformers
@@ -94,26 +91,27 @@ def load(path: str | Path, check: Callable[[type, Any], object], device: torch.d
         raise InputError(f"{path}/{CONFIG}", problem, _SAVE_AGAIN)
     check(kind, config)
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{path}/config.json", "says that weights are quantised", "give the folder of whole ones")
+        raise InputError(f"{path}/{CONFIG}", "has quantized weights", "give the folder of the unquantized model")
     dtype = dtype or torch.get_default_dtype()
     if torch.device(device or "cpu").type != "meta":
         try:
             model = kind.from_pretrained(str(path), config=config, dtype=dtype, trust_remote_code=False)
         except Exception as error:
-            # A pickled file, say, that is damaged or has more than tensors in it.
-            remedy = "save the model there as safetensors by its library"
-            raise InputError(str(path), f"has weights that cannot be read ({_said(error)})", remedy) from error
+            # For example a pickle file that is damaged or contains more than tensors.
+            remedy = "save the model there as safetensors with its library"
+            raise InputError(str(path), f"has weights that cannot be read ({_described(error)})", remedy) from error
         return model.to(device or "cpu").train()
     try:
         with torch.device("meta"):
             model = kind._from_config(config, dtype=dtype)
     except Exception as error:
-        raise InputError(f"{path}/{CONFIG}", f"makes no {kind.__name__} ({_said(error)})", _SAVE_AGAIN) from error
+        problem = f"does not describe a {kind.__name__} ({_described(error)})"
+        raise InputError(f"{path}/{CONFIG}", problem, _SAVE_AGAIN) from error
     return _with_buffers(_with_plan(model, dtype))
 
 
 def _with_plan(model: Any, dtype: torch.dtype) -> Any:
-    """Give parameters the dtypes that the library loads them in: some stay in single precision."""
+    """Give parameters the dtypes in which the library loads them. Some stay in single precision."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -128,7 +126,7 @@ def _with_plan(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_buffers(model: Any) -> Any:
-    """Give a model of shapes alone its buffers: positions and the like are computed with them."""
+    """Initialize the buffers of a model on the meta device, because positions and masks are computed from them."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name, buffer in module.named_buffers(recurse=False):
@@ -226,7 +224,7 @@ class TransformersWeights:
                     place.detach().copy_(found[name])
 
     def _fill_in_turn(self, files: TensorFiles, each: _Load, target: Tensor) -> None:
-        """Stack some entries of dimension 0 at a time: all experts of a layer are much for a rank that has few."""
+        """Stack a few entries of dimension 0 at a time, to limit memory: an entry may be an expert."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, key in each.sources:
             by_pattern.setdefault(pattern, []).append(key)
@@ -239,7 +237,7 @@ class TransformersWeights:
             target.detach()[rows].copy_(some.convert(self.model, tensors)[each.target])
 
     def _check_tied(self, files: TensorFiles, wanted: Mapping[str, Mapping[int, Tensor]]) -> None:
-        """Refuse other values under another name of a parameter: the library would not tie them."""
+        """Raise `InputError` if tied parameters have different values: the library would not tie them."""
         by_name: dict[str, list[_Load]] = {}
         for each in self._loads:
             by_name.setdefault(self._alias[each.target], []).append(each)
@@ -248,7 +246,7 @@ class TransformersWeights:
             if name in wanted and len(keys) > 1 and not torch.equal(files.read(keys[0]), files.read(keys[1])):
                 raise InputError(
                     f"{files.folder}: {keys[1]}",
-                    f"differs from {keys[0]}, and config.json says that they are one",
+                    f"differs from {keys[0]}, but config.json ties them",
                     "set tie_word_embeddings to false there",
                 )
 
@@ -283,7 +281,7 @@ class TransformersWeights:
             return
         for each in self._loads:
             if set(each.targets) <= set(rest):
-                # As the files have them.
+                # Copied unchanged from the files.
                 for _, key in each.sources:
                     yield {_STEM: {key: self._files.read(key)}}
 
@@ -304,7 +302,7 @@ class TransformersWeights:
         return {CONFIG: self._config(self.model.dtype).to_json_string()}
 
     def _config(self, dtype: torch.dtype) -> Any:
-        """The configuration as the library writes it."""
+        """Return the configuration as the library writes it."""
         config = copy.deepcopy(self.model.config)
         for each in (config, *(getattr(config, key, None) for key in config.sub_configs)):
             if each is not None:
@@ -314,24 +312,24 @@ class TransformersWeights:
 
     @cached_property
     def _kept(self) -> list[str]:
-        """The library's names of all that it saves: of tied parameters one."""
+        """The library's names of all tensors that it saves, with one name per group of tied parameters."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         ignored = self.model._keys_to_ignore_on_save or ()
         state = {name: tensor for name, tensor in self.model.state_dict().items() if name not in ignored}
-        # Parameters of other ranks' layers are on meta, those of this one's are not: names alone say what is one.
+        # Parameters of other ranks are on the meta device, so tied parameters are recognized by name only.
         shapes = {name: self.model.get_parameter_or_buffer(name) for name in state}
         return list(remove_tied_weights_from_state_dict(shapes, self.model))
 
     @cached_property
     def _twin(self) -> Any:
-        """The model with its conversions as an attribute, so that the library need not find them for every tensor."""
+        """The model with its conversions as an attribute, so that the library does not search them for each tensor."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
         twin = copy.copy(self.model)
         if getattr(twin, "_weight_conversions", None) is None:
-            # As the library does where it has not loaded the model.
+            # The library does the same for a model that it has not loaded.
             found = get_model_conversion_mapping(twin, add_legacy=False)
             twin._weight_conversions = [each for each in found if not isinstance(each, PrefixChange)]
         return twin
@@ -351,7 +349,7 @@ class TransformersWeights:
         return [each for each in found if isinstance(each, WeightConverter)]
 
     def _together(self, name: str) -> str:
-        """What parameters have in common that become joint tensors."""
+        """Return a key that is equal for parameters that are saved in common tensors."""
         from transformers.core_model_loading import apply_converters
 
         renamed, pattern = apply_converters(name, self._reversed_converters)
@@ -359,7 +357,7 @@ class TransformersWeights:
 
 
 def _stacks(each: _Load, target: Tensor, num_targets: int) -> bool:
-    """Whether every entry of dimension 0 is made of one tensor for each pattern, and of no other."""
+    """Return whether each entry of dimension 0 is made of exactly one tensor for each pattern."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *rest = each.converter.operations
@@ -374,13 +372,13 @@ def _stacks(each: _Load, target: Tensor, num_targets: int) -> bool:
 
 
 def _aliases(model: Any) -> dict[str, str]:
-    """From every name of a state dict to the first one of the same parameter."""
+    """Map each name of a state dict to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 class _Planner:
-    """Finds which tensors of files become which parameters, by the library's rules."""
+    """Assigns tensors of files to parameters by the library's rules."""
 
     def __init__(self, model: Any, files: TensorFiles, alias: Mapping[str, str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -393,17 +391,17 @@ class _Planner:
         self.converters = [each for each in self.mapping if isinstance(each, WeightConverter)]
 
     def loads(self, held: set[str]) -> list[_Load]:
-        """Return what makes all parameters.
+        """Return the loads that fill all parameters.
 
         Parameters
         ----------
         held : set of str
-            Names, those of tied parameters as ``alias`` has them, that must be there.
+            Names of parameters that the files must have. Tied parameters have their name in ``alias``.
 
         Raises
         ------
         InputError
-            A key is too many or missing, or has another shape than the model wants.
+            A key is unexpected or missing, or a shape differs from the model's.
         """
         from transformers.core_model_loading import dot_natural_key
 
@@ -434,7 +432,7 @@ class _Planner:
             if self.alias[name] in held and self.alias[name] not in there:
                 remedy = "fetch it again, or let the library make it: load the model and give that"
                 raise InputError(f"{self.files.folder}: parameter {name!r}", "is in none of the files", remedy)
-        # As the library notes it: what was not in use is not reverted when the model is saved.
+        # As in the library, conversions that were not used are not reverted when the model is saved.
         self.model._weight_conversions = [each for each in self.mapping if each.was_used()]
         return loads
 
@@ -451,25 +449,25 @@ class _Planner:
         from transformers.utils.loading_report import LoadStateDictInfo
 
         info = LoadStateDictInfo(set(), {self._renamed(key)[0] for key in keys}, set(), [], {}, set())
-        # The library knows keys that some folders have and no model takes.
+        # The library has a list of keys that are in some folders but in no model.
         self.model._adjust_missing_and_unexpected_keys(info)
         for key in sorted(keys):
             if self._renamed(key)[0] in info.unexpected_keys:
                 raise InputError(
                     f"{self.files.tensors[key].file}: {key}",
-                    f"is no parameter of {type(self.model).__name__}",
-                    "give the folder of this architecture, or remove the tensor",
+                    f"is not a parameter of {type(self.model).__name__}",
+                    "give a folder of this architecture, or remove the tensor",
                 )
 
     def _check_shapes(self, each: _Load) -> None:
-        """Convert tensors on meta, and compare shapes."""
+        """Convert tensors on the meta device, and compare shapes."""
         files, state = self.files, self.state
         where = f"{files.tensors[each.sources[0][1]].file}: {each.sources[0][1]}"
         for _, key in each.sources:
             kind, wanted = files.tensors[key].dtype, state[each.target].dtype
             if wanted.is_floating_point and not kind.is_floating_point:
-                problem = f"is of dtype {str(kind).removeprefix('torch.')}, and the model's parameter is a fraction"
-                raise InputError(f"{files.tensors[key].file}: {key}", problem, "quantised weights cannot be trained")
+                problem = f"has dtype {str(kind).removeprefix('torch.')}, but the parameter is floating-point"
+                raise InputError(f"{files.tensors[key].file}: {key}", problem, "quantized weights cannot be trained")
         given = [torch.empty(files.tensors[key].shape, device="meta") for _, key in each.sources]
         try:
             found = {each.target: given[0]} if each.converter is None else each.convert(self.model, given)
@@ -485,5 +483,5 @@ class _Planner:
                 raise InputError(
                     where,
                     f"gives {name} the shape {tuple(tensor.shape)}, the model's is {shape}",
-                    "let config.json and weights be of one model",
+                    "use config.json and weights of the same model",
                 )
