@@ -56,7 +56,8 @@ def end_server() -> None:
     """End the server; what it has forked has ended with the tests, or ends with whoever asked for it."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGTERM)
+        # A server that the product has started ignores SIGTERM.
+        os.kill(server._forkserver_pid, signal.SIGKILL)
         os.waitpid(server._forkserver_pid, 0)
         server._forkserver_pid = None
 
