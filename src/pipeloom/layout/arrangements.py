@@ -38,7 +38,6 @@ def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Eval
 
     Parameters
     ----------
-    chain : LayerChain
     iterations : int or None
         Of the training run, of which this is to take a small part; None: many.
     """
@@ -72,7 +71,6 @@ def arrangements(
     tables : sequence of LayerTable
         The model's layers, as `pipeloom.layout.profiled_layers` writes them, in one way or several; the budget is
         divided among them.
-    model : ModelSpec
     split : bool
         Whether backwards may be split. Half of the budget then goes to chains that split all of them: halves hold more,
         for longer.
@@ -80,7 +78,6 @@ def arrangements(
         Of the training run; a short one is not worth a long search. None: many.
     budget : Evaluations or None
         None: `arrangement_budget`.
-    seed : int
     on_share : callable or None
         Told now and then which part of the search is done.
 

@@ -59,8 +59,6 @@ class LayoutEvaluation:
 
     Attributes
     ----------
-    name : str
-    layout : Layout
     seconds : float
         Mean planned iteration; infinite where it does not fit. A layout that its lower bound rules out, or its bound
         and the first plans, is not planned further: it is given what was known, and ``ruled_out`` is true.
@@ -147,13 +145,11 @@ def search_layouts(
 
     Parameters
     ----------
-    sampled : Sampled
     trial : StoppingRule
         Search for each layout and iteration.
     final : StoppingRule, optional
         Search for the layouts that came nearest, once more: short trials of large graphs are far from what a full
         search finds. None: ``trial`` decides.
-    seed : int
     rounds : int
         Times that every size and count of segments may change.
     drafts : sequence of LayoutDraft

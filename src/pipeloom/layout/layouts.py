@@ -49,8 +49,6 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
 
     Parameters
     ----------
-    model : ModelSpec
-    num_ranks : int
     placements : mapping
         Of a module's name: its segments and sub-microbatch size; one segment, undivided, where left out.
     load : callable
@@ -118,8 +116,6 @@ def encoder_first(
 
     Parameters
     ----------
-    model : ModelSpec
-    num_ranks : int
     load : callable
         Balances the last module's layers, what rank 0 has of the encoders counted in.
     even_layers : bool
@@ -234,7 +230,6 @@ def partition_chain(
     ----------
     loads : sequence of float
         Of every layer.
-    num_parts : int
     slowness : sequence of float or None
         How many times a layer's load counts in each part; None: once in all.
 

@@ -27,7 +27,6 @@ class SizeChoice:
         Instances, rising.
     efficiency : tuple of float
         Instances a second at each size, as a share of the best.
-    chosen : int
     seconds : float
         Of the whole module, forward and backward, at the chosen size.
     """

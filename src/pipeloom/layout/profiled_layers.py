@@ -34,12 +34,10 @@ def profiled_layers(
 
     Parameters
     ----------
-    model : ModelSpec
     costs : CostModel
         All strategies that it offers are candidates of every layer; halves of backwards are given where it has them.
     packed : sequence of Packing
         Some batches as training will pack them; their mean number of microbatches is the table's.
-    num_ranks : int
     num_replicas : int
         Among which the batches are divided.
     capacity_bytes : int or None

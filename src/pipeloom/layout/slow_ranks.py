@@ -59,14 +59,12 @@ def relaid(
     previews : sequence of Preview
         One for each replica, with a share of some batches; their costs say how slow its ranks are. Dealing evens
         replicas out, so what counts is how much they do together in a time.
-    layout : Layout
     rule : OrderRule or None
         That was found with it.
     others : iterable of Layout
         To be tried too; as many chunks, on the same ranks.
     trial : StoppingRule
         Search for each layout and batch.
-    seed : int
 
     Raises
     ------

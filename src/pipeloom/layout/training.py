@@ -64,10 +64,8 @@ class Preview:
     ----------
     costs : ProfileCosts
         Of the layers measured on the machine that trains, with all strategies that training offers.
-    packing : PackingSpec
     batches : sequence of Batch
         A few as training will see them.
-    num_ranks : int
     num_replicas : int
         Among which the batches are divided.
     capacity_bytes : int or None
@@ -201,12 +199,10 @@ def choose_training_layout(
 
     Parameters
     ----------
-    preview : Preview
     budget : Evaluations or None
         Arrangements tried, as in `arrange_training_layout`.
     trial : StoppingRule
         Search for each layout and batch.
-    seed : int
     tell : callable
         Told how far it is.
 
@@ -259,12 +255,10 @@ def arrange_training_layout(
 
     Parameters
     ----------
-    preview : Preview
     budget : Evaluations or None
         Arrangements tried; None: by the length of the run, up to some seconds.
     trial : StoppingRule
         Search for each of the best arrangements and each batch.
-    seed : int
     tell : callable
         Told how far it is.
 

@@ -74,15 +74,12 @@ def solve_assignable(
 
     Parameters
     ----------
-    assignable : Assignable
-    budget : StoppingRule
     seed : int
         The same seed and number of evaluations give the same answer on one thread.
     method : str
         A name that `find_method` knows; the assignment is chosen after those alone that say so.
     threads : int
         Of the searches of orders.
-    params : SearchParams
 
     Raises
     ------
@@ -191,14 +188,10 @@ def reassign(
 
     Parameters
     ----------
-    assignable : Assignable
     schedule : Schedule
         Of ``assignable.graph``; it fits into memory.
     target_ns : int
         Makespan at which to stop.
-    budget : StoppingRule
-    seed : int
-    params : SearchParams
 
     Returns
     -------

@@ -21,11 +21,6 @@ class Context:
         Of the budget: it runs, and counts what all searches try.
     bound : LowerBound
         No schedule of the graph is faster.
-    seed : int
-    method : str
-    threads : int
-    params : SearchParams
-    on_progress : callable, optional
     """
 
     meter: Meter

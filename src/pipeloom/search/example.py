@@ -14,7 +14,6 @@ def small_pipeline(num_ranks: int, num_microbatches: int, *, capacity: bool = Fa
 
     Parameters
     ----------
-    num_ranks, num_microbatches : int
     capacity : bool
         Whether memory is limited, to as many microbatches as there are ranks.
     """

@@ -263,7 +263,6 @@ def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Sched
 
     Parameters
     ----------
-    graph : TaskGraph
     failure : InfeasibleError
         What the heuristics said: of a graph with candidates, for those that hold the least.
 

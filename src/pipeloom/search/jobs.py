@@ -33,12 +33,9 @@ class Jobs:
 
     Attributes
     ----------
-    job_of_task : array, shape (num_tasks,)
     order : array, shape (num_tasks,)
         All tasks, job after job in order of their first microbatch, each job in its reference order: a
         schedule that fits whenever one was found.
-    demand : array, shape (num_jobs, num_ranks)
-    capacity : array, shape (num_ranks,)
     scan_start, scan_task : array
         Per job and rank (row ``job * num_ranks + rank``) the tasks in reference order, where what is still
         to come does not simply add up.
@@ -58,7 +55,6 @@ class Walks:
 
     Attributes
     ----------
-    job_of_task : array, shape (num_tasks,)
     order : array, shape (num_tasks,)
         Job after job, each depth first with backwards as soon as they can.
     """

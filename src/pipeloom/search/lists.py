@@ -30,7 +30,6 @@ class Chunks(NamedTuple):
     ----------
     label, rank : array, shape (num_chunks,)
         Number in the layout.
-    of_pair : array, shape (num_pairs,)
     most_parts : array, shape (num_chunks,)
         Most pairs that a microbatch has there.
     mean_held : array, shape (num_chunks,)

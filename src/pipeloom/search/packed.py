@@ -43,7 +43,6 @@ class PackedGraph(NamedTuple):
         The tasks packed by cells, see `pipeloom.search.records`.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
-    job : array of int32, shape (num_cells,)
     class_start : array, shape (4,)
         Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
     group_start, group_segment : array
@@ -52,16 +51,13 @@ class PackedGraph(NamedTuple):
         The W segments that belong to every group.
     num_groups : array, shape (2,)
         Of forward and backward groups.
-    group_microbatch : array, shape (num_groups,)
     capacity : array, shape (num_ranks,)
         Capacity less static bytes; very large where there is no limit.
-    work, least_tail : array, shape (num_ranks,)
     demand : array, shape (num_jobs, num_ranks)
         Bytes a job needs to finish alone, see `Jobs`.
     scan_start, scan_cell : array
         Per job and rank, the cells of its tasks in the job's reference order, where ``demand`` must be found by
         scanning them; empty where it is the sum of what is still to come.
-    job_size : array, shape (num_jobs,)
     """
 
     task: IntArray

@@ -24,8 +24,6 @@ class Phase:
 
     Attributes
     ----------
-    name : str
-    run : Run
     share : float
         Of the time that is left when it begins.
     where : callable

@@ -23,7 +23,6 @@ class Records(NamedTuple):
 
     Attributes
     ----------
-    base : array of int32, shape (num_segments,)
     number : array, shape (num_cells,)
         Task of a cell, -1 where there is none.
     record : array, shape (2 * num_cells,)

@@ -22,7 +22,6 @@ class Restricted:
 
     Attributes
     ----------
-    graph : TaskGraph
     kept : tuple of tuple of int
         Per pair, the numbers in the full graph of the candidates kept.
     """

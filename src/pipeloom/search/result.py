@@ -28,14 +28,10 @@ class Solution:
 
     Attributes
     ----------
-    schedule : Schedule
-    timeline : Timeline
-    lower_bound : LowerBound
     evaluations : int
         Schedules tried.
     elapsed_s : float
         By the stopping rule's clock.
-    method : str
     """
 
     schedule: Schedule

@@ -69,7 +69,6 @@ class Sample:
 
     Attributes
     ----------
-    graph : TaskGraph
     member : array, shape (tasks of the sample, number of copies)
         The task that takes the place of a task of the sample in a copy, or `NO_TASK`. Every task of the whole is there
         once.

@@ -47,9 +47,6 @@ class Scratch(NamedTuple):
         The same as tasks, once a rollout has come to its end.
     ready : array, shape (num_cells,)
         When a task was ready; -1 once it is scheduled. Only where memory is limited, as is the rest.
-    free, available : array, shape (num_ranks,)
-    demand, allocated : array, shape (num_jobs, num_ranks)
-    job_left, active : array, shape (num_jobs,)
     """
 
     at: Array

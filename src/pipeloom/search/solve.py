@@ -45,7 +45,6 @@ def solve(
 
     Parameters
     ----------
-    graph : TaskGraph
     budget : StoppingRule
         `Deadline`, `Evaluations` or `Both`. At least one schedule is always made.
     seed : int
@@ -164,7 +163,6 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
 
     Parameters
     ----------
-    method : str
     graph : TaskGraph, optional
         Only what the search of such a graph calls; else whatever a search may call.
     """

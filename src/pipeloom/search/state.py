@@ -41,8 +41,6 @@ class Search:
 
     Parameters
     ----------
-    graph : TaskGraph
-    context : Context
     target_ns : int, optional
         Makespan at which to stop; the context's bound unless told.
     seed : int, optional

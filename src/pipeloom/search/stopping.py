@@ -27,9 +27,6 @@ class Watch:
     ----------
     now : callable
         Seconds of the rule's clock.
-    began_s : float
-    seconds : float, optional
-    evaluations : int, optional
     task_s : float
         Of the seconds, what is kept for each task of the graph, for what follows the search; see `Before`.
     """
@@ -157,7 +154,6 @@ class Until:
 
     Attributes
     ----------
-    watch : Watch
     used : int
         Evaluations made so far.
     part : float
@@ -206,7 +202,6 @@ class Before:
 
     Attributes
     ----------
-    rule : StoppingRule
     task_s : float
         Seconds that follow for each task.
     """
@@ -242,7 +237,6 @@ class Meter:
 
     Attributes
     ----------
-    watch : Watch
     used : int
         Evaluations made.
     """

@@ -55,7 +55,6 @@ class StrategyChooser:
     ----------
     graph : TaskGraph
         With candidates.
-    params : StrategyParams
     tables : Tables, optional
         Of another chooser of the same graph.
     """

@@ -98,7 +98,6 @@ def tuned_pipeline(
 
     Parameters
     ----------
-    model : ModelSpec
     layout : Layout
         All chunks of every module but the last on rank 0; chunk p of the last one on rank p.
     costs : CostModel

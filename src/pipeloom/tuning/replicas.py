@@ -46,10 +46,6 @@ def tune_replicas(
         Of one replica; all are alike.
     batch : Batch
         The global batch.
-    num_replicas : int
-    token_budget : int
-    spec : TuningSpec or None
-    seed : int
 
     Raises
     ------

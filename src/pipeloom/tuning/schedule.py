@@ -33,10 +33,8 @@ def tuned_plan(
 
     Parameters
     ----------
-    pipeline : TunedPipeline
     batch : Batch
         The one that was tuned.
-    tuned : Tuned
     costs : CostModel
         Its own costs are written into the graph; those that `tune` saw were a table of them.
     capacity_bytes : int or None

@@ -54,7 +54,6 @@ class CostTable:
         Token-weighted mean length at each probe, rising along the row.
     values : array, shape (num_chunks, NUM_ROWS, num_nodes, num_lengths)
         Without what single sequences cost.
-    per_instance : array, shape (num_chunks, NUM_ROWS)
     """
 
     tokens: FloatArray
@@ -90,8 +89,6 @@ def tabulate(
 
     Parameters
     ----------
-    costs : CostModel
-    chunks : sequence of Chunk
     max_tokens : int
         Largest workload expected.
     lengths : sequence of int

@@ -84,13 +84,10 @@ def tune(
 
     Parameters
     ----------
-    pipeline : TunedPipeline
-    batch : Batch
     token_budget : int
         Tokens of a microbatch at most.
     spec : TuningSpec or None
         None: all techniques, at their best.
-    seed : int
     budget : StoppingRule or None
         Given, and orders are searched: go on with that until the rule says stop. None: the usual number of
         simulations, some milliseconds for a hundred samples.

@@ -45,7 +45,6 @@ def placement_bound(chain: LayerChain, params: BoundParams | None = None) -> Low
 
     Parameters
     ----------
-    chain : LayerChain
     params : BoundParams, optional
         Limits of the integer program.
     """

@@ -36,11 +36,8 @@ class Context:
 
     Attributes
     ----------
-    chain : LayerChain
     arrays : ChainArrays
         The same for the kernels.
-    params : CooptimiseParams
-    seed : int
     watch : Watch
         The budget.
     tried : int
@@ -49,8 +46,6 @@ class Context:
         Lower bound, at which every walk ends.
     exchanges : bool
         Whether single layers may change places.
-    best : Best
-    on_progress : callable or None
     """
 
     chain: LayerChain

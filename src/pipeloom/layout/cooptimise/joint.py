@@ -100,9 +100,6 @@ def every_walk(
         With its memory limit; split where its weight times are not 0.
     budget : StoppingRule
         Under `pipeloom.search.Evaluations` and one thread the answer depends on the seed alone.
-    seed : int
-    threads : int
-    params : CooptimiseParams, optional
     on_progress : callable, optional
         Called now and then, from whichever thread.
 

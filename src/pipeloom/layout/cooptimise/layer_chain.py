@@ -49,8 +49,6 @@ class LayerChain:
         0 for layers that are not split.
     activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
         Held from forward to (input) backward, and from there to the weight gradient.
-    static_bytes : array, shape (num_layers,)
-    capacity_bytes : array, shape (num_ranks,), or None
     delay_ns : int
         Of a boundary transfer between ranks.
     strategies : tuple of tuple of str
@@ -161,7 +159,6 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
 
     Parameters
     ----------
-    table : LayerTable
     split : bool
         Split backwards into input and weight gradient where a layer gives both parts.
 
@@ -274,7 +271,6 @@ def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | 
 
     Parameters
     ----------
-    num_ranks : int
     placement : PartitionPlacement
         No chunk has layers of two modules.
     model : ModelSpec or None

@@ -75,7 +75,6 @@ def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Tim
 
     Parameters
     ----------
-    chain : LayerChain
     placement : PartitionPlacement
         Ranks down, each with a chunk, and up again, where ranks may have none.
     """
