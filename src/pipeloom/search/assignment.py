@@ -243,15 +243,15 @@ class _Annealing:
 
     def run(self, now: _State, stretch: Stretch) -> _State:
         """Anneal in a part of the budget; return the best found."""
-        deck, mean_ns = _deck(now.assignable, now.schedule)
+        arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
         state = np.array([now.ns, now.ns], np.int64)
         wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
         while state[1] > self.target_ns and (spent := self.meter.spent) < stretch.until:
             temperature = self.params.assignment.heat * mean_ns * stretch.cooling(spent)
             terms = Terms(temperature, self.target_ns, self.meter.left(wanted, stretch.until))
-            self.meter.used += max(1, int(kernels.anneal(deck, state, self.random, terms)))
-        other = now.assignable.assigned(deck.best_home)
-        listed = deck.best_listed
+            self.meter.used += max(1, int(kernels.anneal(arrays, state, self.random, terms)))
+        other = now.assignable.assigned(arrays.best_home)
+        listed = arrays.best_listed
         order = tuple(listed[other.graph.rank[listed] == rank] for rank in range(other.graph.num_ranks))
         return _State(other, Schedule(order, now.schedule.candidate, "assigned"), int(state[1]))
 
@@ -263,12 +263,12 @@ def warm_up_assignment() -> None:
     homes = tuple((0, 1) for _ in graph.module_names)
     link = np.zeros((graph.num_ranks, graph.num_ranks), np.int64)
     made = Assignable(graph, homes, graph.edge_delay_ns[:, None], link, np.ones(graph.num_ranks))
-    deck, _ = _deck(made, first_in_first_out(graph))
+    arrays, _ = _arrays_of(made, first_in_first_out(graph))
     state, random = np.array([1, 1], np.int64), np.array([1], np.uint64)
-    kernels.anneal(deck, state, random, Terms(0.0, 0, 1))
+    kernels.anneal(arrays, state, random, Terms(0.0, 0, 1))
 
 
-def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, float]:
+def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.AssignmentArrays, float]:
     graph = assignable.graph.with_candidates(schedule.candidate)
     # A column for ends on one rank, and one for each link.
     columns = np.column_stack([np.zeros_like(graph.edge_delay_ns), assignable.crossing_ns])
@@ -294,7 +294,7 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
     duration = assignable.durations_ns(schedule.candidate)
     _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()
-    deck = kernels.Deck(
+    arrays = kernels.AssignmentArrays(
         home=home,
         listed=listed,
         place=place,
@@ -318,4 +318,4 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
         best_home=home.copy(),
         best_listed=listed.copy(),
     )
-    return deck, float(graph.duration_ns.mean())
+    return arrays, float(graph.duration_ns.mean())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.jobs import NO_LIMIT, components
+from pipeloom.search.jobs import NO_LIMIT, label_components
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.restricted import Restricted, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
@@ -54,23 +54,24 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     """Per pair the candidates that take no less than one, of which all together fit; that one is the first.
 
     For graphs whose candidates are lean in different ways, so that choosing pair by pair does not fit. None
-    where nothing was found in so many states of a job, which does not prove that there is nothing.
+    where nothing was found in so many states of a component, which does not prove that there is nothing.
     """
     found = fitting_schedule(graph, states)
     return None if found is None else no_leaner(graph, found)
 
 
 def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> Schedule | None:
-    """Return a schedule that fits on devices and hosts: one job after the other, with candidates that fit together.
+    """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
+    together.
 
-    ``states`` limits the search for each job. None does not prove that no schedule fits.
+    ``states`` limits the search for each component. None does not prove that no schedule fits.
     """
     assert graph.candidates is not None
     free = (*_limits(graph, graph.room_bytes), *_limits(graph, graph.host_capacity_bytes))
     choice, sequence = np.zeros(graph.num_pairs, np.int64), []
-    job_of_task, fits = components(graph), usable(graph, pair_options(graph)).tolist()
-    for job in range(int(job_of_task.max()) + 1):
-        found = _choose(_Search(graph, np.flatnonzero(job_of_task == job).tolist(), fits), free, states)
+    component_of_task, fits = label_components(graph), usable(graph, pair_options(graph)).tolist()
+    for component in range(int(component_of_task.max()) + 1):
+        found = _choose(_Search(graph, np.flatnonzero(component_of_task == component).tolist(), fits), free, states)
         if found is None:
             return None
         tasks, chosen = found
@@ -114,7 +115,7 @@ def _limits(graph: TaskGraph, room: IntArray | None) -> list[int]:
 
 
 def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] | None:
-    """An order of one job's tasks that fits, and the candidates of its pairs."""
+    """An order of one component's tasks that fits, and the candidates of its pairs."""
     seen: set[tuple[int, Chosen]] = set()
     stack: list[tuple[int, Free, Run, Chosen]] = [(0, free, (), ())]
     while stack and len(seen) < most:
@@ -143,7 +144,7 @@ def _sequence(run: Run) -> list[int]:
 
 
 class _Search:
-    """The tasks of one job, numbered from 0, and what each takes."""
+    """The tasks of one component, numbered from 0, and what each takes."""
 
     def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
         self.tasks = tasks

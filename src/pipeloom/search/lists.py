@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.kernels.by_rule import Wishes
+from pipeloom.search.kernels.by_rule import Priorities
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
 from pipeloom.search.rule import ChunkRule, OrderRule
@@ -57,7 +57,7 @@ def chunks_of(graph: TaskGraph) -> Chunks | None:
     return Chunks(both[1], both[0], of_pair, most, held.astype(np.int64))
 
 
-def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Wishes:
+def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Priorities:
     """Write a rule out for a graph whose microbatches come in the order of their turns.
 
     Raises
@@ -89,7 +89,7 @@ def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: Order
     later = after[1:] - after[row[chunks.rank + 1]]
     limit = [NEVER if one.limit is None else one.limit for one in said]
     flight, take = _flights(graph)
-    return Wishes(
+    return Priorities(
         order=order,
         place=place,
         key=key,
@@ -102,12 +102,12 @@ def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: Order
         later=later,
         in_flight=np.zeros(len(said), np.int64),
         held=np.zeros(len(said), np.int64),
-        room=np.zeros(len(said), np.int64),
+        headroom=np.zeros(len(said), np.int64),
         made=np.zeros(graph.num_tasks, np.int64),
     )
 
 
-def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
+def priorities_of_sequence(graph: TaskGraph, sequence: IntArray) -> Priorities:
     """Take a sequence of all tasks as a rule: the earlier goes first; nothing is waited for.
 
     What such a rule gave comes back from it. A sequence in which a rank idles while something is ready does not.
@@ -116,7 +116,7 @@ def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
     order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
     place, key = np.empty(num_tasks, np.int64), np.empty(num_tasks, np.int64)
     place[order], key[sequence] = np.arange(num_tasks), np.arange(num_tasks)
-    return Wishes(
+    return Priorities(
         order=order,
         place=place,
         key=key,
@@ -129,7 +129,7 @@ def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
         later=np.zeros(num_ranks, np.int64),
         in_flight=np.zeros(num_ranks, np.int64),
         held=np.zeros(num_ranks, np.int64),
-        room=np.zeros(num_ranks, np.int64),
+        headroom=np.zeros(num_ranks, np.int64),
         made=np.zeros(num_tasks, np.int64),
     )
 

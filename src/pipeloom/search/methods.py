@@ -54,7 +54,7 @@ class Method:
     run : callable
         The search of orders.
     every_rollout : bool
-        Strategies are chosen in every rollout (`dip.txt` §5.1), not by turns with the search of orders.
+        Strategies are chosen each time an order is decoded (`dip.txt` §5.1), not by turns with the search of orders.
     start : callable, optional
         For methods with ``every_rollout``: a schedule whose strategies orders are made for; None: the leanest.
     assigns : bool

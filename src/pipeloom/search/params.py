@@ -43,10 +43,10 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Local search and annealing on the order of groups."""
 
     heat: Magnitude = 0.1
-    """Start of an annealing, in mean durations of a task; so much for `few_changes` per job or fewer."""
+    """Start of an annealing, in mean durations of a task; so much for `few_changes` per component or fewer."""
     few_changes: Factor = 25.0
-    """Beyond, the heat rises with the root of the changes per job. They are counted at the speed of the static orders,
-    which is two to five times slower."""
+    """Beyond, the heat rises with the root of the changes per component. They are counted at the speed of the static
+    orders, which is two to five times slower."""
     most_heat: Magnitude = 1.0
     """Where that rise ends."""
     far: Ratio = 1.05
@@ -73,9 +73,9 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise InputError("orders.whole_microbatches", f"{self.whole_microbatches} is not from 0 to 16")
         check_count("orders.steps_per_round", self.steps_per_round)
 
-    def long_heat(self, changes_per_job: float) -> float:
+    def long_heat(self, changes_per_component: float) -> float:
         """Start of an annealing, in mean durations of a task: the longer it may last, the hotter."""
-        return float(min(self.most_heat, self.heat * max(1.0, changes_per_job / self.few_changes) ** 0.5))
+        return float(min(self.most_heat, self.heat * max(1.0, changes_per_component / self.few_changes) ** 0.5))
 
 
 class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -269,9 +269,9 @@ class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """How long to look for any order or choice of candidates that fits, where the plain ones do not."""
 
     job_states: Number = 20_000
-    """Sets of finished tasks that are tried for a job."""
+    """Sets of finished tasks that are tried for a component."""
     candidate_states: Number = 20_000
-    """Sets of finished tasks, with candidates, that are tried for a job."""
+    """Sets of finished tasks, with candidates, that are tried for a component."""
 
     def __post_init__(self) -> None:
         """Refuse negative counts."""
@@ -345,7 +345,9 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Of the layout of the graphs that are searched: what they give are starts, beside those of every search."""
 
     def hasty(self) -> SearchParams:
-        """Return the same with strategies chosen as hastily as in a rollout, where many graphs are compared."""
+        """Return the same with strategies chosen as quickly as each time an order is decoded, where many graphs are
+        compared.
+        """
         rounds = self.strategies.rollout_rounds
         strategies = msgspec.structs.replace(self.strategies, rounds=rounds, large_rounds=rounds)
         return msgspec.structs.replace(self, strategies=strategies)

@@ -1,4 +1,4 @@
-"""The task graph packed for the rollout: what one step reads lies together, and links say where to go next.
+"""The task graph packed for list scheduling: what one step reads lies together, and links say where to go next.
 
 A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
 cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one

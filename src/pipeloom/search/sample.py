@@ -1,9 +1,9 @@
-"""Search of large graphs on a sample: what is found for some jobs serves all that are like them.
+"""Search of large graphs on a sample: what is found for some components serves all that are like them.
 
-Thousands of jobs (mostly microbatches) are alike but for their lengths. So they are sorted into groups of like ones,
-one job of each is searched, and that schedule is run again and again, each time with other members of the groups. A
-member takes its group's place task by task. Nobody needs more bytes than the sample counted on, so what is put
-together fits.
+Thousands of components (mostly microbatches) are alike but for their lengths. So they are sorted into groups of like
+ones, one component of each is searched, and that schedule is run again and again, each time with other members of the
+groups. A member takes its group's place task by task. Nobody needs more bytes than the sample counted on, so what is
+put together fits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pipeloom.timeline import lower_bound
 _Profiles = npt.NDArray[np.float64]
 
 NOBODY = -1
-"""In place of a job where a group has no member for a copy."""
+"""In place of a component where a group has no member for a copy."""
 
 
 def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
     """Search a sample with ``run``, and keep what it gives for the whole, if that is better.
 
-    That is not tried where jobs are so unlike that the sample has half of all tasks, nor where it has so few that too
-    much time would go by while ranks fill and drain, each time that the sample is run.
+    That is not tried where components are so unlike that the sample has half of all tasks, nor where it has so few that
+    too much time would go by while ranks fill and drain, each time that the sample is run.
     """
     meter, params = search.meter, search.params.sample
     if meter.spent >= stretch.until:
         return
     copies = max(2, search.graph.num_tasks // params.tasks)
-    sample = take_sample(search.graph, search.jobs.job_of_task, copies)
+    sample = take_sample(search.graph, search.components.component_of_task, copies)
     graph, bound = sample.graph, lower_bound(sample.graph)
     if (
         2 * graph.num_tasks > search.graph.num_tasks
@@ -65,7 +65,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A graph of one job of each group: mean durations of the group, and the most bytes that a member needs.
+    """A graph of one component of each group: mean durations of the group, and the most bytes that a member needs.
 
     Attributes
     ----------
@@ -84,18 +84,22 @@ class Sample:
         return found
 
 
-def take_sample(graph: TaskGraph, job_of_task: IntArray, copies: int) -> Sample:
-    """Take one of about every so many jobs that are alike."""
-    size = np.bincount(job_of_task)
-    of_job, first = np.argsort(job_of_task, kind="stable"), np.cumsum(size) - size
+def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> Sample:
+    """Take one of about every so many components that are alike."""
+    size = np.bincount(component_of_task)
+    of_component, first = np.argsort(component_of_task, kind="stable"), np.cumsum(size) - size
     turn = np.empty(graph.num_tasks, np.int64)
-    turn[of_job] = _turn_in_row(job_of_task[of_job])
-    groups = _groups(_shapes(graph, job_of_task, turn), _profiles(graph, job_of_task), copies)
-    group_of_job = np.full(len(size), NOBODY, np.int64)
-    group_of_job[[jobs[0] for jobs in groups]] = np.arange(len(groups))
-    tasks = np.flatnonzero(group_of_job[job_of_task] != NOBODY)
-    jobs = _table(groups, copies)[group_of_job[job_of_task[tasks]]]
-    member = np.where(jobs == NOBODY, NO_TASK, of_job[np.where(jobs == NOBODY, 0, first[jobs] + turn[tasks, None])])
+    turn[of_component] = _turn_in_row(component_of_task[of_component])
+    groups = _groups(_shapes(graph, component_of_task, turn), _profiles(graph, component_of_task), copies)
+    group_of_component = np.full(len(size), NOBODY, np.int64)
+    group_of_component[[components[0] for components in groups]] = np.arange(len(groups))
+    tasks = np.flatnonzero(group_of_component[component_of_task] != NOBODY)
+    components = _table(groups, copies)[group_of_component[component_of_task[tasks]]]
+    member = np.where(
+        components == NOBODY,
+        NO_TASK,
+        of_component[np.where(components == NOBODY, 0, first[components] + turn[tasks, None])],
+    )
     return Sample(_mean_graph(graph, tasks, member), member)
 
 
@@ -128,17 +132,17 @@ def _turn_in_row(row: IntArray) -> IntArray:
     return found
 
 
-def _shapes(graph: TaskGraph, job_of_task: IntArray, turn: IntArray) -> IntArray:
-    """By job: a number of its shape. Task by task, jobs of one shape differ in lengths and bytes alone."""
+def _shapes(graph: TaskGraph, component_of_task: IntArray, turn: IntArray) -> IntArray:
+    """By component: a number of its shape. Task by task, components of one shape differ in lengths and bytes alone."""
     pair = graph.pair
     of_pair = (np.where(rows[pair] == NO_TASK, -1, turn[rows[pair]]) for rows in (graph.forward_of, graph.backward_of))
     idle = graph.duration_ns == 0
     tasks = _mixed(turn, graph.kind, graph.rank, graph.module, idle, *of_pair)
     order = np.argsort(graph.edge_source, kind="stable")
     source, target = graph.edge_source[order], graph.edge_target[order]
-    shape = np.zeros(int(job_of_task.max()) + 1, np.uint64)
-    np.add.at(shape, job_of_task, tasks)
-    np.add.at(shape, job_of_task[source], _mixed(turn[source], turn[target], _turn_in_row(source)))
+    shape = np.zeros(int(component_of_task.max()) + 1, np.uint64)
+    np.add.at(shape, component_of_task, tasks)
+    np.add.at(shape, component_of_task[source], _mixed(turn[source], turn[target], _turn_in_row(source)))
     found: IntArray = np.unique(shape, return_inverse=True)[1]
     return found
 
@@ -154,15 +158,15 @@ def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def _profiles(graph: TaskGraph, job_of_task: IntArray) -> _Profiles:
-    """By job: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
-    num_jobs, forward = int(job_of_task.max()) + 1, graph.kind == FORWARD
+def _profiles(graph: TaskGraph, component_of_task: IntArray) -> _Profiles:
+    """By component: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
+    num_components, forward = int(component_of_task.max()) + 1, graph.kind == FORWARD
     activation = np.where(forward, graph.activation_bytes[graph.pair], 0).astype(np.float64)
     activation *= graph.duration_ns.sum() / max(1.0, activation.sum())
-    column = job_of_task * graph.num_ranks + graph.rank
+    column = component_of_task * graph.num_ranks + graph.rank
     return np.concatenate(
         [
-            np.bincount(column, weights, num_jobs * graph.num_ranks).reshape(num_jobs, -1)
+            np.bincount(column, weights, num_components * graph.num_ranks).reshape(num_components, -1)
             for weights in (graph.duration_ns * forward, graph.duration_ns * ~forward, activation)
         ],
         axis=1,
@@ -170,34 +174,34 @@ def _profiles(graph: TaskGraph, job_of_task: IntArray) -> _Profiles:
 
 
 def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
-    """Jobs of one shape in groups of up to so many like ones, short ones first; most groups are full."""
+    """Components of one shape in groups of up to so many like ones, short ones first; most groups are full."""
     length, groups = profiles.sum(axis=1), []
     left = np.split(np.argsort(shapes, kind="stable"), np.cumsum(np.bincount(shapes))[:-1])
     while left:
-        jobs = left.pop()
-        if len(jobs) <= most:
-            groups.append(jobs[np.argsort(length[jobs], kind="stable")])
+        components = left.pop()
+        if len(components) <= most:
+            groups.append(components[np.argsort(length[components], kind="stable")])
             continue
         # Where they differ most; one half gets a whole number of groups.
-        mine = profiles[jobs]
-        jobs = jobs[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
-        half = (len(jobs) // most + 1) // 2 * most
-        left += [jobs[:half], jobs[half:]]
+        mine = profiles[components]
+        components = components[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
+        half = (len(components) // most + 1) // 2 * most
+        left += [components[:half], components[half:]]
     return groups
 
 
 def _table(groups: list[IntArray], copies: int) -> IntArray:
     """By group: its member in every copy, short ones first, so that those of one copy are all rather short or long."""
     table = np.full((len(groups), copies), NOBODY, np.int64)
-    for number, jobs in enumerate(groups):
+    for number, components in enumerate(groups):
         # Those of a group that is not full are spread out, not all groups' over the same copies.
-        places = (np.arange(len(jobs)) * copies // len(jobs) + number) % copies
-        table[number, np.sort(places)] = jobs
+        places = (np.arange(len(components)) * copies // len(components) + number) % copies
+        table[number, np.sort(places)] = components
     return table
 
 
 class Parts:
-    """Takes graphs of some whole jobs out of a graph; what that needs to know of the graph is found once.
+    """Takes graphs of some whole components out of a graph; what that needs to know of the graph is found once.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from pipeloom.search.example import small_pipeline
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.justify import justify
-from pipeloom.search.lists import wishes_like
+from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
@@ -147,7 +147,8 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
 
 
 def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
-    """Orders are searched under the leanest candidates, or a uniform setting, and get strategies at every rollout.
+    """Orders are searched under the leanest candidates, or a uniform setting, and get strategies each time an order is
+    decoded.
 
     What fits under a setting fits under the leanest candidates, so the choice of strategies may start from these.
     """
@@ -187,7 +188,7 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
     portfolio(search)
     local_search(search, WHOLE.first(0.6))
     search.try_like(search)
-    search.try_rule(wishes_like(example, search.sequence))
+    search.try_rule(priorities_of_sequence(example, search.sequence))
     if graph is None or graph.candidates is not None or graph.capacity_bytes is None:
         # Also where there is a limit: it may not matter under the candidates that are chosen.
         free = Search(replace(example, capacity_bytes=None), begin(Evaluations(60)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from pipeloom.search import portfolio
-from pipeloom.search.lists import chunks_of, standard_rules, wishes_of
+from pipeloom.search.lists import chunks_of, priorities_of, standard_rules
 from pipeloom.search.rule import OrderRule
 from pipeloom.search.state import Search
 
@@ -33,7 +33,7 @@ def starts(search: Search) -> Iterator[Callable[[], int]]:
     def ruled(rules: Iterable[OrderRule], names: Iterable[str]) -> Iterator[Callable[[], int]]:
         for name in names:
             for rule in rules:
-                yield partial(search.try_rule, wishes_of(graph, packed, chunks, rule, turns[name]))
+                yield partial(search.try_rule, priorities_of(graph, packed, chunks, rule, turns[name]))
 
     given = search.params.rules
     yield from ruled(given, _TURNS[:1])

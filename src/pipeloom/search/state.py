@@ -16,10 +16,10 @@ from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_rank import Ranks, make_ranks
-from pipeloom.search.kernels.by_rule import Wishes, rollout_by_rule
+from pipeloom.search.kernels.by_rule import Priorities, decode_by_rule
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.lists import wishes_like
+from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
@@ -46,12 +46,12 @@ class Search:
     seed : int, optional
         The context's unless told.
     chosen_for : TaskGraph, optional
-        A graph with candidates, of which ``graph`` has the leanest: they are chosen in every rollout, and makespans
-        are those under the chosen ones.
+        A graph with candidates, of which ``graph`` has the leanest: they are chosen each time an order is decoded, and
+        makespans are those under the chosen ones.
     walks : Walks, optional
         Of this graph under any candidates.
     states : int, optional
-        How many states of a job to try for an order that fits; as many as the parameters say unless told.
+        How many states of a component to try for an order that fits; as many as the parameters say unless told.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class Search:
     sequence : array
         The incumbent's tasks in an order that all ranks can follow.
     order, choice : array
-        Group order and choices that gave the incumbent, or the last incumbent that came from a rollout.
+        Group order and choices that gave the incumbent, or the last incumbent that came from list scheduling.
     chooser : StrategyChooser, optional
-        Where strategies are chosen in every rollout.
+        Where strategies are chosen each time an order is decoded.
     candidate : array, shape (num_pairs,), optional
         The incumbent's strategies, where there is a chooser.
     order_ns : int
@@ -90,12 +90,12 @@ class Search:
         self.packed: PackedGraph
         self.groups: Groups
         states = params.feasibility.job_states if states is None else states
-        self.packed, self.groups, self.jobs = pack_graph(graph, walks, states, params.static_orders.unequal)
+        self.packed, self.groups, self.components = pack_graph(graph, walks, states, params.static_orders.unequal)
         self.scratch = make_scratch(self.packed)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
         self.random = np.random.default_rng(context.seed if seed is None else seed)
         self.best_ns = self.order_ns = codes.NEVER
-        self.sequence: IntArray = self.jobs.order
+        self.sequence: IntArray = self.components.order
         self.order: IntArray = np.arange(len(self.groups.first))
         self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
         self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
@@ -131,7 +131,7 @@ class Search:
         try:
             return pack_graph(graph, None, params.feasibility.job_states, params.static_orders.unequal)[0]
         except InfeasibleError:
-            # What was tried for a job's order may fail on the reverse alone.
+            # What was tried for a component's order may fail on the reverse alone.
             return None
 
     @property
@@ -172,17 +172,17 @@ class Search:
                 self.keep(makespan, self.scratch.sequence)
         return makespan
 
-    def try_rule(self, wishes: Wishes) -> int:
+    def try_rule(self, priorities: Priorities) -> int:
         """Run a rule; keep what comes out if it is the best so far. Return its makespan or a negative code."""
         self.meter.used += 1
-        if rollout_by_rule(self.packed, self._ranks, wishes) < 0:
+        if decode_by_rule(self.packed, self._ranks, priorities) < 0:
             return codes.DEADLOCK
         # Where a rank waited, what it then ran may begin earlier.
-        makespan = int(measure(self.packed, make_blocks(self.packed, wishes.made)))
+        makespan = int(measure(self.packed, make_blocks(self.packed, priorities.made)))
         if self.chooser is not None:
-            makespan = self.chooser.choose(wishes.made, self.params.strategies.rollout_rounds)
+            makespan = self.chooser.choose(priorities.made, self.params.strategies.rollout_rounds)
         if 0 <= makespan < self.best_ns:
-            self.keep(makespan, wishes.made)
+            self.keep(makespan, priorities.made)
         return makespan
 
     def try_like(self, other: Search) -> int:
@@ -191,7 +191,7 @@ class Search:
         Groups may differ, since they depend on durations, so the order goes over by segments.
         """
         if other.listed:
-            self.try_rule(wishes_like(self.graph, other.sequence))
+            self.try_rule(priorities_of_sequence(self.graph, other.sequence))
         expand(other.packed, other.scratch, other.order)
         packed = self.packed
         place = [
@@ -234,7 +234,9 @@ class Search:
 
 
 def _refuse_long_times(graph: TaskGraph) -> None:
-    """Rollouts keep a time and a rank in one number, so times that could be reached must leave room for ranks."""
+    """List scheduling keeps a time and a rank in one number, so times that could be reached must leave room for
+    ranks.
+    """
     total_ns = int(graph.duration_ns.sum()) + int(graph.successor_delay_ns.sum())
     most_ns = codes.NEVER >> (graph.num_ranks - 1).bit_length()
     if total_ns >= most_ns:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeloom.interruptible import interruptible
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
-from pipeloom.search.kernels.tables import Ascent, Desk, Tables
+from pipeloom.search.kernels.tables import Ascent, Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import leanest
 from pipeloom.search.stopping import Meter
@@ -64,7 +64,7 @@ class StrategyChooser:
     ) -> None:
         self.graph, self.params = graph, params
         self.tables = make_tables(graph) if tables is None else tables
-        self.desk = _make_desk(graph, params.most_sums)
+        self.workspace = _make_workspace(graph, params.most_sums)
         self._orders = np.zeros((graph.num_ranks, graph.num_tasks), np.int64)
         self._counts = np.zeros(graph.num_ranks, np.int64)
 
@@ -80,7 +80,7 @@ class StrategyChooser:
         """
         scratch = self._orders, self._counts
         makespan, fits = interruptible(
-            len(sequence), choose_all, self.tables, self.desk, sequence, *scratch, self._ascent(rounds)
+            len(sequence), choose_all, self.tables, self.workspace, sequence, *scratch, self._ascent(rounds)
         )
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
@@ -93,7 +93,7 @@ class StrategyChooser:
     def choice(self) -> IntArray:
         """The chosen candidate of every pair."""
         found = np.empty(self.graph.num_pairs, np.int64)
-        found[self.tables.pair] = self.desk.choice
+        found[self.tables.pair] = self.workspace.choice
         return found
 
     @property
@@ -104,7 +104,7 @@ class StrategyChooser:
 
     def on_rank(self, order: IntArray, rank: int, rounds: int | None = None) -> Strategies:
         """Choose for the pairs of one rank under its order; ``rounds``: of the Lagrangian, `rounds` unless told."""
-        t, d = self.tables, self.desk
+        t, d = self.tables, self.workspace
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
         bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self._ascent(rounds))
         choice = d.choice[rows].copy()
@@ -253,14 +253,14 @@ def make_tables(graph: TaskGraph) -> Tables:
     )
 
 
-def _make_desk(graph: TaskGraph, most_sums: int) -> Desk:
+def _make_workspace(graph: TaskGraph, most_sums: int) -> Workspace:
     tasks, pairs = graph.num_tasks, graph.num_pairs
     places = tasks if graph.host_capacity_bytes is None else 2 * tasks
 
     def ints(*shape: int) -> IntArray:
         return np.zeros(shape, np.int64)
 
-    return Desk(
+    return Workspace(
         place=ints(tasks),
         capacity=ints(places),
         allocated=ints(places + 1),

@@ -18,10 +18,10 @@ from pipeloom.compiled.random import below
 from pipeloom.search.kernels.terms import Terms, allowance
 
 Array = npt.NDArray[Any]
-REFUSED = -1
+REJECTED = -1
 
 
-class Deck(NamedTuple):
+class AssignmentArrays(NamedTuple):
     """What annealing reads and writes, int64.
 
     ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
@@ -55,8 +55,8 @@ class Deck(NamedTuple):
 
 
 @callee
-def retime(d: Deck, limit: int) -> Any:
-    """Makespan of the list under the assignment; `REFUSED` where it does not fit, or is ``limit`` or more."""
+def retime(d: AssignmentArrays, limit: int) -> Any:
+    """Makespan of the list under the assignment; `REJECTED` where it does not fit, or is ``limit`` or more."""
     for r in range(len(d.capacity)):
         d.clock[r] = 0
         d.allocated[r] = 0
@@ -71,11 +71,11 @@ def retime(d: Deck, limit: int) -> Any:
             begin = max(begin, d.end[other] + delay)
         end = begin + d.duration[task, rank]
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
-            return REFUSED
+            return REJECTED
         d.allocated[rank] += d.at_start[task] + d.at_end[task]
         # What a split backward leaves for its second half may be more than what it was made of.
         if d.allocated[rank] > d.capacity[rank]:
-            return REFUSED
+            return REJECTED
         d.end[task] = end
         d.clock[rank] = end
         makespan = max(makespan, end)
@@ -83,7 +83,7 @@ def retime(d: Deck, limit: int) -> Any:
 
 
 @callee
-def shift(d: Deck, source: int, goal: int) -> None:
+def shift(d: AssignmentArrays, source: int, goal: int) -> None:
     """Move the task at place ``source`` to place ``goal``, those between by one."""
     task = d.listed[source]
     step = 1 if source < goal else -1
@@ -95,7 +95,7 @@ def shift(d: Deck, source: int, goal: int) -> None:
 
 
 @callee
-def wander(d: Deck, task: int, random: Array) -> Any:
+def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
     """Move a task some places in the list, as far as edges allow; return the place it had."""
     source = d.place[task]
     length = 1 + below(random, 4)
@@ -115,7 +115,7 @@ def wander(d: Deck, task: int, random: Array) -> Any:
 
 
 @allocating
-def anneal(d: Deck, state: Array, random: Array, terms: Terms) -> int:
+def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
     """Try changes, and keep those that do not lengthen the makespan much; return how many were tried.
 
     ``state`` is the current and the best makespan; ``best_home`` and ``best_listed`` get what gave the best.

@@ -66,8 +66,8 @@ class Blocks(NamedTuple):
     before_delay: Array
 
 
-class Sheet(NamedTuple):
-    """Pointers to the arrays of `Blocks`, and of the graph that they are of; see `sheet`.
+class BlockPointers(NamedTuple):
+    """Pointers to the arrays of `Blocks`, and of the graph that they are of; see `block_pointers`.
 
     A function that gets arrays counts references to each of them, which took two thirds of the tabu search's time.
     ``task`` has rows of `COLUMNS` entries, ``successor`` of two.
@@ -99,9 +99,9 @@ class Sheet(NamedTuple):
 
 
 @inlined
-def sheet(p: PackedGraph, b: Blocks) -> Any:
-    """Collect the `Sheet` of an order; the arrays must outlive it."""
-    return Sheet(
+def block_pointers(p: PackedGraph, b: Blocks) -> Any:
+    """Collect the `BlockPointers` of an order; the arrays must outlive it."""
+    return BlockPointers(
         pointer(p.task),
         pointer(p.successor),
         pointer(p.capacity),
@@ -129,19 +129,19 @@ def sheet(p: PackedGraph, b: Blocks) -> Any:
 
 
 @inlined
-def entry(s: Sheet, number: int, column: int) -> Any:
+def entry(s: BlockPointers, number: int, column: int) -> Any:
     """What the graph says of a task."""
     return s.task[number * COLUMNS + column]
 
 
 @inlined
-def length_of(s: Sheet, number: int) -> Any:
+def length_of(s: BlockPointers, number: int) -> Any:
     """Nanoseconds of a task."""
     return s.task[number * COLUMNS + DURATION]
 
 
 @inlined
-def rank_of(s: Sheet, number: int) -> Any:
+def rank_of(s: BlockPointers, number: int) -> Any:
     """Where a task runs."""
     return s.task[number * COLUMNS + PLACE] >> 2
 
@@ -225,12 +225,12 @@ def measure(p: PackedGraph, b: Blocks) -> int:
     b.window[1] = done
     for r in range(len(row) - 1):
         b.begin[r] = row[r]
-    backwards(sheet(p, b), done, done - 1)
+    backwards(block_pointers(p, b), done, done - 1)
     return makespan
 
 
 @callee
-def open_window(s: Sheet, low: int, high: int) -> int:
+def open_window(s: BlockPointers, low: int, high: int) -> int:
     """Let only the tasks of some turns move from now on; return the longest path through these.
 
     A start depends only on what comes before, and a tail only on what comes after: while the window is open, starts
@@ -263,7 +263,7 @@ def open_window(s: Sheet, low: int, high: int) -> int:
 
 
 @callee
-def replace_window(s: Sheet, sequence: Array) -> int:
+def replace_window(s: BlockPointers, sequence: Array) -> int:
     """Give the window another order, that of its turns in a sequence; return the longest path through it."""
     low, high = s.window[0], s.window[1]
     for i in range(low, high):
@@ -284,7 +284,7 @@ def replace_window(s: Sheet, sequence: Array) -> int:
 
 
 @callee
-def backwards(s: Sheet, first: int, last: int) -> int:
+def backwards(s: BlockPointers, first: int, last: int) -> int:
     """Tails of the window's tasks up to ``last``; return the longest path through those before ``first``, if any."""
     order, row, place = s.order, s.row, s.place
     makespan = 0
@@ -306,7 +306,7 @@ def backwards(s: Sheet, first: int, last: int) -> int:
 
 
 @callee
-def forwards(s: Sheet, first: int) -> int:
+def forwards(s: BlockPointers, first: int) -> int:
     """Starts of the window's tasks from ``first`` on; return the longest path through these."""
     order, row, place, start = s.order, s.row, s.place, s.start
     makespan = 0
@@ -327,7 +327,7 @@ def forwards(s: Sheet, first: int) -> int:
 
 
 @callee
-def remeasure(s: Sheet, source: int, goal: int) -> int:
+def remeasure(s: BlockPointers, source: int, goal: int) -> int:
     """The longest path through the window after a task has moved from one place to another, which makes no circle.
 
     If all is in the window, that is the same as `measure`.
@@ -390,7 +390,7 @@ def remeasure(s: Sheet, source: int, goal: int) -> int:
 
 
 @callee
-def longest_path(s: Sheet, makespan: int, random: Array) -> int:
+def longest_path(s: BlockPointers, makespan: int, random: Array) -> int:
     """Write a longest path, within the window, into ``s.path``; return its length. Where several meet, one is drawn."""
     low, at = s.window[0], s.window[1] - 1
     while at >= low and s.start[s.sorted[at]] + length_of(s, s.sorted[at]) + s.tail[s.sorted[at]] < makespan:

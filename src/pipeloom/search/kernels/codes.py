@@ -1,4 +1,4 @@
-"""Numbers that stand for choices and outcomes of a rollout."""
+"""Numbers that stand for choices and outcomes of list scheduling."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.search.kernels.exchange import exchange
-from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Desk, Options, Tables, Work
+from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Options, Tables, Work, Workspace
 from pipeloom.search.kernels.tighten import tighten
 
 Array = npt.NDArray[Any]
@@ -286,7 +286,7 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
 
 
 @kernel
-def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
+def lay_out(t: Tables, d: Workspace, order: Array, rank: int) -> int:
     """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are.
 
     Where a rank stages something, the capacities are those of a rank that does.
@@ -311,7 +311,7 @@ def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
 
 
 @callee
-def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
+def choose_way(t: Tables, d: Workspace, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
     """Choose for a rank whose pairs keep off the host, or may offload; the bound, and whether the choice fits."""
     a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
     places = lay_out(t, d, order, rank)
@@ -344,7 +344,7 @@ def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascen
 
 
 @kernel
-def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
+def choose_rank(t: Tables, d: Workspace, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
     """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound, and whether it fits.
 
     Where a rank stages something if a pair offloads, there are two ways: all pairs keep off the host and have all of
@@ -373,7 +373,7 @@ def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> 
 
 
 @callee
-def finish(t: Tables, d: Desk, sequence: Array) -> int:
+def finish(t: Tables, d: Workspace, sequence: Array) -> int:
     """Makespan of a sequence that all ranks can follow, under the choice in ``d.choice``."""
     assign(d.duration, t.duration)
     for i in range(len(t.pair)):
@@ -394,7 +394,9 @@ def finish(t: Tables, d: Desk, sequence: Array) -> int:
 
 
 @kernel
-def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, ascent: Ascent) -> tuple[int, bool]:
+def choose_all(
+    t: Tables, d: Workspace, sequence: Array, orders: Array, counts: Array, ascent: Ascent
+) -> tuple[int, bool]:
     """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them, and whether
     they fit.
 

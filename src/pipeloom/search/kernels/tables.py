@@ -80,7 +80,7 @@ class Tables(NamedTuple):
     predecessor_delay: Array
 
 
-class Desk(NamedTuple):
+class Workspace(NamedTuple):
     """What choices write, for all ranks; one set per thread."""
 
     place: Array
