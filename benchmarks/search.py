@@ -91,7 +91,7 @@ def _two_by_two(p: PackedGraph, one: Scratch, two: Scratch, choices: Any, repeat
 
 
 def _kernel() -> str:
-    """Time list scheduling as called from Python, and as called from compiled code, two runs side by side if possible."""
+    """Time list scheduling as called from Python, and as called from compiled code, two runs at once if possible."""
     rows = []
     for name, which in _ROLLOUTS.items():
         graph = instance(which)
