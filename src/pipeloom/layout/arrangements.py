@@ -34,7 +34,7 @@ _SHARE = 0.05
 
 
 def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Evaluations:
-    """How many arrangements to try: a count, so that a resumed run comes to the layout that it had.
+    """Return the number of layouts to try. A count, so that a resumed run finds the same layout.
 
     Parameters
     ----------
