@@ -55,7 +55,7 @@ def test_a_method_by_name_says_what_it_wants(each: Excluded) -> None:
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(settings_of(row), TrainConfig)
     assert "tuning.order = 'clusters'" in str(refused.value)
-    assert "set tuning.order to 'search'" in str(refused.value)
+    assert "let tuning.order be 'search'" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -62,6 +62,6 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.searches and (len(strategies) > 1 or split_backward):
             raise InputError(
                 "planner.split_backward" if split_backward else "planner.strategies",
-                f"needs a search of orders, but tuning.order is {self.order!r}",
-                "remove it, use one strategy, or set tuning.order to 'search'",
+                f"needs a search of orders, which tuning.order = {self.order!r} disables",
+                "remove it, use one strategy, or let tuning.order be 'search'",
             )
