@@ -100,9 +100,9 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
-        lean = np.array(leanest(restricted.graph), np.int64)
+        smallest = np.array(leanest(restricted.graph), np.int64)
         try:
-            search = Search(restricted.graph.with_candidates(lean), context)
+            search = Search(restricted.graph.with_candidates(smallest), context)
         except InfeasibleError:
             # What a split backward holds between its halves may not fit where whole ones do.
             if lateness is None:
@@ -112,7 +112,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
         with suppress(KeyboardInterrupt):
             portfolio(search)
             interrupted = False
-        inner = Schedule(search.orders(), lean, context.method)
+        inner = Schedule(search.orders(), smallest, context.method)
         with_strategies = choose_strategies(restricted.graph, inner, context.params.strategies)
         for schedule in (with_strategies, inner):
             before = best.ns
@@ -153,7 +153,7 @@ class _Turns:
         self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
-        self.lean: IntArray = np.array(leanest(graph), np.int64)
+        self.smallest: IntArray = np.array(leanest(graph), np.int64)
         self.best = _Incumbent(graph)
 
     def begin(self) -> _Plan:
@@ -169,18 +169,18 @@ class _Turns:
         if (found := self._best_uniform()) is not None:
             probes.append((np.full(self.graph.num_pairs, found[0], np.int64), found[1]))
         if not probes:
-            return _Plan(self.lean, params.lean_rounds)
+            return _Plan(self.smallest, params.lean_rounds)
         candidate, probe = min(probes, key=lambda each: each[1].best_ns)
         self.chooser.order_s = probe.pace.seconds / max(1, probe.pace.evaluations)
         plan = _Plan(candidate, params.uniform_rounds, search=probe)
         if probe.best_ns <= params.far * self.context.bound.ns:
             return plan
-        lean = self._search(self.lean)
-        portfolio(lean, Stretch(meter.spent, meter.spent + params.probe_share))
+        smallest = self._search(self.smallest)
+        portfolio(smallest, Stretch(meter.spent, meter.spent + params.probe_share))
         under_setting, _ = self.offer(probe, plan.candidate)
-        under_lean, chosen = self.offer(lean, self.lean)
-        if under_lean < under_setting:
-            plan = _Plan(chosen, params.chosen_rounds, like=lean)
+        under_smallest, chosen = self.offer(smallest, self.smallest)
+        if under_smallest < under_setting:
+            plan = _Plan(chosen, params.chosen_rounds, like=smallest)
         return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.stretch.until - meter.spent)))
 
     def _best_uniform(self) -> tuple[int, Search] | None:

@@ -43,7 +43,7 @@ from pipeloom.timeline import (
 
 @dataclass(frozen=True)
 class Assigned:
-    """A schedule and the assignment that it is for.
+    """A schedule and its assignment.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ def solve_assignable(
 
 
 class _Settings(TypedDict):
-    """What every search of orders is given."""
+    """Return the arguments of every search of orders."""
 
     seed: int
     method: str
@@ -142,7 +142,7 @@ class _Settings(TypedDict):
 def rebalanced(
     assignable: Assignable, schedule: Schedule, most_swaps: int = DEFAULTS.assignment.most_swaps
 ) -> Assignable:
-    """Assign so that all ranks have as much to do under a schedule's strategies, with few changes.
+    """Balance the loads of the ranks under the strategies of a schedule, with few changes.
 
     Parts move, or two change places, from the rank that has most to do, as long as the sum of the squares falls.
     """
@@ -227,7 +227,7 @@ class _State(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """The makespan; never where pairs that offload now lie where the host, or the rank, has no room for that."""
+        """Return the makespan, or `NEVER` if pairs that offload no longer fit on the rank or its host."""
         graph = self.assignable.graph
         if not graph.limits_offload:
             return self.ns
@@ -242,7 +242,7 @@ class _Annealing:
     params: SearchParams
 
     def run(self, now: _State, stretch: Stretch) -> _State:
-        """Anneal in a part of the budget; return the best found."""
+        """Anneal in a part of the budget; return the best result."""
         arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
         state = np.array([now.ns, now.ns], np.int64)
         wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
@@ -258,7 +258,7 @@ class _Annealing:
 
 @cache
 def warm_up_assignment() -> None:
-    """Compile the kernel of the annealing, or load what was compiled."""
+    """Compile the annealing kernel, or load it from the cache."""
     graph = small_pipeline(num_ranks=2, num_microbatches=2)
     homes = tuple((0, 1) for _ in graph.module_names)
     link = np.zeros((graph.num_ranks, graph.num_ranks), np.int64)

@@ -64,7 +64,7 @@ class Walks:
 
 
 def make_walks(graph: TaskGraph) -> Walks:
-    """Split a graph into components, and walk through each of them."""
+    """Split a graph into components and find a depth-first order of each."""
     component_of_task = label_components(graph)
     members = np.argsort(component_of_task, kind="stable")
     member_start = np.searchsorted(component_of_task[members], np.arange(int(component_of_task.max(initial=-1)) + 2))
@@ -152,7 +152,7 @@ def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> t
 
 
 def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
-    """Bytes that every task needs at most above what its rank holds, and what it leaves.
+    """Return the peak and net change of bytes of every task.
 
     What is held for no time does not count: a task without duration needs only what it leaves.
     """
@@ -162,7 +162,7 @@ def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
 
 
 def memory_matters(graph: TaskGraph) -> bool:
-    """Whether not everything fits at once: every pair at its fullest and every byte on an edge.
+    """Return whether not everything fits at once: the maximum of every pair and the bytes of every edge.
 
     What a component needs along its own order would not do, for another order may hold more of it at once.
     """
@@ -176,7 +176,7 @@ def memory_matters(graph: TaskGraph) -> bool:
 
 
 def _one_component(graph: TaskGraph, capacity: IntArray) -> Components:
-    """Everything is one component that needs nothing, which is cheap to make for large graphs."""
+    """Return one component that needs no memory, which is fast for large graphs."""
     none = np.zeros(0, np.int64)
     # The plain list scheduler, which must not compile anything, is too slow for more.
     order = topological_order(graph) if graph.num_tasks <= 4000 else quick_topological_order(graph)
@@ -202,7 +202,7 @@ class _Reader:
 
 
 def label_components(graph: TaskGraph) -> IntArray:
-    """Connected parts, numbered by their smallest (microbatch, task)."""
+    """Label connected components, numbered by their smallest (microbatch, task)."""
     root = np.arange(graph.num_tasks)
     join(graph.successor_start, graph.successor, root)
     by_microbatch = np.argsort(graph.microbatch, kind="stable")
@@ -253,7 +253,7 @@ def _reference_order(
 
 
 def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int], num_ranks: int) -> list[int]:
-    """Most bytes that a sequence of tasks takes on every rank."""
+    """Return the peak bytes of a sequence of tasks on every rank."""
     used, most = [0] * num_ranks, [0] * num_ranks
     for task in sequence:
         rank = reader.rank[task]
@@ -263,7 +263,7 @@ def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int],
 
 
 def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) -> list[int]:
-    """An order in which whatever rises least comes next."""
+    """Return an order that greedily takes the task with the smallest memory increase."""
     waiting = {task: reader.waiting[task] for task in tasks}
     forwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] == FORWARD]
     backwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] != FORWARD]
@@ -323,7 +323,7 @@ def _search(
 
 
 def refuse_large_pairs(graph: TaskGraph) -> None:
-    """Refuse what no order can mend: static bytes above a capacity, or a pair that is too large under each candidate.
+    """Raise if no order can fit: static bytes above a capacity, or a pair too large under each candidate.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from pipeloom.search.stopping import Stretch
 
 
 class _Justifier:
-    """One thread's justification."""
+    """The justification of one thread."""
 
     def __init__(self, search: Search, reverse: PackedGraph, seed: int) -> None:
         self.reverse = reverse
@@ -27,14 +27,14 @@ class _Justifier:
         self.restart(search)
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, blocks))
         self.table = make_table(blocks.order, blocks.start, makespan, search.components.component_of_task, self.random)
         self.state = self.table.state
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make about so many passes; return how many were made."""
+        """Make about the given number of passes; return how many were made."""
         return int(perturb(search.packed, self.reverse, self.ranks, self.mirror, self.table, self.perturbation, terms))
 
     def offer(self, search: Search) -> None:

@@ -29,7 +29,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
     """Run microbatches in their order, alternating forwards and backwards, within memory and without deadlock.
 
     Compiles nothing, so it answers at once; made for graphs of some hundred tasks. Of the candidates it takes
-    the base of every pair, or where that does not fit, the leanest, or those that fit together.
+    the base of every pair or, if that does not fit, the minimum-memory ones, or those that fit together.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 
 
 def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
-    """First in, first out under a choice of candidates.
+    """Schedule first in, first out under a choice of candidates.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
 
 
 def leanest(graph: TaskGraph) -> list[int]:
-    """Candidate of every pair that holds the least, the faster one where two hold the same.
+    """Return the minimum-memory candidate of every pair, the faster one if two are equal.
 
     Only candidates that alone keep to the limits of device and host count, and where offloading is limited, those
     without host bytes; see `pipeloom.timeline.options.off_host`.
@@ -96,7 +96,7 @@ def leanest(graph: TaskGraph) -> list[int]:
 
 
 def segment_priority(graph: TaskGraph) -> list[int]:
-    """Rank of every segment by microbatch, then by number: lower goes first."""
+    """Return the priority of every segment, by microbatch and then by number: lower runs first."""
     microbatch = np.zeros(graph.num_segments, np.int64)
     microbatch[graph.segment] = graph.microbatch
     priority = np.empty(graph.num_segments, np.int64)
@@ -106,7 +106,7 @@ def segment_priority(graph: TaskGraph) -> list[int]:
 
 @dataclass
 class _Rank:
-    """One rank's queues and clock."""
+    """The queues and clock of one rank."""
 
     queues: tuple[list[tuple[int, int]], ...] = field(default_factory=lambda: ([], [], []))
     late: list[tuple[int, int]] = field(default_factory=list)
@@ -117,7 +117,7 @@ class _Rank:
 
 
 class _Memory:
-    """Banker's bookkeeping, counted from the set of finished tasks."""
+    """Banker's accounting, computed from the set of finished tasks."""
 
     def __init__(self, graph: TaskGraph, components: Components) -> None:
         self.peak, self.net = (column.tolist() for column in memory_demand(graph))
@@ -200,7 +200,7 @@ class Rules(NamedTuple):
 
 
 def decode_plain(graph: TaskGraph, components: Components, priority: list[int], rules: Rules) -> list[list[int]]:
-    """Order of tasks per rank under a priority of segments (lower first).
+    """Return the order of tasks per rank under a priority of segments (lower first).
 
     Raises
     ------
@@ -251,7 +251,7 @@ class _Decoder:
         return -1, unsafe
 
     def _next(self) -> int:
-        """The next task of the rank that could start something first."""
+        """Return the next task of the rank that can start earliest."""
         while True:
             now = min(home.key for home in self.ranks)
             if now == NEVER:
@@ -288,7 +288,7 @@ class _Decoder:
         home.key = home.free_at if any(home.queues) else max(home.free_at, waits)
 
     def _book(self, task: int, begin: int) -> None:
-        """Count a task's memory; what it gives back may free other ranks."""
+        """Record the memory of a task. Freed memory may unblock other ranks."""
         self.memory.take(task)
         if self.rules.admission == 2 and self.memory.net[task] < 0:
             for other in self.ranks:
@@ -297,7 +297,7 @@ class _Decoder:
                     other.key = min(other.key, max(other.free_at, begin))
 
     def _pass_on(self, task: int, end: int) -> None:
-        """Tell a task's successors that it ends at ``end``."""
+        """Update the successors of a task that ends at ``end``."""
         for e in range(self.graph.successor_start[task], self.graph.successor_start[task + 1]):
             after = int(self.graph.successor[e])
             self.ready[after] = max(self.ready[after], end + int(self.graph.successor_delay_ns[e]))

@@ -1,9 +1,9 @@
-"""Search of large graphs on a sample: what is found for some components serves all that are like them.
+"""Search of large graphs on a sample: a schedule of some components is used for all similar components.
 
-Thousands of components (mostly microbatches) are alike but for their lengths. So they are sorted into groups of like
-ones, one component of each is searched, and that schedule is run again and again, each time with other members of the
-groups. A member takes its group's place task by task. Nobody needs more bytes than the sample counted on, so what is
-put together fits.
+Thousands of components (mostly microbatches) differ only in their lengths. Similar components are grouped, a sample
+with one component of each group is searched, and its schedule is repeated with other members of the groups. A member
+replaces the component of its group task by task. No member needs more bytes than the sample assumes, so the combined
+schedule fits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pipeloom.timeline import lower_bound
 
 _Profiles = npt.NDArray[np.float64]
 
-NOBODY = -1
-"""In place of a component where a group has no member for a copy."""
+NO_MEMBER = -1
+"""Marks a copy for which a group has no member."""
 
 
 def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
-    """Search a sample with ``run``, and keep what it gives for the whole, if that is better.
+    """Search a sample with ``run`` and keep the resulting schedule of the whole graph if it is better.
 
-    That is not tried where components are so unlike that the sample has half of all tasks, nor where it has so few that
-    too much time would go by while ranks fill and drain, each time that the sample is run.
+    Do nothing if components differ so much that the sample has half of all tasks, or if the sample is so small that
+    repeated warm-up and cool-down would take too long.
     """
     meter, params = search.meter, search.params.sample
     if meter.spent >= stretch.until:
@@ -51,7 +51,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
         bound=bound,
         on_progress=None,
     )
-    # The most that the members of a group need may be more than there is, though each of them fits.
+    # The maximum over the members of a group may not fit, although each member fits.
     with suppress(InfeasibleError):
         alone = Search(graph, context)
         run(alone, WHOLE)
@@ -78,27 +78,27 @@ class Sample:
     member: IntArray
 
     def sequence(self, of_sample: IntArray) -> IntArray:
-        """All tasks, copy after copy, each in the order of a sequence of the sample's tasks."""
+        """Return all tasks, copy after copy, in the order of a sequence of the sample's tasks."""
         tasks = self.member[of_sample].T.ravel()
         found: IntArray = tasks[tasks != NO_TASK]
         return found
 
 
 def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> Sample:
-    """Take one of about every so many components that are alike."""
+    """Take one component out of about ``copies`` similar ones."""
     size = np.bincount(component_of_task)
     of_component, first = np.argsort(component_of_task, kind="stable"), np.cumsum(size) - size
     turn = np.empty(graph.num_tasks, np.int64)
     turn[of_component] = _turn_in_row(component_of_task[of_component])
     groups = _groups(_shapes(graph, component_of_task, turn), _profiles(graph, component_of_task), copies)
-    group_of_component = np.full(len(size), NOBODY, np.int64)
+    group_of_component = np.full(len(size), NO_MEMBER, np.int64)
     group_of_component[[components[0] for components in groups]] = np.arange(len(groups))
-    tasks = np.flatnonzero(group_of_component[component_of_task] != NOBODY)
+    tasks = np.flatnonzero(group_of_component[component_of_task] != NO_MEMBER)
     components = _table(groups, copies)[group_of_component[component_of_task[tasks]]]
     member = np.where(
-        components == NOBODY,
+        components == NO_MEMBER,
         NO_TASK,
-        of_component[np.where(components == NOBODY, 0, first[components] + turn[tasks, None])],
+        of_component[np.where(components == NO_MEMBER, 0, first[components] + turn[tasks, None])],
     )
     return Sample(_mean_graph(graph, tasks, member), member)
 
@@ -127,7 +127,7 @@ def _mean_graph(graph: TaskGraph, tasks: IntArray, member: IntArray) -> TaskGrap
 
 
 def _turn_in_row(row: IntArray) -> IntArray:
-    """By entry of sorted row numbers: how many of its row are before it."""
+    """Return the position of each entry in its row, for sorted row numbers."""
     found: IntArray = np.arange(len(row)) - np.searchsorted(row, row)
     return found
 
@@ -148,7 +148,7 @@ def _shapes(graph: TaskGraph, component_of_task: IntArray, turn: IntArray) -> In
 
 
 def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Rows of numbers as one number each, all but certainly another one for other rows."""
+    """Hash rows of numbers to one number each."""
     mixed = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         mixed += column.astype(np.int64).view(np.uint64)
@@ -174,7 +174,7 @@ def _profiles(graph: TaskGraph, component_of_task: IntArray) -> _Profiles:
 
 
 def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
-    """Components of one shape in groups of up to so many like ones, short ones first; most groups are full."""
+    """Group components of one shape into groups of up to ``most`` similar ones, short ones first."""
     length, groups = profiles.sum(axis=1), []
     left = np.split(np.argsort(shapes, kind="stable"), np.cumsum(np.bincount(shapes))[:-1])
     while left:
@@ -192,7 +192,7 @@ def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
 
 def _table(groups: list[IntArray], copies: int) -> IntArray:
     """By group: its member in every copy, short ones first, so that those of one copy are all rather short or long."""
-    table = np.full((len(groups), copies), NOBODY, np.int64)
+    table = np.full((len(groups), copies), NO_MEMBER, np.int64)
     for number, components in enumerate(groups):
         # Those of a group that is not full are spread out, not all groups' over the same copies.
         places = (np.arange(len(components)) * copies // len(components) + number) % copies
@@ -259,7 +259,7 @@ class Parts:
 
 
 def _of_rows(start: IntArray, rows: IntArray) -> IntArray:
-    """Indices of the entries of some compressed rows, row after row."""
+    """Return the indices of the entries of some compressed rows, row after row."""
     length = start[rows + 1] - start[rows]
     ends = np.cumsum(length)
     found: IntArray = np.repeat(start[rows] - (ends - length), length) + np.arange(int(ends[-1]) if len(ends) else 0)

@@ -1,4 +1,4 @@
-"""All starts of a search: rules that came with the layout, static orders, and the rules that others run by."""
+"""All starts of a search: rules of the layout, static orders and standard rules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeloom.search.rule import OrderRule
 from pipeloom.search.state import Search
 
 _TURNS = ("first in, first out", "small first", "large between")
-"""Orders of the microbatches that suit rules best; they are tried first."""
+"""Orders of the microbatches that suit rules best. They are tried first."""
 
 
 def starts(search: Search) -> Iterator[Callable[[], int]]:
-    """What to try, one after the other; the most promising early.
+    """Yield starts, the most promising first.
 
     Where a rule came with the layout, its order and one of groups are tried before all others.
     """

@@ -15,7 +15,7 @@ from pipeloom.search.stopping import WHOLE, Stretch
 
 
 class Tour:
-    """One thread's tabu search."""
+    """The tabu search of one thread."""
 
     def __init__(self, search: Search, seed: int) -> None:
         params = search.params.tabu
@@ -35,7 +35,7 @@ class Tour:
         self.restart(search)
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         self.blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, self.blocks))
         self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random)
@@ -43,7 +43,7 @@ class Tour:
         self.state = self.tour.state
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make as many moves as time as many tasks as so many evaluations; return how many of these it took."""
+        """Make moves that time as many tasks as the given evaluations; return the evaluations used."""
         each = max(1, search.graph.num_tasks // self.rules.width)
         terms = terms._replace(num_evaluations=terms.num_evaluations * each)
         made = kernels.tabu(search.packed, self.blocks, self.ranks, self.table, self.tour, self.rules, terms)

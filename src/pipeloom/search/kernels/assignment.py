@@ -22,7 +22,7 @@ REJECTED = -1
 
 
 class AssignmentArrays(NamedTuple):
-    """What annealing reads and writes, int64.
+    """Arrays that annealing reads and writes, int64.
 
     ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
     in compressed rows, with their delays in columns, of which ``column`` says which holds for any two ranks;
@@ -56,7 +56,7 @@ class AssignmentArrays(NamedTuple):
 
 @callee
 def retime(d: AssignmentArrays, limit: int) -> Any:
-    """Makespan of the list under the assignment; `REJECTED` where it does not fit, or is ``limit`` or more."""
+    """Return the makespan of the list, or `REJECTED` if it does not fit or reaches ``limit``."""
     for r in range(len(d.capacity)):
         d.clock[r] = 0
         d.allocated[r] = 0
@@ -73,7 +73,7 @@ def retime(d: AssignmentArrays, limit: int) -> Any:
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
             return REJECTED
         d.allocated[rank] += d.at_start[task] + d.at_end[task]
-        # What a split backward leaves for its second half may be more than what it was made of.
+        # A split backward may leave more for its weight gradient than it frees.
         if d.allocated[rank] > d.capacity[rank]:
             return REJECTED
         d.end[task] = end
@@ -84,7 +84,7 @@ def retime(d: AssignmentArrays, limit: int) -> Any:
 
 @callee
 def shift(d: AssignmentArrays, source: int, goal: int) -> None:
-    """Move the task at place ``source`` to place ``goal``, those between by one."""
+    """Move the task at place ``source`` to place ``goal`` and shift the tasks between by one."""
     task = d.listed[source]
     step = 1 if source < goal else -1
     for i in range(source, goal, step):
@@ -96,7 +96,7 @@ def shift(d: AssignmentArrays, source: int, goal: int) -> None:
 
 @callee
 def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
-    """Move a task some places in the list, as far as edges allow; return the place it had."""
+    """Move a task several places in the list, as far as edges allow; return its previous place."""
     source = d.place[task]
     length = 1 + below(random, 4)
     while below(random, 2) == 0 and length < len(d.listed):
@@ -116,7 +116,7 @@ def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
 
 @allocating
 def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
-    """Try changes, and keep those that do not lengthen the makespan much; return how many were tried.
+    """Try changes and keep those that do not increase the makespan much; return how many were tried.
 
     ``state`` is the current and the best makespan; ``best_home`` and ``best_listed`` get what gave the best.
     """

@@ -52,7 +52,7 @@ def bank(p: PackedGraph, s: Any) -> Any:
 
 @inlined
 def open_bank(k: Bank, p: PackedGraph) -> None:
-    """Nothing has begun: no component has taken anything."""
+    """Reset the bank: no component holds memory."""
     full = pointer(p.demand)
     num_components = len(p.component_size)
     for i in range(num_components * k.num_ranks):
@@ -64,7 +64,7 @@ def open_bank(k: Bank, p: PackedGraph) -> None:
 
 @inlined
 def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
-    """Whether every component that has begun can still finish after a task that takes memory.
+    """Return whether every started component can still finish after a task that takes memory.
 
     Its own component must be able to finish with what is free; if not at once, then after other components have
     finished and given back what they hold. The components left over are then as they were before the task, with more
@@ -116,7 +116,7 @@ def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
 
 @inlined
 def scan_demand(k: Bank, cell: int, row: int) -> int:
-    """Most that a component needs on a rank above what it holds, once a task has run, along its reference order."""
+    """Return the peak of a component on a rank above what it holds, after a task, along its reference order."""
     allocated = 0
     most = 0
     for i in range(k.scan_start[row], k.scan_start[row + 1]):
@@ -130,7 +130,7 @@ def scan_demand(k: Bank, cell: int, row: int) -> int:
 
 @inlined
 def grant(k: Bank, cell: int, rank: int, num_active: int) -> int:
-    """Book what a task takes or gives back; return how many components are under way then."""
+    """Record the memory change of a task; return the number of components in progress."""
     active = k.active
     component = int64(k.component_of[cell])
     net = k.size[2 * cell + 1]

@@ -94,7 +94,7 @@ def make_ranks(packed: PackedGraph) -> Ranks:
 def decode_by_rank(
     p: PackedGraph, s: Ranks, order: Array, place: Array, made: Array, lookahead: int, bound: int
 ) -> int:
-    """Makespan under the banker's admission; `DEADLOCK`; or `ABORTED` at ``bound``.
+    """Return the makespan under banker's admission, `DEADLOCK`, or `ABORTED` at ``bound``.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def begin_by_rank(p: PackedGraph, s: Ranks, shift: int) -> None:
 
 @inlined
 def expect(s: Ranks, rank: int, number: int, when: int, shift: int) -> None:
-    """Note that a task will be ready at a known time."""
+    """Register a task that becomes ready at a known time."""
     last = s.num_late[rank]
     s.late[rank, last, 0] = when
     s.late[rank, last, 1] = number
@@ -240,7 +240,7 @@ def expect(s: Ranks, rank: int, number: int, when: int, shift: int) -> None:
 
 @callee
 def take_ready(s: Ranks, place: Array, rank: int, now: int) -> None:
-    """Mark what is ready at ``now`` on a rank."""
+    """Mark the tasks of a rank that are ready at ``now``."""
     soonest = NEVER
     kept = 0
     for i in range(s.num_late[rank]):

@@ -1,4 +1,4 @@
-"""One order's makespan, and local search over orders."""
+"""Makespan of one order, and local search over orders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 @inlined
 def decode(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
-    """Makespan of the schedule that the positions in ``s`` give; `DEADLOCK`; or `ABORTED` at ``bound``.
+    """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED` at ``bound``.
 
     ``s.run`` gets the cells of tasks in the order in which they were scheduled.
     """
@@ -55,7 +55,7 @@ def evaluate(p: PackedGraph, s: Scratch, order: Array, choice: Array, bound: int
 
 @callee
 def change_policy(p: PackedGraph, choice: Array, random: Array) -> None:
-    """Change one of the choices beside the order."""
+    """Change one of the choices other than the order."""
     what = draw(random) % 4
     if what == 0 and p.class_start[3] > p.class_start[2]:
         choice[WEIGHTS] = 1 - choice[WEIGHTS]
@@ -73,7 +73,7 @@ def change_policy(p: PackedGraph, choice: Array, random: Array) -> None:
 
 @kernel
 def climb(p: PackedGraph, s: Scratch, w: Walk, backup: Array, terms: Terms, moves: Moves) -> int:
-    """Local search where memory is limited; see `climb_two`. Return the evaluations used.
+    """Local search with limited memory; see `climb_two`. Return the number of evaluations.
 
     ``backup`` is scratch, as long as the order.
     """

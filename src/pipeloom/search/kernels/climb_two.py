@@ -1,4 +1,4 @@
-"""Local search over orders where memory does not matter: two changes are tried side by side."""
+"""Local search over orders without memory limits; two changes are tried at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Two(NamedTuple):
 
 @kernel
 def climb_two(p: PackedGraph, one: Scratch, two: Scratch, w: Walk, t: Two, terms: Terms, moves: Moves) -> int:
-    """Local search from an order: change it a little, keep what is not worse. Return the evaluations used.
+    """Local search from an order: keep changes that are not worse. Return the number of evaluations.
 
     Of two changes of the same order the second is compared with what the first has left.
     """

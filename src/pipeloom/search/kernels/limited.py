@@ -40,7 +40,7 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 @inlined
 def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
-    """The first of a queue's first ``reach`` tasks that may take memory.
+    """Return the first of a queue's first ``reach`` tasks that may take memory.
 
     Its cell (-1: none is admitted), its position, and whether one would fit but leave some component unable to finish.
     """
@@ -74,7 +74,7 @@ def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_acti
 
 @inlined
 def take_out(b: QueuePointers, place: int, position: int) -> None:
-    """Take a task out of its queue."""
+    """Remove a task from its queue."""
     word = position >> 6
     queue = place << b.word_shift
     left = b.bits[queue + word] & ~(1 << (position & 63))
@@ -90,7 +90,7 @@ def take_out(b: QueuePointers, place: int, position: int) -> None:
 
 @callee
 def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
-    """Makespan of the schedule that the positions in ``s`` give, `DEADLOCK`, or `ABORTED`; see `decode`.
+    """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED`; see `decode`.
 
     Of a rank's classes in turn, the first ``lookahead`` tasks are tried; a rank where none is admitted waits
     until something arrives or, where other ranks are in the way, is freed.

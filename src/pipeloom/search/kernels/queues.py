@@ -106,7 +106,7 @@ def enqueue(b: QueuePointers, place: int, position: int) -> None:
 
 @inlined
 def first_key(b: QueuePointers) -> Any:
-    """Least of the keys; four at a time, so that comparisons do not wait for each other."""
+    """Return the lowest key; four at a time, so that comparisons are independent."""
     key = b.key
     w, x, y, z = key[0], key[1], key[2], key[3]
     for i in range(4, b.num_keys, 4):
@@ -119,7 +119,7 @@ def first_key(b: QueuePointers) -> Any:
 
 @inlined
 def take_late(b: QueuePointers, rank: int, now: int) -> None:
-    """Move what is ready at ``now`` from ``late`` into the queues."""
+    """Move tasks that are ready at ``now`` from ``late`` into the queues."""
     node, late = b.node, b.late
     row = rank << NODE_SHIFT
     first = node[row + LATE]
@@ -161,7 +161,7 @@ def take_expected(b: QueuePointers, rank: int, which: int, now: int) -> Any:
 
 @inlined
 def expected(b: QueuePointers, row: int) -> Any:
-    """When the next task that is not ready yet will be."""
+    """Return the time at which the next expected task becomes ready."""
     node = b.node
     when = min(min(node[row + TIME], node[row + TIME + 1]), node[row + TIME + 3])
     if b.has_weights:
@@ -171,7 +171,7 @@ def expected(b: QueuePointers, row: int) -> Any:
 
 @inlined
 def first_word(b: QueuePointers, queue: int, summary: int) -> Any:
-    """First word of a queue that is not zero, given its summary."""
+    """Return the first nonzero word of a queue, given its summary."""
     word = int64(trailing_zeros(summary)) << b.group_shift
     while b.bits[queue + word] == 0:
         word += 1
@@ -180,7 +180,7 @@ def first_word(b: QueuePointers, queue: int, summary: int) -> Any:
 
 @inlined
 def take_first(b: QueuePointers, queue: int, word: int, summary: int) -> Any:
-    """Take the first task out of a queue, given its word; return its position and the new summary."""
+    """Remove the first task of a queue, given its word; return its position and the new summary."""
     left = b.bits[queue + word]
     position = (word << 6) + int64(trailing_zeros(left))
     left &= left - 1
@@ -195,7 +195,7 @@ def take_first(b: QueuePointers, queue: int, word: int, summary: int) -> Any:
 
 @inlined
 def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
-    """Tell a successor that a predecessor lets it start at ``when``; once all have, queue it or expect it.
+    """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last one.
 
     ``settled``: no rank will look at its queues for an earlier time. ``keep``: note in ``ready`` when it is ready.
     """
@@ -238,7 +238,7 @@ def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) ->
 
 @inlined
 def pass_on_all(b: QueuePointers, cell: int, end: int, settled: int, keep: bool) -> None:
-    """Tell all successors of a task that it ends at ``end``; see `pass_on`."""
+    """Update all successors of a task that ends at ``end``; see `pass_on`."""
     link = b.record[2 * cell + 1]
     more = 0
     delay = 0

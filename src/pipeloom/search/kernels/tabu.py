@@ -41,7 +41,7 @@ from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK, PackedGraph
 Array = npt.NDArray[Any]
 
 FORBIDDEN = 1 << 16
-"""Entries of the table of what is forbidden; a power of two."""
+"""Number of entries of the table of forbidden moves; a power of two."""
 BEST, NOW, SINCE, LOCAL, HOME, OPENED, LOW, HIGH = range(1, 9)
 """Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
 was; the best since; that of the order from which restarts go; windows opened; between which turns the order may differ
@@ -70,7 +70,7 @@ class Rules(NamedTuple):
 
 
 class Tour(NamedTuple):
-    """Where tabu search stands: see the entries of ``state`` above.
+    """The state of tabu search; see the entries of ``state`` above.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class Tour(NamedTuple):
 
 
 def make_tour(b: Blocks, makespan: int) -> Tour:
-    """Begin with an order that is measured, and with all tasks in the window."""
+    """Start from a measured order with all tasks in the window."""
     b.sorted[:] = b.sorted[np.argsort(b.start[b.sorted], kind="stable")]
     b.turn[b.sorted] = np.arange(len(b.sorted))
     state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(b.sorted)], np.int64)
@@ -195,7 +195,7 @@ def earlier(s: BlockPointers, i: int, j: int, most: int) -> int:
 
 @callee
 def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
-    """Whether a move would undo one of late, by a pointer to ``Tour.forbidden``."""
+    """Return whether a move would undo a recent one, by a pointer to ``Tour.forbidden``."""
     moved = s.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
@@ -210,7 +210,7 @@ def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: 
 
 @callee
 def move(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
-    """Move a task from one place to another, those between by one, and forbid to undo it."""
+    """Move a task, shift the tasks between by one, and forbid the reverse move."""
     moved = s.order[source]
     step = 1 if source < goal else -1
     i = source
@@ -226,7 +226,7 @@ def move(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -
 
 @callee
 def take(b: Blocks, order: Array) -> None:
-    """Take over an order, not yet measured."""
+    """Load an order without measuring it."""
     assign(b.order, order)
     for i in range(len(order)):
         b.place[order[i]] = i
@@ -234,7 +234,7 @@ def take(b: Blocks, order: Array) -> None:
 
 @callee
 def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, lookahead: int) -> int:
-    """Shift starts of the measured order and mend it; return the makespan."""
+    """Shift starts of the measured order and repair it; return the makespan."""
     assign(t.current, b.order)
     assign(t.when, b.start)
     shift_starts(p, t, span)
@@ -248,7 +248,7 @@ def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, look
 
 @callee
 def slide(s: BlockPointers, tour: Tour, width: int) -> None:
-    """Open the next window of up to so many tasks."""
+    """Open the next window of up to ``width`` tasks."""
     state, num_tasks = tour.state, s.num_tasks
     state[OPENED] += 1
     circle = num_tasks if num_tasks < SIDE_BY_SIDE else width
@@ -291,7 +291,7 @@ def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules
 
 @callee
 def copy_window(s: BlockPointers, source: Any, target: Any) -> None:
-    """Copy of a sequence what is in the window."""
+    """Copy the part of a sequence in the window."""
     for i in range(s.window[0], s.window[1]):
         target[i] = source[i]
 
@@ -311,7 +311,7 @@ def note(s: BlockPointers, tour: Tour) -> None:
 
 @kernel
 def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
-    """Make so many moves or restarts; return how many were made."""
+    """Make up to the given number of moves or restarts; return how many were made."""
     state, random, s = tour.state, t.random, block_pointers(p, b)
     order, path, forbidden = s.order, s.path, pointer(tour.forbidden)
     if s.window[1] - s.window[0] > rules.width:
@@ -393,5 +393,5 @@ def follows(number: int, alone: Any, all_in_all: Any) -> Any:
 
 @inlined
 def on_one_rank(s: BlockPointers, at: int) -> Any:
-    """Whether the task at a place and the one before it are of one rank."""
+    """Return whether the task at a place and the previous one are on the same rank."""
     return rank_of(s, s.order[at]) == rank_of(s, s.order[at - 1])

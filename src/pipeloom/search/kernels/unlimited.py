@@ -44,7 +44,7 @@ class Policy(NamedTuple):
 
 @inlined
 def policy_of(policy: int, weights: int) -> Any:
-    """The `Policy` of two codes."""
+    """Return the `Policy` of two codes."""
     return Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST))
 
 
@@ -124,7 +124,7 @@ def finish(p: PackedGraph, s: Scratch, policy: Policy, done: int, makespan: int,
 
 @callee
 def decode_unlimited(p: PackedGraph, s: Scratch, policy: int, weights: int, bound: int) -> int:
-    """Makespan of the schedule that the positions in ``s`` give, or `ABORTED`; see `decode`."""
+    """Return the makespan of the positions in ``s``, or `ABORTED`; see `decode`."""
     if not clear(p, s, bound):
         return ABORTED
     return finish(p, s, policy_of(policy, weights), 0, 0, bound)
