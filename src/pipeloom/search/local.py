@@ -19,8 +19,8 @@ from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 _TASKS_PER_OFFER = 2000
-"""What is found is measured as a whole and put in order after every round in graphs of so many tasks, in larger ones as
-many times less often: else that takes most of the time."""
+"""Number of tasks up to which results are measured and synchronized after every round. Larger graphs do this less often
+in proportion, since it would take most of the time."""
 
 
 def portfolio(search: Search, stretch: Stretch | None = None) -> None:
