@@ -1,4 +1,4 @@
-"""How near to the lower bound each method of search comes, and how fast a rollout is."""
+"""How near to the lower bound each method of search comes, and how fast list scheduling is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeloom.search import Deadline, Evaluations, context, first_in_first_out, 
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.codes import NEVER, UNLIMITED
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.kernels.limited import rollout_limited
-from pipeloom.search.kernels.unlimited import rollout_two, rollout_unlimited
+from pipeloom.search.kernels.limited import decode_limited
+from pipeloom.search.kernels.unlimited import decode_two, decode_unlimited
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.plain import leanest
 from pipeloom.search.portfolio import Start, starts
@@ -79,19 +79,19 @@ def runs_of(kind: str) -> list[Run]:
 def _one_by_one(p: PackedGraph, s: Scratch, choice: Any, repeats: int) -> None:
     for _ in range(repeats):
         if choice[2] == UNLIMITED:
-            rollout_unlimited(p, s, choice[0], choice[1], NEVER)
+            decode_unlimited(p, s, choice[0], choice[1], NEVER)
         else:
-            rollout_limited(p, s, choice[0], choice[1], choice[2], choice[3], NEVER)
+            decode_limited(p, s, choice[0], choice[1], choice[2], choice[3], NEVER)
 
 
 @kernel
 def _two_by_two(p: PackedGraph, one: Scratch, two: Scratch, choices: Any, repeats: int) -> None:
     for _ in range(repeats):
-        rollout_two(p, one, two, choices, NEVER, NEVER)
+        decode_two(p, one, two, choices, NEVER, NEVER)
 
 
 def _kernel() -> str:
-    """A rollout as Python calls it, and as local search does: from compiled code, two side by side where it can."""
+    """Time list scheduling as called from Python, and as called from compiled code, two runs at once if possible."""
     rows = []
     for name, which in _ROLLOUTS.items():
         graph = instance(which)

@@ -11,7 +11,7 @@ import pytest
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Evaluations, solve
 from pipeloom.search.fitting import fitting_candidates
-from pipeloom.search.jobs import find_jobs, make_walks
+from pipeloom.search.jobs import find_components, make_walks
 from pipeloom.search.plain import first_in_first_out, leanest
 from pipeloom.taskgraph import NO_TASK, Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import check
@@ -154,27 +154,27 @@ def test_solve_takes_candidates_that_fit_together():
 
 def _needs_fitting(graph: TaskGraph) -> bool:
     try:
-        find_jobs(graph.with_candidates(leanest(graph)))
+        find_components(graph.with_candidates(leanest(graph)))
     except InfeasibleError:
         return fitting_candidates(graph) is not None
     return False
 
 
 def test_walks_serve_all_candidates_of_a_graph():
-    """Jobs found with the walks of the graph are those found without them."""
+    """Components found with the walks of the graph are those found without them."""
     for seed in range(3):
         graph = generate(family("vlm-s", num_ranks=3, num_microbatches=6, memory=1.2, strategies=True), seed)
         walks = make_walks(graph)
         for choice in (leanest(graph), [0] * graph.num_pairs):
             chosen = graph.with_candidates(choice)
             try:
-                alone = find_jobs(chosen)
+                alone = find_components(chosen)
             except InfeasibleError:
                 with pytest.raises(InfeasibleError):
-                    find_jobs(chosen, walks)
+                    find_components(chosen, walks)
                 continue
-            together = find_jobs(chosen, walks)
-            for name in ("job_of_task", "order", "demand", "capacity", "scan_start", "scan_task"):
+            together = find_components(chosen, walks)
+            for name in ("component_of_task", "order", "demand", "capacity", "scan_start", "scan_task"):
                 assert np.array_equal(getattr(alone, name), getattr(together, name)), name
 
 

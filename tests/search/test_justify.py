@@ -1,4 +1,4 @@
-"""Rollouts of orders by rank, graphs in reversed time, and the search that goes back and forth."""
+"""List scheduling of orders by rank, graphs in reversed time, and the search that goes back and forth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.search.context import begin
 from pipeloom.search.justify import justify
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
-from pipeloom.search.kernels.by_rank import make_ranks, rollout_by_rank
+from pipeloom.search.kernels.by_rank import decode_by_rank, make_ranks
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.local import portfolio
 from pipeloom.search.packed import pack_graph
@@ -38,7 +38,7 @@ def by_rank(graph, packed, order, lookahead=1, bound=codes.NEVER):
     place = np.argsort(order)
     made = np.zeros(graph.num_tasks, np.int64)
     ranks = make_ranks(packed)
-    makespan = rollout_by_rank(packed, ranks, order, place, made, lookahead, bound)
+    makespan = decode_by_rank(packed, ranks, order, place, made, lookahead, bound)
     return makespan, ranks.start, Schedule(tuple(np.split(made, ranks.row[1:-1])))
 
 
@@ -58,7 +58,7 @@ def test_any_order_is_mended(graph, seed, lookahead, part):
 
 
 @given(graphs(num_candidates=0, memory=None), st.integers(0, 2**31))
-def test_the_order_of_a_rollout_comes_back(graph, seed):
+def test_the_order_of_a_decoded_schedule_comes_back(graph, seed):
     packed, _, _ = problem_of(graph)
     scratch = make_scratch(packed)
     forward, backward = packed.num_groups
@@ -87,10 +87,10 @@ def test_schedules_of_the_reverse_are_mirrored_ones(graph, seed):
 @given(graphs(num_candidates=0))
 def test_measuring_agrees_with_the_simulator(graph):
     """Of any number of ranks: the next task of a rank was once looked up in another rank's row."""
-    packed, _, jobs = problem_of(graph)
-    order = tuple(jobs.order[graph.rank[jobs.order] == r] for r in range(graph.num_ranks))
+    packed, _, components = problem_of(graph)
+    order = tuple(components.order[graph.rank[components.order] == r] for r in range(graph.num_ranks))
     timeline = simulate(graph, Schedule(order))
-    blocks = make_blocks(packed, jobs.order)
+    blocks = make_blocks(packed, components.order)
     assert measure(packed, blocks) == timeline.makespan_ns
     assert blocks.start.tolist() == timeline.start_ns.tolist()
 

@@ -1,4 +1,4 @@
-"""The compiled rollout against the plain one, and against the checker."""
+"""The compiled list scheduler against the plain one, and against the checker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.climb_two import Two, climb_two
 from pipeloom.search.kernels.terms import Moves, Terms, Walk
-from pipeloom.search.kernels.unlimited import rollout_two
+from pipeloom.search.kernels.unlimited import decode_two
 from pipeloom.search.packed import pack_graph
-from pipeloom.search.plain import Rules, first_in_first_out, plain_rollout
+from pipeloom.search.plain import Rules, decode_plain, first_in_first_out
 from pipeloom.search.scratch import NUM_URGENT, make_scratch
 from pipeloom.timeline import Schedule, check, simulate
 from tests.chains import uniform_chain
@@ -23,18 +23,18 @@ from tests.strategies import graphs
 
 
 def run(graph, seed, policy, weights, rule, lookahead, urgent=codes.ALL_URGENT, bound=codes.NEVER):
-    packed, _, jobs = pack_graph(graph)
+    packed, _, components = pack_graph(graph)
     scratch = make_scratch(packed)
     forward, backward = packed.num_groups
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(forward), forward + rng.permutation(backward)])
     choice = np.array([policy, weights, rule, lookahead, urgent])
     makespan = evaluate(packed, scratch, order, choice, bound)
-    return packed, scratch, jobs, makespan
+    return packed, scratch, components, makespan
 
 
 def priority_of(scratch):
-    """What the kernel calls a position, as the plain rollout wants it."""
+    """What the kernel calls a position, as the plain list scheduler expects it."""
     return scratch.position.tolist()
 
 
@@ -44,9 +44,9 @@ choices = st.tuples(
 
 
 @given(graphs(num_candidates=0), st.integers(0, 2**31), choices)
-def test_equals_the_plain_rollout(graph, seed, choice):
+def test_equals_the_plain_decoder(graph, seed, choice):
     try:
-        _, scratch, jobs, makespan = run(graph, seed, *choice)
+        _, scratch, components, makespan = run(graph, seed, *choice)
     except InfeasibleError:
         return
     policy, weights, rule, lookahead, _ = choice
@@ -54,9 +54,9 @@ def test_equals_the_plain_rollout(graph, seed, choice):
     if makespan == codes.DEADLOCK:
         assert rule == codes.FITS
         with pytest.raises(PlanError, match="memory deadlock"):
-            plain_rollout(graph, jobs, priority_of(scratch), rules)
+            decode_plain(graph, components, priority_of(scratch), rules)
         return
-    order = plain_rollout(graph, jobs, priority_of(scratch), rules)
+    order = decode_plain(graph, components, priority_of(scratch), rules)
     rank = graph.rank[scratch.sequence]
     assert [scratch.sequence[rank == r].tolist() for r in range(graph.num_ranks)] == order
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order))
@@ -85,11 +85,11 @@ def test_one_bit_of_a_summary_may_stand_for_several_words(choice):
     assert coarse.sequence.tolist() == expected
 
 
-def test_equals_the_plain_rollout_where_a_queue_has_many_words():
+def test_equals_the_plain_decoder_where_a_queue_has_many_words():
     graph = uniform_chain(1, 4200)
-    _, scratch, jobs, _ = run(graph, 1, 0, 0, codes.UNLIMITED, 1)
+    _, scratch, components, _ = run(graph, 1, 0, 0, codes.UNLIMITED, 1)
     assert scratch.sizes[2] == 1
-    order = plain_rollout(graph, jobs, priority_of(scratch), Rules(admission=codes.UNLIMITED))
+    order = decode_plain(graph, components, priority_of(scratch), Rules(admission=codes.UNLIMITED))
     assert scratch.sequence.tolist() == order[0]
 
 
@@ -149,7 +149,7 @@ def test_alternating_gives_one_forward_one_backward_when_memory_says_so():
 
 @kernel
 def both(p, one, two, choices, bound, other_bound):
-    return rollout_two(p, one, two, choices, bound, other_bound)
+    return decode_two(p, one, two, choices, bound, other_bound)
 
 
 @given(

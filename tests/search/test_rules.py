@@ -15,7 +15,7 @@ from pipeloom.layout.cooptimise.evaluate import arrays_of, make_scratch
 from pipeloom.layout.cooptimise.rules import order_rule, to_draft
 from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
-from pipeloom.search.lists import choice_of, chunks_of, standard_rules, wishes_like, wishes_of
+from pipeloom.search.lists import choice_of, chunks_of, priorities_of, priorities_of_sequence, standard_rules
 from pipeloom.search.state import Search
 from pipeloom.spec import Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import TaskGraph, build_graph
@@ -30,7 +30,7 @@ def run_rule(graph: TaskGraph, rule: OrderRule, turn: np.ndarray) -> tuple[int, 
     search = Search(graph, begin(Evaluations(1)))
     chunks = chunks_of(graph)
     assert chunks is not None
-    makespan = search.try_rule(wishes_of(graph, search.packed, chunks, rule, turn))
+    makespan = search.try_rule(priorities_of(graph, search.packed, chunks, rule, turn))
     return makespan, Schedule(search.orders(), None, "rule")
 
 
@@ -108,9 +108,9 @@ def test_what_a_sequence_gives_as_a_rule_is_a_rule_that_gives_it_again(seed, spl
     graph = build_graph(layout, packing, ToyCosts(model, 1e-3, split), backward="split" if split else "whole")
     graph = with_room(graph, room)
     search = Search(graph, begin(Evaluations(2)))
-    first = wishes_like(graph, np.random.default_rng(seed).permutation(graph.num_tasks))
+    first = priorities_of_sequence(graph, np.random.default_rng(seed).permutation(graph.num_tasks))
     makespan = search.try_rule(first)
-    again = wishes_like(graph, first.made)
+    again = priorities_of_sequence(graph, first.made)
     assert search.try_rule(again) == makespan > 0
     assert np.array_equal(again.made, first.made)
 

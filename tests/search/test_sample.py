@@ -1,4 +1,4 @@
-"""Large graphs, searched on a sample of their jobs."""
+"""Large graphs, searched on a sample of their components."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeloom.search import Evaluations, local, solve
 from pipeloom.search.context import begin
-from pipeloom.search.jobs import components
+from pipeloom.search.jobs import label_components
 from pipeloom.search.local import portfolio
 from pipeloom.search.params import DEFAULTS, SampleParams
 from pipeloom.search.sample import Parts, search_sample, take_sample
@@ -28,10 +28,10 @@ SAMPLED = type(DEFAULTS)(sample=SampleParams(most_tasks=0, tasks=1500, most_fill
 
 @given(graphs(num_candidates=0), st.integers(0, 2**31))
 def test_a_part_runs_as_in_the_whole(graph, seed):
-    """Half of the jobs alone: the same tasks, costs and edges, so the same times in the same order."""
+    """Half of the components alone: the same tasks, costs and edges, so the same times in the same order."""
     rng = np.random.default_rng(seed)
-    job_of_task = components(graph)
-    tasks = np.flatnonzero(rng.integers(0, 2, job_of_task.max() + 1)[job_of_task])
+    component_of_task = label_components(graph)
+    tasks = np.flatnonzero(rng.integers(0, 2, component_of_task.max() + 1)[component_of_task])
     if not len(tasks):
         return
     part = Parts(graph)(tasks)
@@ -55,7 +55,7 @@ def test_whatever_fits_for_the_sample_fits_for_all(copies, split):
     near = graph.rank[graph.edge_source] == graph.rank[graph.edge_target]
     assert near.any()
     graph = replace(graph, edge_bytes=np.where(near, rng.integers(0, 1 << 32, len(near)), 0))
-    sample = take_sample(graph, components(graph), copies)
+    sample = take_sample(graph, label_components(graph), copies)
     part = sample.graph
     assert part.num_tasks < graph.num_tasks
     alone = random_order(part, rng)
@@ -77,7 +77,7 @@ def test_a_sample_leads_to_better_schedules_than_static_orders(seed):
     assert search.best_ns < before
     schedule = Schedule(search.orders())
     assert check(graph, schedule, simulate(graph, schedule)) == ()
-    # Jobs that are all unlike: the sample would be everything.
+    # Components that are all unlike: the sample would be everything.
     rng = np.random.default_rng(seed)
     graph = replace(graph, module=rng.integers(0, 2, graph.num_tasks))
     other = Search(graph, begin(Evaluations(4000), lower_bound(graph).ns, params=SAMPLED))

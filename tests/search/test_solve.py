@@ -126,7 +126,7 @@ def test_warming_up_reaches_the_bounds_of_parts(monkeypatch):
 
 
 def test_times_that_leave_no_room_for_ranks_are_refused():
-    """A rollout keeps a time and a rank in one number; beyond what that holds, it wrote where it must not."""
+    """List scheduling keeps a time and a rank in one number; beyond what that holds, it wrote where it must not."""
     graph = uniform_chain(4, 3)
     longest = (1 << 60) // int(graph.duration_ns.sum())
     with pytest.raises(InputError, match=r"which is not below the 1\.15292e"):

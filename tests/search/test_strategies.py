@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import LayerOption, pair_candidates
-from pipeloom.search.jobs import find_jobs
+from pipeloom.search.jobs import find_components
 from pipeloom.search.kernels.exchange import exchange
 from pipeloom.search.kernels.strategies import fill_allocated, lay_out
 from pipeloom.search.kernels.tables import Options, Work
 from pipeloom.search.kernels.tighten import tighten
 from pipeloom.search.params import StrategyParams
-from pipeloom.search.plain import Rules, leanest, plain_rollout, segment_priority
+from pipeloom.search.plain import Rules, decode_plain, leanest, segment_priority
 from pipeloom.search.strategies import StrategyChooser, choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
@@ -25,7 +25,7 @@ from tests.strategies import graphs, with_strategies
 
 def lean_schedule(graph):
     lean = graph.with_candidates(leanest(graph))
-    order = plain_rollout(lean, find_jobs(lean), segment_priority(lean), Rules())
+    order = decode_plain(lean, find_components(lean), segment_priority(lean), Rules())
     return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(leanest(graph)))
 
 
@@ -126,7 +126,7 @@ def test_no_two_pairs_can_be_exchanged_for_better(graph):
     except InfeasibleError:
         return
     chooser = StrategyChooser(graph)
-    t, d = chooser.tables, chooser.desk
+    t, d = chooser.tables, chooser.workspace
     for rank in range(graph.num_ranks):
         order = schedule.order[rank]
         rows, n = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1])), len(order)

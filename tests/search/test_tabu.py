@@ -13,13 +13,13 @@ from pipeloom.search import Evaluations, solve
 from pipeloom.search.context import begin
 from pipeloom.search.kernels import tabu as kernels
 from pipeloom.search.kernels.blocks import (
+    block_pointers,
     make_blocks,
     measure,
     open_window,
     remeasure,
     replace_window,
     sequence_of,
-    sheet,
 )
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
 from pipeloom.search.kernels.terms import Terms
@@ -34,29 +34,29 @@ from tests.strategies import graphs
 
 @kernel
 def judge(p, b, source, goal, most):
-    s = sheet(p, b)
+    s = block_pointers(p, b)
     return kernels.later(s, source, goal, most) if source < goal else kernels.earlier(s, goal, source, most)
 
 
 @kernel
 def make_move(p, b, tour, source, goal):
-    kernels.move(sheet(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
+    kernels.move(block_pointers(p, b), pointer(tour.forbidden), source, goal, tour.state[kernels.NOW] + 3)
     tour.state[kernels.NOW] += 1
-    return remeasure(sheet(p, b), source, goal)
+    return remeasure(block_pointers(p, b), source, goal)
 
 
 @kernel
 def undone(p, b, tour, source, goal):
-    return kernels.is_forbidden(sheet(p, b), pointer(tour.forbidden), tour.state[kernels.NOW], source, goal)
+    return kernels.is_forbidden(block_pointers(p, b), pointer(tour.forbidden), tour.state[kernels.NOW], source, goal)
 
 
 def begun(graph, seed):
-    """A graph's jobs one after the other, measured, and what moves them."""
+    """A graph's components one after the other, measured, and what moves them."""
     try:
-        packed, _, jobs = pack_graph(graph)
+        packed, _, components = pack_graph(graph)
     except InfeasibleError:
         assume(False)
-    blocks = make_blocks(packed, jobs.order)
+    blocks = make_blocks(packed, components.order)
     return packed, blocks, kernels.make_tour(blocks, int(measure(packed, blocks))), np.random.default_rng(seed)
 
 
@@ -86,12 +86,12 @@ def test_moves_keep_a_schedule_feasible_and_measured(graph, seed):
 
 @kernel
 def open_some(p, b, low, high):
-    return open_window(sheet(p, b), low, high)
+    return open_window(block_pointers(p, b), low, high)
 
 
 @kernel
 def go_back(p, b, sequence):
-    return replace_window(sheet(p, b), sequence)
+    return replace_window(block_pointers(p, b), sequence)
 
 
 @settings(max_examples=30)

@@ -1,9 +1,9 @@
-"""How a `Layout` is chosen.
+"""Choose a `Layout`.
 
-- By modality: `layouts` has the shapes, `modality` the paper's rules for sizes and segments.
-- By planning sampled batches under many of these: `choose`; `training` does so for a training run.
-- Co-optimised, partition, placement and schedule of one chain of layers together: `cooptimise`, on a table of layers
-  that `profiled_layers` writes.
+- By modality: `layouts` builds the layouts, and `modality` has DIP's rules for sizes and segments.
+- By search: `choose` plans sampled batches under many layouts. `training` does this for a training run.
+- By co-optimization: `cooptimise` searches partition, placement and schedule of a chain of layers together, on a layer
+  table that `profiled_layers` writes.
 """
 
 from pipeloom.layout.layouts import (

@@ -1,7 +1,7 @@
-"""Layouts of a training run found by co-optimisation: partition, placement and a rule of order for all modules at once.
+"""Co-optimized layouts of a training run: partition, placement and priority rule of all modules together.
 
-The layers of all modules are one chain, and all microbatches the mean one; so thousands of arrangements are run in a
-second. What is found is judged on real iterations (`pipeloom.layout.choose`), where microbatches are unlike.
+The layers of all modules form one chain, and every microbatch is the mean microbatch, so thousands of layouts are
+scheduled per second. `pipeloom.layout.choose` evaluates the results on sampled iterations with unequal microbatches.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from pipeloom.search import Evaluations, Progress
 from pipeloom.spec import Chunk, ModelSpec
 
 _MOST_WALKS, _WALK = 12, 2000
-"""Walks at most, and the evaluations below which there are fewer."""
+"""Maximum number of walks, and the minimum number of evaluations for each."""
 MOST_EVALUATIONS, FEWEST_EVALUATIONS = 176_000, 500
 _MOST_TASKS = 70_000_000
-"""So many tasks are run at most while arrangements are searched: some seconds."""
+"""Maximum number of tasks that are scheduled by the search: some seconds."""
 _TASK_S = 1e-7
-"""What running one takes."""
+"""Time to schedule one task, in s."""
 _SHARE = 0.05
-"""Of a training run, what its arrangement may take."""
+"""Maximum fraction of the time of a training run for the co-optimization."""
 
 
 def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Evaluations:
-    """How many arrangements to try: a count, so that a resumed run comes to the layout that it had.
+    """Return the number of layouts to try. A count, so that a resumed run finds the same layout.
 
     Parameters
     ----------
-    chain : LayerChain
     iterations : int or None
-        Of the training run, of which this is to take a small part; None: many.
+        Length of the training run, of which the search may take a small fraction. None: no such limit.
     """
     tasks = 2 * min(chain.num_layers, 3 * chain.num_ranks) * chain.num_microbatches
     most = float(_MOST_TASKS)
@@ -50,7 +49,7 @@ def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Eval
 
 
 def walks_for(evaluations: int) -> CooptimiseParams:
-    """Many short walks from the best two starts, of which a third go on: what a walk comes to is luck."""
+    """Return parameters for many short walks from the best two starts. The best third of the walks continue."""
     walks = max(2, min(_MOST_WALKS, evaluations // _WALK))
     return CooptimiseParams(walks=walks, starts=StartParams(walked=2), again=AgainParams(walks=walks // 3))
 
@@ -65,34 +64,32 @@ def arrangements(
     seed: int = 0,
     on_share: Callable[[float], None] | None = None,
 ) -> tuple[LayoutDraft, ...]:
-    """Find layouts and rules for the layers of a model: several of them, for they are all made for mean microbatches.
+    """Find several co-optimized layouts, each with a priority rule, for the mean microbatch.
 
     Parameters
     ----------
     tables : sequence of LayerTable
-        The model's layers, as `pipeloom.layout.profiled_layers` writes them, in one way or several; the budget is
-        divided among them.
-    model : ModelSpec
+        One or more layer tables of the model, as written by `pipeloom.layout.profiled_layers`. The budget is divided
+        among them.
     split : bool
-        Whether backwards may be split. Half of the budget then goes to chains that split all of them: halves hold more,
-        for longer.
+        Whether backwards may be split. If so, half of the budget goes to chains that split all backwards, since split
+        backwards hold more memory for longer.
     iterations : int or None
-        Of the training run; a short one is not worth a long search. None: many.
+        Length of the training run, which limits the default budget. None: no such limit.
     budget : Evaluations or None
-        None: `arrangement_budget`.
-    seed : int
+        Number of layouts to try. None: `arrangement_budget`.
     on_share : callable or None
-        Told now and then which part of the search is done.
+        Called regularly with the fraction of the search that is done.
 
     Returns
     -------
     tuple of LayoutDraft
-        The fastest on mean microbatches first, each layout once.
+        Distinct layouts, the fastest on mean microbatches first.
 
     Raises
     ------
     InfeasibleError
-        Nothing that was tried fits into memory.
+        No layout that was tried fits into memory.
     """
     found: list[CooptimisedPipeline] = []
     failure = None
@@ -121,9 +118,9 @@ def _show(on_share: Callable[[float], None], number: int, count: int, evaluation
 
 
 def arrangement_of(found: CooptimisedPipeline, model: ModelSpec) -> LayoutDraft:
-    """Write what was found on the chain of all layers as a layout of the modules, and the rule for its chunks.
+    """Convert a result for the chain of all layers into a layout of the modules and a rule for its chunks.
 
-    A chunk with layers of two modules is two chunks on its rank.
+    A chunk with layers of two modules becomes two chunks on the same rank.
     """
     ends = set(accumulate(len(module.flat_layers) for module in model.modules))
     placement, rule = cut_at(found.placement, found.rule, ends)

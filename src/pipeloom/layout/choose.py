@@ -1,8 +1,8 @@
-"""Choose a layout by planning sampled iterations under many (`dip.txt` §4, and beyond its rules).
+"""Choose a layout by planning sampled iterations under many layouts (extends `dip.txt` §4).
 
-The paper's rules give a start. From there sub-microbatch sizes and segments change one at a time as long as
-that helps; whole other shapes are tried too: one chain of stages cut by time, and encoders that lie whole on
-every rank. Everything is planned with memory and with strategies, as it will be in training.
+The search starts from DIP's rules and changes one sub-microbatch size or number of segments at a time while that
+helps. It also tries other types of layouts: one chain of stages cut by time, and encoders replicated on every rank.
+All plans include memory limits and strategies, as in training.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from pipeloom.timeline import assignable_bound
 
 CHAIN, _DEALT = "one chain", "; instances dealt"
 TRIAL = Deadline(0.25, "cpu")
-"""Search for each layout and iteration while layouts are compared."""
+"""Search budget for each layout and iteration during the comparison."""
 FINAL = Deadline(1.0, "cpu")
-"""The same for those that came nearest, which are planned once more."""
+"""Search budget to plan the best layouts again."""
 MOST_DEALT_CHAINS = 4
-"""Chains that are tried with dealt instances: those of the least bounds."""
+"""Number of chains, those with the lowest bounds, that are tried with encoder data parallelism."""
 NEAR, MOST_NEAR = 1.05, 5
-"""Layouts within so many times the best's seconds are near it; so many of them are planned once more at most."""
+"""Factor of the best time within which layouts are planned again, and the maximum number of these layouts."""
 
 
 class LayoutDraft(NamedTuple):
-    """A layout to try, and the rule that was found with it."""
+    """A layout to try, and the priority rule that was found with it."""
 
     name: str
     layout: Layout
@@ -55,21 +55,19 @@ class LayoutDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutEvaluation:
-    """What a layout costs on the sampled iterations.
+    """The planned time of a layout on the sampled iterations.
 
     Attributes
     ----------
-    name : str
-    layout : Layout
     seconds : float
-        Mean planned iteration; infinite where it does not fit. A layout that its lower bound rules out, or its bound
-        and the first plans, is not planned further: it is given what was known, and ``ruled_out`` is true.
+        Mean planned iteration time; infinite if the layout does not fit. A layout is ruled out when bounds and the
+        plans so far exceed the best time. Then ``ruled_out`` is true, and this is a lower bound.
     bound_s : float
-        Mean lower bound of its iterations.
+        Mean lower bound of the iteration time.
     problem : str
-        Why it does not fit, or nothing.
+        Why the layout does not fit; empty if it does.
     rule : OrderRule or None
-        That was found with the layout.
+        Priority rule that was found with the layout.
     """
 
     name: str
@@ -82,22 +80,22 @@ class LayoutEvaluation:
 
     @property
     def draft(self) -> LayoutDraft:
-        """What was tried, to be tried again."""
+        """The layout and rule, to be evaluated again."""
         return LayoutDraft(self.name, self.layout, self.rule)
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """Modules whose instances may be dealt to the tensor-parallel ranks of a pipeline rank, and what layers cost then.
+    """Encoder data parallelism over tensor ranks: the modules that may use it, and layer costs under it.
 
     Attributes
     ----------
     names : tuple of str
-        All of them are dealt, or none.
+        Modules that use it together or not at all.
     costs : CostModel
-        With these dealt.
+        Costs under encoder data parallelism.
     load : callable
-        Seconds of a layer on typical data, with these dealt.
+        Seconds of a layer on typical data under encoder data parallelism.
     """
 
     names: tuple[str, ...]
@@ -107,20 +105,20 @@ class Dealing:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What layouts are tried on: a model, and a few iterations like those of the training to come.
+    """The problem for which a layout is chosen: a model and a few sampled iterations.
 
     Attributes
     ----------
     load : callable
-        Seconds of a layer on typical data; ranks are made even by it.
+        Seconds of a layer on typical data. Ranks are balanced by it.
     typical : mapping
-        Per module the instance lengths of a full microbatch.
+        Instance lengths of a full microbatch by module.
     graphs : callable
-        Task graphs of the iterations under a layout. Raises InfeasibleError where the weights do not fit.
+        Return the task graphs of the iterations under a layout. Raises InfeasibleError if the weights do not fit.
     after_s : callable
-        Seconds that a layout takes after the last backward.
+        Return the seconds that a layout takes after the last backward.
     dealing : Dealing or None
-        None: no module is tried so.
+        Encoder data parallelism to try. None: none is tried.
     """
 
     model: ModelSpec
@@ -147,29 +145,27 @@ def search_layouts(
 
     Parameters
     ----------
-    sampled : Sampled
     trial : StoppingRule
-        Search for each layout and iteration.
+        Search budget for each layout and iteration.
     final : StoppingRule, optional
-        Search for the layouts that came nearest, once more: short trials of large graphs are far from what a full
-        search finds. None: ``trial`` decides.
-    seed : int
+        Search budget to plan the best layouts again, since short searches of large graphs are far from their final
+        result. None: they are not planned again.
     rounds : int
-        Times that every size and count of segments may change.
+        Maximum number of times that each size and number of segments may change.
     drafts : sequence of LayoutDraft
-        Other layouts to try, with their rules.
+        Additional layouts to try, with their rules.
     on_tried : callable, optional
-        Told after every layout how many were tried.
+        Called after every layout with the number of layouts tried.
 
     Returns
     -------
     tuple of LayoutEvaluation
-        Fastest first; the first is the one to take.
+        Results, the fastest layout first.
 
     Raises
     ------
     InfeasibleError
-        Nothing that was tried fits.
+        No layout that was tried fits.
     """
     model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
     start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
@@ -191,9 +187,9 @@ def search_layouts(
         return placed(placement_name(places), even_layout(model, num_ranks, places, load))
 
     places = _improved(sampled, start, separated, rounds)
-    # Dealt ones first: where dealing pays, their seconds rule most of the others out by bounds.
-    of_dealt = () if sampled.dealing is None else _dealt_shapes(sampled, sampled.dealing, places, placed)
-    for name, layout in itertools.chain(of_dealt, _other_shapes(sampled, places, start)):
+    # Encoder data parallelism first: where it helps, its times rule out most other layouts by their bounds.
+    encoder_dp = () if sampled.dealing is None else _encoder_dp_layouts(sampled, sampled.dealing, places, placed)
+    for name, layout in itertools.chain(encoder_dp, _other_layouts(sampled, places, start)):
         placed(name, layout)
     for draft in drafts:
         tried(draft.name, draft.layout, draft.rule)
@@ -204,12 +200,12 @@ def search_layouts(
     return _nearest_again(sampled, _fitting(known.values()), final, seed)
 
 
-def _other_shapes(
+def _other_layouts(
     sampled: Sampled, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
 ) -> Iterator[tuple[str, Layout]]:
-    """Chains of stages, encoders whole on every rank, and layers by number."""
+    """Yield chains of stages, layouts with replicated encoders, and layouts with equal numbers of layers."""
     model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
-    # Every number of chunks that interleaved schedules are tried with; bounds rule most of them out unplanned.
+    # The same numbers of chunks as for interleaved schedules; bounds rule out most of them without planning.
     for v in chunk_counts(num_ranks, model.modules):
         yield _chain_name(v), chain_of_stages(model, num_ranks, v, load)
     if num_ranks > 1:
@@ -219,8 +215,8 @@ def _other_shapes(
                 if size is not None:
                     name = f"{placement_name(places)}; {module.name} replicated, {size} each"
                     yield name, resized(layout, module.name, size)
-    # As published: the rules' sizes and segments with as many layers everywhere. Where memory is tight, that may suit
-    # other sizes too.
+    # As published: the sizes and segments of the rules with equal numbers of layers. Where memory is limited, equal
+    # numbers may suit other sizes too.
     for sizes in (start, places):
         yield f"{placement_name(sizes)}, layers by number", separate(model, num_ranks, sizes, by_count)
 
@@ -229,15 +225,15 @@ def _chain_name(chunks_per_rank: int) -> str:
     return f"{CHAIN}, {chunks_per_rank} chunks a rank"
 
 
-def _dealt_shapes(
+def _encoder_dp_layouts(
     sampled: Sampled,
     dealing: Dealing,
     places: Mapping[str, ModulePlacement],
     placed: Callable[[str, Layout], LayoutEvaluation],
 ) -> Iterator[tuple[str, Layout]]:
-    """Try modules in segments of their own with dealt instances, and give other shapes with these.
+    """Improve a separated layout with encoder data parallelism, and yield other layouts with it.
 
-    That is the chains of stages with the least bounds, and dealt modules whole on every rank.
+    These are the chains of stages with the lowest bounds and a layout with replicated modules.
     """
     model, num_ranks, names = sampled.model, sampled.num_ranks, dealing.names
 
@@ -252,7 +248,7 @@ def _dealt_shapes(
     chains = []
     for v in chunk_counts(num_ranks, model.modules):
         layout = dealt(chain_of_stages(model, num_ranks, v, dealing.load), names)
-        # Nothing is faster than at once, so that this only bounds it.
+        # With an incumbent of 0 s, this computes only the bound.
         least = evaluate_layout(sampled, LayoutDraft("", layout), Evaluations(1), 0, incumbent_s=0.0)
         chains.append((least.bound_s, v, layout))
     for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_DEALT_CHAINS]:
@@ -268,11 +264,11 @@ def _improved(
     tried: Callable[[Mapping[str, ModulePlacement]], LayoutEvaluation],
     rounds: int,
 ) -> Mapping[str, ModulePlacement]:
-    """Change one module's size or segments at a time, as long as that helps and so many rounds at most."""
+    """Change the size or segments of one module at a time while that helps, for at most ``rounds`` rounds."""
     places, best = start, tried(start)
     for _ in range(rounds):
         before = best.seconds
-        for module in sampled.model.modules:  # the best of all that change this one alone
+        for module in sampled.model.modules:  # the best change of this module alone
             for option in list(_changes(sampled, module.name, places, start)):
                 trial_of = tried(option)
                 if trial_of.seconds < best.seconds and not trial_of.ruled_out:
@@ -283,7 +279,7 @@ def _improved(
 
 
 def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> Iterator[LayoutDraft]:
-    """What was tried, with the same chunks on other ranks; nothing where all ranks are as close."""
+    """Yield the same layouts with chunks on other ranks; nothing if all links are equal."""
     if links_differ(distances):
         for trial in trials:
             for words, layout in closer(trial.layout, distances):
@@ -292,7 +288,7 @@ def closer_drafts(trials: Sequence[LayoutEvaluation], distances: FloatArray) -> 
 
 
 def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
-    """In order; refused where none fits."""
+    """Return the evaluations, fastest first. Raise `NothingFoundError` if no layout fits."""
     order = in_order(trials)
     if order[0].seconds == float("inf"):
         raise NothingFoundError(f"none of {len(order)} layouts tried fits: {order[0].problem}")
@@ -300,14 +296,14 @@ def _fitting(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
 
 
 def nearest(order: Sequence[LayoutEvaluation]) -> list[LayoutEvaluation]:
-    """Those that came nearest to the first."""
+    """Return the evaluations close to the fastest one."""
     return [t for t in order if t.seconds <= NEAR * order[0].seconds][:MOST_NEAR]
 
 
 def _nearest_again(
     sampled: Sampled, order: Sequence[LayoutEvaluation], final: StoppingRule | None, seed: int
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan the layouts that came nearest once more, if they are to be."""
+    """Plan the best layouts again, if there is a budget for it."""
     if final is None:
         return tuple(order)
     near = nearest(order)
@@ -332,12 +328,12 @@ def rank_drafts(
     seed: int = 0,
     on_tried: Callable[[int], None] = lambda _count: None,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan the sampled iterations under layouts that came with rules: all for a short time, the nearest once more.
+    """Plan the sampled iterations under layouts with rules: all with a short budget, then the best again.
 
     Raises
     ------
     InfeasibleError
-        None of them fits.
+        No layout fits.
     """
     made = []
     for draft in drafts:
@@ -351,7 +347,7 @@ def evaluate_layout(
 ) -> LayoutEvaluation:
     """Plan the sampled iterations under one layout.
 
-    Stop where the plans so far, and lower bounds for the other iterations, are already beyond ``incumbent_s``.
+    Stop when the mean of the plans so far and the lower bounds of the other iterations reaches ``incumbent_s``.
     """
     name, layout, rule = draft
     params = DEFAULTS if rule is None else SearchParams(rules=(rule,))
@@ -372,13 +368,13 @@ def evaluate_layout(
 
 
 def placement_name(places: Mapping[str, ModulePlacement]) -> str:
-    """Sizes and segments in words: ``vision 12 x2, lm all x1``."""
+    """Describe sizes and segments: ``vision 12 x2, lm all x1``."""
     words = (f"{name} {p.sub_microbatch or 'all'} x{p.segments}" for name, p in places.items())
     return ", ".join(words)
 
 
 def resized(layout: Layout, name: str, size: int) -> Layout:
-    """The same layout with one module in sub-microbatches of so many instances."""
+    """Return the layout with ``size`` instances in each sub-microbatch of one module."""
     modules = tuple(msgspec.structs.replace(m, sub_microbatch=size) if m.name == name else m for m in layout.modules)
     return msgspec.structs.replace(layout, modules=modules)
 
@@ -386,7 +382,7 @@ def resized(layout: Layout, name: str, size: int) -> Layout:
 def _changes(
     sampled: Sampled, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
 ) -> Iterator[dict[str, ModulePlacement]]:
-    """Other segments and sizes of one module."""
+    """Yield placements with other segments or sizes of one module."""
     here, most = places[name], len(sampled.model.module(name).flat_layers) // sampled.num_ranks
     rule = start[name].sub_microbatch
     segments = {here.segments + d for d in (-2, -1, 1, 2)} | {1}
@@ -400,12 +396,12 @@ def _changes(
 
 
 def ring_seconds(layout: Layout, gradient_bytes: Mapping[str, int], costs: CostModel) -> float:
-    """Seconds in which a ring of all pipeline ranks adds up the gradients of replicated modules.
+    """Return the seconds of a ring all-reduce over all pipeline ranks of the gradients of replicated modules.
 
     Parameters
     ----------
     gradient_bytes : mapping
-        Of every module, on one rank.
+        Gradient bytes of every module on one rank.
     """
     total = sum(gradient_bytes[m.name] for m in layout.modules if m.on_ranks == "replicated" and not m.frozen)
     if not total or layout.num_ranks == 1:

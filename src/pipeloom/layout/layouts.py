@@ -1,4 +1,4 @@
-"""The shapes that layouts have: modules in segments of their own, the chain of stages that others use, a given one."""
+"""Build layouts: separated modules, one chain of stages, encoders on the first rank, or a given layout."""
 
 from __future__ import annotations
 
@@ -23,38 +23,36 @@ class ModulePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one module is cut."""
 
     segments: Count = 1
-    """Passes over all ranks (DIP's K): the module is cut into this many chunks per rank."""
+    """Number of passes over all ranks (DIP's K). The module is cut into this number of chunks per rank."""
     sub_microbatch: Count | None = None
-    """Instances per sub-microbatch at most (DIP's B); None: the whole microbatch."""
+    """Maximum number of instances per sub-microbatch (DIP's B). None: the whole microbatch."""
     on_tensor_ranks: OnTensorRanks = "divided"
-    """As of `ModuleLayout`."""
+    """Same as in `ModuleLayout`."""
 
     def of(self, module: ModuleSpec) -> ModuleLayout:
-        """The module in a layout."""
+        """Return the module as part of a layout."""
         made = ModuleLayout.of(module, self.sub_microbatch)
         return msgspec.structs.replace(made, on_tensor_ranks=self.on_tensor_ranks)
 
     def __post_init__(self) -> None:
-        """Refuse modules without a pass."""
+        """Raise `InputError` if there is no segment."""
         if self.segments < 1:
             raise InputError("segments", f"{self.segments} is below 1")
 
 
 def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePlacement], load: LayerLoad) -> Layout:
-    """Give each module pipeline segments of its own (DIP section 3.1, separated partitioning).
+    """Give each module separate pipeline segments (DIP section 3.1, separated partitioning).
 
-    Every module is cut into ``num_ranks * segments`` chunks, chunk ``j`` on rank ``j % num_ranks``. Where its
-    layers do not divide evenly, chunks are balanced by load. A module before the last that has fewer layers than there
-    are ranks has a chunk for each.
+    Every module is cut into ``num_ranks * segments`` chunks, chunk ``j`` on rank ``j % num_ranks``. If its
+    layers do not divide evenly, chunks are balanced by load. A module before the last with fewer layers than ranks
+    has one chunk for each layer.
 
     Parameters
     ----------
-    model : ModelSpec
-    num_ranks : int
     placements : mapping
-        Of a module's name: its segments and sub-microbatch size; one segment, undivided, where left out.
+        Segments and sub-microbatch size by module name. A missing module has one segment and no sub-microbatches.
     load : callable
-        From a module's name and a layer to what the layer weighs, e.g. `Profile.load`.
+        Return the load of a layer from a module name and the layer, e.g. `Profile.load`.
 
     Raises
     ------
@@ -83,15 +81,15 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
 
 
 def chunk_counts(num_ranks: int, modules: Sequence[ModuleSpec]) -> range:
-    """Numbers of chunks a rank for which one chain of some modules has layers enough, from one."""
+    """Return the numbers of chunks per rank for which a chain of the modules has enough layers."""
     return range(1, sum(len(module.flat_layers) for module in modules) // num_ranks + 1)
 
 
 def chain_of_stages(model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad) -> Layout:
-    """Lay all modules out as one chain cut into stages, as Megatron-LM does.
+    """Cut the chain of all modules into stages, as Megatron-LM does.
 
     Stage ``j`` is on rank ``j % num_ranks``. A stage that crosses a module boundary is two chunks on one rank.
-    Microbatches are never divided.
+    There are no sub-microbatches.
     """
     layers = [(module.name, i, layer) for module in model.modules for i, layer in enumerate(module.flat_layers)]
     num_stages = num_ranks * chunks_per_rank
@@ -112,26 +110,24 @@ def encoder_first(
     even_layers: bool = False,
     placements: Mapping[str, ModulePlacement] | None = None,
 ) -> Layout:
-    """Put all modules but the last whole on rank 0, and divide the last one over all ranks.
+    """Put all modules except the last on rank 0, and partition the last one across all ranks.
 
-    So users of small encoders lay their models out (PipeTune section 2.2).
+    This layout is common for small encoders (PipeTune section 2.2).
 
     Parameters
     ----------
-    model : ModelSpec
-    num_ranks : int
     load : callable
-        Balances the last module's layers, what rank 0 has of the encoders counted in.
+        Load by which the last module is balanced, including the encoders on rank 0.
     even_layers : bool
-        Equal numbers of layers instead, whatever lies beside them, one more on the first ranks where they do not divide
-        evenly: as torchtitan divides, embedding and head counted as a layer each.
+        Use equal numbers of layers instead, ignoring the encoders, with one more layer on the first ranks if they do
+        not divide evenly. torchtitan does this, with embedding and head counted as one layer each.
     placements : mapping or None
-        Sub-microbatches of the encoders; every module makes one pass.
+        Sub-microbatches of the encoders. Every module has one segment.
 
     Raises
     ------
     InputError
-        When the last module has fewer layers than there are ranks, or a placement asks for several segments.
+        When the last module has fewer layers than ranks, or a placement has several segments.
     """
     placements = placements or {}
     for name, placement in placements.items():
@@ -161,7 +157,7 @@ def encoder_first(
 
 
 def _even_runs(num_layers: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """First and last layer of every rank, one more on the first ones."""
+    """Return the first and last layer of every rank, with one more layer on the first ranks if needed."""
     if num_layers < num_ranks:
         raise InputError("num_ranks", f"{num_ranks} is more than {num_layers} layers", "use fewer ranks")
     each, more = divmod(num_layers, num_ranks)
@@ -170,7 +166,7 @@ def _even_runs(num_layers: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> Layout:
-    """Lay the whole model on one rank, a chunk per module: for packing before there is a layout."""
+    """Put the whole model on one rank with one chunk per module, for packing without a layout."""
     limits = {name: placement.sub_microbatch for name, placement in placements.items()}
     return Layout(
         num_ranks=1,
@@ -180,10 +176,10 @@ def single_rank(model: ModelSpec, placements: Mapping[str, ModulePlacement]) -> 
 
 
 def typical_seconds(model: ModelSpec, costs: CostModel, packed: Sequence[Packing]) -> dict[str, float]:
-    """Seconds of one layer of each kind, forward and backward, on the mean of some batches.
+    """Return the mean seconds per batch, forward and backward, of one layer of each kind.
 
-    They are packed and split as they would be in training, so that a layer's constant cost counts as often as
-    it will be paid. Keys are ``module/kind``, as in a profile.
+    Batches are packed and split as in training, so that constant costs of a layer are counted for each
+    sub-microbatch. Keys are ``module/kind``, as in a profile.
     """
     seconds: dict[str, float] = {}
     for column, module in enumerate(model.modules):
@@ -197,7 +193,7 @@ def typical_seconds(model: ModelSpec, costs: CostModel, packed: Sequence[Packing
 
 
 def replicated(layout: Layout, names: Sequence[str]) -> Layout:
-    """The same layout with some modules whole on every rank."""
+    """Return the layout with some modules replicated on every rank."""
     chunks: list[Chunk] = []
     for module in layout.modules:
         mine = [layout.chunks[c] for c in layout.chunks_of(module.name)]
@@ -210,7 +206,7 @@ def replicated(layout: Layout, names: Sequence[str]) -> Layout:
 
 
 def dealt(layout: Layout, names: Collection[str]) -> Layout:
-    """The same layout with instances of some modules dealt to the tensor-parallel ranks of each pipeline rank."""
+    """Return the layout with encoder data parallelism over tensor ranks for some modules."""
     modules = tuple(
         msgspec.structs.replace(m, on_tensor_ranks="dealt") if m.name in names else m for m in layout.modules
     )
@@ -218,25 +214,26 @@ def dealt(layout: Layout, names: Collection[str]) -> Layout:
 
 
 def by_count(_module: str, layer: LayerSpec) -> float:
-    """Balance the number of blocks, as the papers' ``L / (P K)``; embeddings, adapters and heads hardly count."""
+    """Return the load of a layer to balance the number of blocks (``L / (P K)`` in the papers).
+
+    Embeddings, adapters and heads have a small load.
+    """
     return 1.0 if layer.kind.startswith("block") else 0.01
 
 
 def partition_chain(
     loads: Sequence[float], num_parts: int, slowness: Sequence[float] | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Cut a chain into ``num_parts`` non-empty runs with the least possible largest load.
+    """Cut a chain into ``num_parts`` non-empty runs and minimize the largest load.
 
-    Dynamic programming over the position of the last cut; among optimal answers the one with the
-    smallest sum of squared loads, so that slack is spread.
+    Dynamic programming over the position of the last cut. Ties are broken by the smallest sum of squared loads.
 
     Parameters
     ----------
     loads : sequence of float
-        Of every layer.
-    num_parts : int
+        Load of every layer.
     slowness : sequence of float or None
-        How many times a layer's load counts in each part; None: once in all.
+        Factor of the load in each part. None: 1 in all parts.
 
     Returns
     -------
@@ -252,8 +249,8 @@ def partition_chain(
     if not 1 <= num_parts <= n:
         raise InputError("num_parts", f"{num_parts} is not in 1..{n}", "use fewer chunks than there are layers")
     total = np.array([0.0, *accumulate(loads)])
-    spans = np.where(np.tri(n + 1, k=-1), total[:, None] - total, np.inf)  # of layers from a cut to an end
-    # For the first i layers in the parts so far: largest load, sum of squares, cuts.
+    spans = np.where(np.tri(n + 1, k=-1), total[:, None] - total, np.inf)  # load of the layers from a cut to an end
+    # For the first i layers in the parts so far: the largest load, the sum of squared loads and the cuts.
     largest, squares = np.full(n + 1, np.inf), np.full(n + 1, np.inf)
     largest[0] = squares[0] = 0.0
     cuts_to: list[tuple[int, ...]] = [()] * (n + 1)
@@ -265,7 +262,7 @@ def partition_chain(
         best = sums == least[:, None]
         first = best.argmax(axis=1)
         for end in np.flatnonzero(best.sum(axis=1) > 1):
-            if least[end] < np.inf:  # several are as good: the one with the earliest cuts
+            if least[end] < np.inf:  # a tie: choose the earliest cuts
                 first[end] = min(np.flatnonzero(best[end]), key=lambda cut: (*cuts_to[cut], cut))
         cuts_to = [(*cuts_to[cut], int(cut)) for cut in first]
         largest, squares = most[np.arange(n + 1), first], least
@@ -274,10 +271,10 @@ def partition_chain(
 
 
 def layout_for(layout: Layout, model: ModelSpec) -> Layout:
-    """Take a layout for a model: check that it lays out all of its layers, and no others.
+    """Check that a layout has exactly the layers of a model, and return it for this model.
 
-    Which modules feed which, and which are frozen, the model says. A layout of a single module, as `pipeloom arrange`
-    writes it, suits any model of a single module, whatever either is called.
+    The model determines the edges between modules and which modules are frozen. A layout of a single module, as written
+    by `pipeloom arrange`, fits any model with a single module of the same length, whatever their names.
 
     Raises
     ------

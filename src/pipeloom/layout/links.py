@@ -1,7 +1,6 @@
-"""Layouts by links that differ: which ranks are neighbours, and the same chunks on others, so that less is sent far.
+"""Placements for unequal links: the order of ranks, and the same chunks on other ranks with faster links.
 
-Nothing here judges: layouts are compared as all others, by planning iterations with what messages take between the
-ranks on which they lie.
+This module only proposes layouts. They are compared by planning iterations with the message times between their ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _TYPICAL_BYTES = 1 << 20
 
 
 def rank_distances(costs: CostModel, num_ranks: int) -> FloatArray:
-    """Seconds of a message of typical size between any two ranks, shape (num_ranks, num_ranks)."""
+    """Return the seconds of a typical message between any two ranks, shape (num_ranks, num_ranks)."""
     table = link_table(costs, num_ranks)
     seconds = np.array([costs.transfer_s(_TYPICAL_BYTES, link) for link in range(int(table.max()) + 1)])[table]
     np.fill_diagonal(seconds, 0.0)
@@ -29,15 +28,15 @@ def rank_distances(costs: CostModel, num_ranks: int) -> FloatArray:
 
 
 def links_differ(distances: FloatArray) -> bool:
-    """Whether it matters which ranks are neighbours."""
+    """Return whether links between ranks differ."""
     apart = distances[~np.eye(len(distances), dtype=bool)]
     return bool(apart.size and (apart != apart[0]).any())
 
 
 def neighbours(distances: FloatArray) -> tuple[int, ...]:
-    """Order the ranks so that each is close to the next: the order they have, where no other is shorter.
+    """Order the ranks so that each is close to the next. The current order is kept if no other is shorter.
 
-    From every rank in turn the closest that is left is next.
+    A nearest-neighbor tour is tried from every rank.
     """
     ranks = range(len(distances))
     best, shortest = tuple(ranks), _length(distances, ranks)
@@ -57,7 +56,7 @@ def _length(distances: FloatArray, order: Sequence[int]) -> float:
 
 
 def on_ranks(layout: Layout, order: Sequence[int]) -> Layout:
-    """The same layout with what was on rank ``r`` on rank ``order[r]``."""
+    """Return the layout with the chunks of rank ``r`` on rank ``order[r]``."""
     if tuple(order) == tuple(range(layout.num_ranks)):
         return layout
     # A replicated module has a chunk for each rank, in order.
@@ -67,13 +66,13 @@ def on_ranks(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def closer(layout: Layout, distances: FloatArray) -> Iterator[tuple[str, Layout]]:
-    """Yield the layout with its chunks on other ranks, as many on each: names and layouts.
+    """Yield names and layouts with the chunks on other ranks, the same number on each rank.
 
-    Of the passes that its chunks make over the ranks every second one goes back, so that none begins far from where
-    the one before has ended. Or the passes are made over each group of close ranks, one group after the other.
+    Either every second pass over the ranks is reversed, so that each pass starts close to the end of the previous one,
+    or the passes are made over each group of close ranks in turn.
     """
     pipelined = [i for i, c in enumerate(layout.chunks) if layout.module(c.module).on_ranks == "pipelined"]
-    # Neighbouring chunks on one rank stay together.
+    # Adjacent chunks on one rank stay together.
     stages = [list(stage) for _, stage in groupby(pipelined, key=lambda i: layout.chunks[i].rank)]
     ranks = [layout.chunks[stage[0]].rank for stage in stages]
     numbers = number_runs(ranks)
@@ -92,12 +91,12 @@ def closer(layout: Layout, distances: FloatArray) -> Iterator[tuple[str, Layout]
 
 
 def _groups(distances: FloatArray) -> list[set[int]]:
-    """Ranks that are close to one another: nearer than half way from the shortest distance to the longest."""
+    """Group ranks whose distances are at most the geometric mean of the shortest and the longest distance."""
     apart = distances[~np.eye(len(distances), dtype=bool)]
-    near = distances <= np.sqrt(apart.min() * apart.max())
+    close = distances <= np.sqrt(apart.min() * apart.max())
     groups: list[set[int]] = []
     for rank in range(len(distances)):
-        home = next((group for group in groups if all(near[rank, other] for other in group)), None)
+        home = next((group for group in groups if all(close[rank, other] for other in group)), None)
         if home is None:
             groups.append({rank})
         else:

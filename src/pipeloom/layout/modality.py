@@ -1,4 +1,4 @@
-"""Modality-aware layouts by the paper's rules: sub-microbatch sizes, segments, chunks (`dip.txt` section 4)."""
+"""Modality-aware layouts by DIP's rules: sub-microbatch sizes, segments and chunks (`dip.txt` section 4)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from pipeloom.spec import Chunk, Layout, ModelSpec, Sample, Workload
 
 @dataclass(frozen=True, slots=True)
 class SizeChoice:
-    """How efficiency depends on the sub-microbatch size of one module, and which size was taken.
+    """Efficiency by sub-microbatch size of one module, and the chosen size.
 
     Attributes
     ----------
     sizes : tuple of int
-        Instances, rising.
+        Numbers of instances, increasing.
     efficiency : tuple of float
-        Instances a second at each size, as a share of the best.
-    chosen : int
+        Throughput at each size, relative to the best.
     seconds : float
-        Of the whole module, forward and backward, at the chosen size.
+        Time of the whole module, forward and backward, at the chosen size.
     """
 
     sizes: tuple[int, ...]
@@ -46,7 +45,7 @@ def sub_microbatch_size(
     Parameters
     ----------
     lengths : sequence of int
-        Typical instance lengths, as many as the largest size to try; the first n stand for a sub-microbatch of n.
+        Typical instance lengths, one for each size to try. The first n represent a sub-microbatch of n instances.
 
     Raises
     ------
@@ -105,7 +104,7 @@ def modality_placements(
         if not lengths:
             sizes[module.name], seconds[module.name] = None, 0.0
         elif module.reads in ("sequence", "text"):
-            # Documents of one pack go through the backbone together.
+            # Documents of one pack pass through the backbone together.
             sizes[module.name] = None
             seconds[module.name] = _seconds(costs, module.name, layers, Workload(tuple(lengths)))
         else:
@@ -118,11 +117,10 @@ def modality_placements(
 def even_layout(
     model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePlacement], load: LayerLoad, rounds: int = 200
 ) -> Layout:
-    """Separate the modules, then even out what the ranks have to do in all.
+    """Separate the modules, then balance the total loads of the ranks.
 
-    Where layers do not divide by ``ranks x segments``, the chunks that get one more are chosen so that the ranks'
-    sums over all modules are as even as can be: boundaries move by one layer while that makes the sum of squares of
-    the ranks' loads (and, as a tie, of the chunks') smaller.
+    If layers do not divide by ``ranks x segments``, boundaries move by one layer while that decreases the sum of the
+    squared rank loads. Ties are broken by the sum of the squared chunk loads.
 
     Raises
     ------
@@ -167,7 +165,7 @@ def even_layout(
 def _gain(
     weights: list[float], bounds: list[int], i: int, step: int, of_rank: list[float], num_ranks: int
 ) -> float | None:
-    """Change of the sum of squares when boundary ``i`` moves by one layer; None: a chunk would be empty."""
+    """Return the change of the sum of squares when boundary ``i`` moves by one layer. None: a chunk would be empty."""
     if not bounds[i - 1] < bounds[i] + step < bounds[i + 1]:
         return None
     moved = weights[bounds[i] - (step < 0)]
@@ -181,9 +179,9 @@ def _gain(
 
 
 def typical_lengths(model: ModelSpec, groups: Sequence[Sequence[Sample]]) -> dict[str, tuple[int, ...]]:
-    """Per module the instance lengths of its fullest microbatch, for measuring sizes.
+    """Return the instance lengths of the fullest microbatch by module, to measure sizes.
 
-    For the backbone of documents: of the microbatch with middling work. For a module with nothing to do in any: none.
+    For modules that read sequences or text, this is the microbatch with the median work. Unused modules get no lengths.
     """
     out: dict[str, tuple[int, ...]] = {}
     for module in model.modules:
@@ -195,6 +193,6 @@ def typical_lengths(model: ModelSpec, groups: Sequence[Sequence[Sample]]) -> dic
             out[module.name] = sorted(each, key=sum)[len(each) // 2]
         else:
             longest = max(each, key=len)
-            middling = int(statistics.median(n for lengths in each for n in lengths))
-            out[module.name] = (middling,) * len(longest)
+            median = int(statistics.median(n for lengths in each for n in lengths))
+            out[module.name] = (median,) * len(longest)
     return out

@@ -1,4 +1,4 @@
-"""Costs of single layers as training will meet them: a model's layers on the mean microbatch of some packed batches."""
+"""Layer tables of measured models, for the mean microbatch of some packed batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.taskgraph.iteration import MemoryLimit, workspace_bytes
 from pipeloom.units import size_text
 
 _Parts = Sequence[Sequence[Workload]]
-"""What a module has to do in every microbatch."""
+"""Workloads of a module in every microbatch."""
 
 
 def profiled_layers(
@@ -27,30 +27,28 @@ def profiled_layers(
     capacity_bytes: int | None = None,
     offloading: bool = True,
 ) -> LayerTable:
-    """Write a profile as the layer table that `arrange` takes: seconds are means over microbatches, bytes the largest.
+    """Convert a profile into a layer table for `arrange`, with mean seconds and maximum bytes over microbatches.
 
-    Layers of several modules are one chain, module after module, as a microbatch meets them. Layers that have no
-    backward (they and all before them are frozen) take no time there and hold nothing.
+    Layers of several modules form one chain in model order. Layers without a backward (they and all layers before them
+    are frozen) have a backward time of 0 and hold no activations.
 
     Parameters
     ----------
-    model : ModelSpec
     costs : CostModel
-        All strategies that it offers are candidates of every layer; halves of backwards are given where it has them.
+        Its strategies are the candidates of every layer. Split backwards are written if the model has them.
     packed : sequence of Packing
-        Some batches as training will pack them; their mean number of microbatches is the table's.
-    num_ranks : int
+        Some batches, packed as in training. The table has their mean number of microbatches.
     num_replicas : int
-        Among which the batches are divided.
+        Number of replicas that share each batch.
     capacity_bytes : int or None
-        Memory of every rank. The table's is less by what any one layer's computation and its messages need.
+        Memory of every rank. The table subtracts a reserve for the workspace of any one layer and its messages.
     offloading : bool
-        Offer strategies that offload, too; then the table's memory is less by what they stage, besides.
+        Whether to include strategies that offload. Their staging memory is then part of the reserve.
 
     Raises
     ------
     InfeasibleError
-        One layer's computation does not fit.
+        The computation of one layer does not fit.
     InputError
         The batches have no microbatch.
     """
@@ -73,15 +71,15 @@ def profiled_layers(
                 )
             named = _name(layer.kind, i, len(module.flat_layers))
             layers.append(_renamed(known[key], named if len(model.modules) == 1 else f"{module.name}.{named}"))
-    aside = 0
+    reserve = 0
     if capacity_bytes is not None:
         needs = [workspace_bytes(single, p, costs, MemoryLimit().num_messages) for p in packed]
-        aside = int(max(need[int(offloading), 0] for need in needs))
-        if aside > capacity_bytes:
-            needed, most = size_text(aside), size_text(capacity_bytes)
+        reserve = int(max(need[int(offloading), 0] for need in needs))
+        if reserve > capacity_bytes:
+            needed, most = size_text(reserve), size_text(capacity_bytes)
             raise InfeasibleError(
-                f"a computation of one layer of {model.name!r}, with its messages, needs {needed} of the {most} of a "
-                "rank; use smaller microbatches"
+                f"one layer of {model.name!r} with its messages needs {needed} of memory, but a rank has {most}; "
+                "use smaller microbatches"
             )
     backbone = model.modules[-1]
     middle = Chunk(backbone.name, ((len(backbone.flat_layers) - 1) // 2,) * 2, 0)
@@ -94,12 +92,12 @@ def profiled_layers(
         boundary_s=mean(between_s(costs, boundary, rank, rank + 1) for rank in range(num_ranks - 1) or (0,)),
         boundary_bytes=boundary,
         layers=tuple(layers),
-        memory_capacity_bytes=None if capacity_bytes is None else (capacity_bytes - aside,) * num_ranks,
+        memory_capacity_bytes=None if capacity_bytes is None else (capacity_bytes - reserve,) * num_ranks,
     )
 
 
 def _layer_by_layer(model: ModelSpec) -> Layout:
-    """Every layer a chunk of its own."""
+    """Return a layout with one chunk for each layer."""
     return Layout(
         1,
         tuple(ModuleLayout.of(m) for m in model.modules),
@@ -134,7 +132,7 @@ def _layer(
 
 
 def _entry(strategy: str, costs: Sequence[Sequence[StrategyCost]]) -> StrategyEntry:
-    """A layer under one strategy: the mean seconds of a microbatch, and the most bytes of one."""
+    """Return the mean seconds and maximum bytes per microbatch of a layer under one strategy."""
 
     def mean(name: str) -> float:
         return sum(getattr(cost, name) or 0.0 for row in costs for cost in row) / len(costs)
@@ -160,7 +158,7 @@ def _renamed(layer: LayerCost, name: str) -> LayerCost:
 
 
 def _name(kind: str, number: int, count: int) -> str:
-    """Embedding and head by the names that layer tables have for them, others by kind and number."""
+    """Name the embedding and the head as in layer tables, and other layers by kind and number."""
     plain = kind.partition("[")[0].lower()
     if number == 0 and "embed" in plain:
         return "embedding"

@@ -1,7 +1,7 @@
-"""A layout for ranks of which some are slow: fewer layers on those, by what training has measured.
+"""Adapt a layout to slow ranks by giving them fewer layers, based on times measured in training.
 
-Chunks stay on their ranks, and as many as there are; what changes is at which layers they begin. Some cuts are made by
-arithmetic; from the one that is planned to be fastest on real batches, layers go over one at a time while that helps.
+Only the layers at which chunks begin change. Some partitions are computed from loads. From the one that is planned to
+be fastest on real batches, one layer moves at a time while that helps.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pipeloom.search import OrderRule, StoppingRule
 from pipeloom.spec import Chunk, Layout
 
 LayerSeconds = Mapping[str, Sequence[float]]
-"""Of every module's layers, on a rank that is as most are."""
+"""Seconds of every layer by module, on a rank of normal speed."""
 
 _ROUNDS, _SHIFTS = 3, 6
-"""Times that a layer goes over from one chunk to its neighbour, and so many of these that look best are planned."""
+"""Number of rounds in which a layer moves to a neighboring chunk, and number of best moves that are planned in each."""
 
 
 class Relaid(NamedTuple):
-    """A layout as it is, and the fastest that was found; these are one where no other is faster."""
+    """The current layout and the fastest layout found. They are equal if no other is faster."""
 
     before: LayoutEvaluation
     best: LayoutEvaluation
 
     @property
     def gain(self) -> float:
-        """The part of a planned iteration that the other one spares."""
+        """Fraction of the planned iteration time that the fastest layout saves."""
         return 1.0 - self.best.seconds / self.before.seconds
 
 
@@ -52,26 +52,24 @@ def relaid(
     trial: StoppingRule = TRIAL,
     seed: int = 0,
 ) -> Relaid:
-    """Look for a layout that is faster than the one at hand, on ranks as they were measured.
+    """Search for a layout that is faster than the current one on the measured ranks.
 
     Parameters
     ----------
     previews : sequence of Preview
-        One for each replica, with a share of some batches; their costs say how slow its ranks are. Dealing evens
-        replicas out, so what counts is how much they do together in a time.
-    layout : Layout
+        One preview for each replica with its share of some batches and the slowness of its ranks. The assignment of
+        samples balances replicas, so layouts are compared by the throughput of all replicas together.
     rule : OrderRule or None
-        That was found with it.
+        Priority rule that was found with the layout.
     others : iterable of Layout
-        To be tried too; as many chunks, on the same ranks.
+        Additional layouts to try, with the same number of chunks on the same ranks.
     trial : StoppingRule
-        Search for each layout and batch.
-    seed : int
+        Search budget for each layout and batch.
 
     Raises
     ------
     InfeasibleError
-        The layout at hand does not fit.
+        The current layout does not fit.
     """
     sampled = [preview.sampled() for preview in previews]
     known: dict[tuple[Chunk, ...], LayoutEvaluation] = {}
@@ -79,7 +77,7 @@ def relaid(
     def tried(made: Layout, incumbent_s: float = float("inf")) -> LayoutEvaluation:
         if made.chunks not in known:
             draft = LayoutDraft("", made, None if rule is None else rule.moved_to(made))
-            # What one replica takes says nothing of all.
+            # The time of one replica is no bound for all replicas.
             most_s = incumbent_s if len(sampled) == 1 else float("inf")
             each = [evaluate_layout(one, draft, trial, seed, most_s) for one in sampled]
             together = statistics.harmonic_mean([one.seconds for one in each])
@@ -96,22 +94,22 @@ def relaid(
     for made in (by_module, *others, evened(layout, seconds, slowness), evened(by_module, seconds, slowness)):
         best = min(best, tried(made, best.seconds), key=_planned)
     for _ in range(_ROUNDS):
-        centre = best
-        near = sorted(shifted(centre.layout), key=lambda made: _slowest(rank_seconds(made, seconds, slowness)))
-        for made in near[:_SHIFTS]:
+        center = best
+        moves = sorted(shifted(center.layout), key=lambda made: _slowest(rank_seconds(made, seconds, slowness)))
+        for made in moves[:_SHIFTS]:
             best = min(best, tried(made, best.seconds), key=_planned)
-        if best is centre:
+        if best is center:
             break
     return Relaid(before, best)
 
 
 def _planned(found: LayoutEvaluation) -> float:
-    """Its seconds; of what was ruled out nobody knows them."""
+    """Return the planned seconds, infinite if the layout was ruled out."""
     return float("inf") if found.ruled_out else found.seconds
 
 
 def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list[float]]:
-    """What every layer takes in an iteration, packed as in training, were its rank as most are."""
+    """Return the seconds of every layer in an iteration, packed as in training, on a rank of normal speed."""
     found: dict[str, list[float]] = {}
     for preview in previews:
         model, costs = preview.model, dataclasses.replace(preview.costs, slowness=())
@@ -125,7 +123,7 @@ def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list
 
 
 def _cut(layout: Layout, name: str, firsts: Sequence[int]) -> Layout:
-    """The same layout with a module's chunks beginning at other layers."""
+    """Return the layout with the chunks of a module beginning at other layers."""
     numbers, chunks = layout.chunks_of(name), list(layout.chunks)
     last = chunks[numbers[-1]].layers[1]
     for number, first, behind in zip(numbers, firsts, (*firsts[1:], last + 1), strict=True):
@@ -134,13 +132,13 @@ def _cut(layout: Layout, name: str, firsts: Sequence[int]) -> Layout:
 
 
 def _divided(layout: Layout) -> list[str]:
-    """Modules whose layers lie on several chunks."""
+    """Return the modules that have several chunks."""
     pipelined = (module.name for module in layout.modules if module.on_ranks != "replicated")
     return [name for name in pipelined if len(layout.chunks_of(name)) > 1]
 
 
 def rebalanced(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> Layout:
-    """Cut every module by itself, so that its chunks take the same on their ranks, as nearly as that can be."""
+    """Partition every module separately to balance the times of its chunks on their ranks."""
     for name in _divided(layout):
         times = [slowness[layout.chunks[number].rank] for number in layout.chunks_of(name)]
         layout = _cut(layout, name, [first for first, _ in partition_chain(seconds[name], len(times), times)])
@@ -148,7 +146,7 @@ def rebalanced(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float])
 
 
 def shifted(layout: Layout) -> Iterator[Layout]:
-    """Every layout in which one layer goes over from a chunk to its neighbour."""
+    """Yield every layout in which one layer moves to a neighboring chunk."""
     for name in _divided(layout):
         chunks = [layout.chunks[number] for number in layout.chunks_of(name)]
         firsts = [chunk.layers[0] for chunk in chunks]
@@ -159,7 +157,7 @@ def shifted(layout: Layout) -> Iterator[Layout]:
 
 
 def evened(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> Layout:
-    """Shift layers, whatever their modules, as long as what the slowest rank takes falls."""
+    """Move single layers of any module while the time of the slowest rank decreases."""
 
     def taken(made: Layout) -> tuple[float, float]:
         return _slowest(rank_seconds(made, seconds, slowness))
@@ -173,12 +171,12 @@ def evened(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> 
 
 
 def _slowest(times: Sequence[float]) -> tuple[float, float]:
-    """The slowest rank's time; of layouts with the same, the one that leaves all ranks most alike comes first."""
+    """Return the time of the slowest rank, and the sum of squared times to break ties."""
     return max(times), sum(time * time for time in times)
 
 
 def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float]) -> list[float]:
-    """What every rank computes in an iteration; replicated modules are dealt out so that all end together."""
+    """Return the compute seconds of every rank. Replicated modules are shared so that all ranks end together."""
     whole = [module.name for module in layout.modules if module.on_ranks == "replicated"]
     times = [0.0] * layout.num_ranks
     for chunk in layout.chunks:
@@ -186,7 +184,7 @@ def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float
             first, last = chunk.layers
             times[chunk.rank] += slowness[chunk.rank] * sum(seconds[chunk.module][first : last + 1])
     shared, speed = sum(sum(seconds[name]) for name in whole), 0.0
-    # Ranks take part from the one that has least beside it, as long as they end later than the next one has begun.
+    # Ranks join in order of their other work, as long as the shared work ends after the next rank becomes free.
     for time, slow in sorted(zip(times, slowness, strict=True)):
         if speed and shared / speed <= time:
             break
@@ -195,7 +193,7 @@ def rank_seconds(layout: Layout, seconds: LayerSeconds, slowness: Sequence[float
 
 
 def layers_in_words(layout: Layout) -> str:
-    """How many layers every rank has of each module that is divided: ``vision 1+1, lm 4+3``."""
+    """Describe how many layers of each partitioned module are on every rank: ``vision 1+1, lm 4+3``."""
     words = []
     for name in _divided(layout):
         counts = [0] * layout.num_ranks

@@ -1,4 +1,4 @@
-"""Layouts written as blocks of each stage, as other trainers' users do: one chain, stage ``j`` on rank ``j % p``."""
+"""Layouts given by the number of blocks in each stage, as in other trainers. Stage ``j`` is on rank ``j % p``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pipeloom.layout.layouts import LayerLoad, by_count, partition_chain
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout, ModuleSpec
 
 Spans = dict[str, tuple[int, int]]
-"""Of one stage: first and last layer of each module that it has."""
+"""First and last layer of each module in one stage."""
 
 
 def encoders_in_first_stage(
     model: ModelSpec, num_ranks: int, chunks_per_rank: int, load: LayerLoad = by_count, *, counted: bool = True
 ) -> Layout:
-    """Encoders whole in the first stage, the last module's layers in all stages: what trainers of others can do.
+    """Put all encoders in the first stage and partition the last module across all stages, as other trainers do.
 
     Parameters
     ----------
     load : callable
-        Makes stages even; by default by numbers of blocks.
+        Load by which stages are balanced. The default counts blocks.
     counted : bool
-        The encoders' load is the first stage's, too; False: as trainers divide untold.
+        Whether the first stage's load includes the encoders. False: the default of other trainers.
 
     Raises
     ------
     InputError
-        The last module has fewer layers than there are stages.
+        The last module has fewer layers than stages.
     """
     *encoders, backbone = model.modules
     num_stages = num_ranks * chunks_per_rank
@@ -44,19 +44,20 @@ def encoders_in_first_stage(
 
 
 def layout_of_stages(model: ModelSpec, num_ranks: int, stages: Sequence[int | Mapping[str, int]]) -> Layout:
-    """Lay a model out as one chain of stages of so many blocks.
+    """Cut a model into one chain of stages with given numbers of blocks.
 
     Parameters
     ----------
     stages : sequence of int or mapping
-        In model order. A number is of the last module's blocks, with all encoders whole in the first stage; a mapping
-        has a number for each module. Of what is no block, embeddings are in the first stage that names their module,
-        heads in the last, and others with the block before them. In a module without blocks every layer is one.
+        Stages in model order. An integer is the number of blocks of the last module, with all encoders in the first
+        stage. A mapping has a number for each module. Embeddings go to the first stage that names their module, heads
+        to the last, and other layers follow the block before them. In a module without blocks, every layer counts as
+        a block.
 
     Raises
     ------
     InputError
-        An unknown module, or numbers that are not those of the model.
+        A module is unknown, or the numbers do not match the model.
     """
     backbone = model.modules[-1]
     plain = [stage for stage in stages if isinstance(stage, int)]
@@ -79,7 +80,7 @@ def layout_of_stages(model: ModelSpec, num_ranks: int, stages: Sequence[int | Ma
 
 
 def blocks_of_stages(layout: Layout, model: ModelSpec) -> list[dict[str, int]] | None:
-    """The same the other way: blocks of each module in every stage; None: the layout cannot be written so."""
+    """Return the number of blocks of each module in every stage. None: the layout has no such form."""
     stages: list[dict[str, int]] = []
     ranks: list[int] = []
     for chunk in layout.chunks:
@@ -96,7 +97,7 @@ def blocks_of_stages(layout: Layout, model: ModelSpec) -> list[dict[str, int]] |
 
 
 def _blocks(module: ModuleSpec) -> list[int]:
-    """Positions of the blocks among a module's layers; of all layers where it has none."""
+    """Return the positions of the blocks of a module, or of all layers if it has no blocks."""
     layers = module.flat_layers
     return [i for i, layer in enumerate(layers) if layer.kind.startswith("block")] or list(range(len(layers)))
 
@@ -114,9 +115,9 @@ def _check(module: ModuleSpec, counts: Mapping[int, int], last_stage: int) -> No
 
 
 def _cut(module: ModuleSpec, counts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """First and last layer in every stage that has any."""
+    """Return the first and last layer of every non-empty stage."""
     blocks, last = _blocks(module), len(module.flat_layers) - 1
-    # Where block d begins; behind the last one, what follows it.
+    # First layer of every block, and the layer after the last block.
     begins = [*blocks, blocks[-1] + 1]
     spans: dict[int, tuple[int, int]] = {}
     first, done = 0, 0
@@ -130,7 +131,7 @@ def _cut(module: ModuleSpec, counts: Mapping[int, int]) -> dict[int, tuple[int, 
 
 
 def _whole(model: ModelSpec) -> Spans:
-    """All encoders."""
+    """Return the layers of all encoders."""
     return {module.name: (0, len(module.flat_layers) - 1) for module in model.modules[:-1]}
 
 

@@ -1,4 +1,4 @@
-"""The layout of a training run, chosen by planning the batches that were profiled (`dip.txt` section 4, and beyond)."""
+"""The layout of a training run, chosen by planning the batches that were profiled (extends `dip.txt` section 4)."""
 
 from __future__ import annotations
 
@@ -39,45 +39,43 @@ from pipeloom.taskgraph import Assignable
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph
 
 TRIAL = Evaluations(300)
-"""Schedules tried for each layout and batch: a count, so that a resumed run comes to the layout that it had."""
+"""Schedules tried for each layout and batch. A count, so that a resumed run chooses the same layout."""
 SHORT = Evaluations(24)
-"""Schedules tried for each of many arrangements, of which the best are tried for longer: the rule in several orders of
-the microbatches, and static orders."""
+"""Schedules tried for each co-optimized layout before the best get more: the rule in several orders of the
+microbatches, and static orders."""
 FEW = 2
-"""Batches under which many layouts are compared, and arrangements that are compared with other layouts."""
+"""Number of batches to compare many layouts on, and number of co-optimized layouts among them."""
 _SHARE_OF_SEARCH = 0.8
-"""Of arranging, as it is shown; the rest is judging."""
+"""Fraction of the displayed progress for the co-optimization. The rest is for the evaluation."""
 
 Tell = Callable[[str, float | None], None]
-"""Told what is being done, and which part of it is; None: that is not known."""
+"""Progress callback: a description, and the fraction that is done or None if it is unknown."""
 
 
-def _nobody(_text: str, _share: float | None) -> None:
-    """Tell nobody."""
+def _silent(_text: str, _share: float | None) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """A training run to come, as its first batches show it.
+    """A planned training run, represented by its first batches.
 
     Attributes
     ----------
     costs : ProfileCosts
-        Of the layers measured on the machine that trains, with all strategies that training offers.
-    packing : PackingSpec
+        Costs measured on the training machine, with all strategies that training offers.
     batches : sequence of Batch
-        A few as training will see them.
-    num_ranks : int
+        A few batches of the training data.
     num_replicas : int
-        Among which the batches are divided.
+        Number of replicas that share each batch.
     capacity_bytes : int or None
-        Memory of every rank.
+        Memory of every rank. None: no limit.
     iterations : int or None
-        How many there will be; None: many.
+        Length of the run. None: no limit on the search.
     num_tensor : int
-        Tensor-parallel ranks of every pipeline rank.
+        Number of tensor-parallel ranks in each pipeline rank.
     dealable : tuple of str
-        Modules whose instances are tried dealt to these.
+        Modules that are tried with encoder data parallelism over the tensor ranks.
     """
 
     costs: ProfileCosts
@@ -92,16 +90,16 @@ class Preview:
 
     @property
     def model(self) -> ModelSpec:
-        """What is trained."""
+        """The model that is trained."""
         return self.costs.model
 
     def packed(self) -> list[Packing]:
-        """Pack the batches, in as many microbatches as for all ranks, modules undivided.
+        """Pack the batches for all ranks, without sub-microbatches.
 
         Raises
         ------
         InputError
-            There are none.
+            There are no batches.
         """
         if not self.batches:
             raise InputError("batches", "is empty", "give at least one batch as training will see them")
@@ -112,14 +110,14 @@ class Preview:
         return [packed_batch(batch, self.model, whole, self.costs, spec) for batch in self.batches]
 
     def graphs(self, layout: Layout) -> list[Assignable]:
-        """Task graphs of one replica's iterations."""
+        """Return the task graphs of the iterations of one replica."""
         layout = self.over_tensor_ranks(layout)
         memory = MemoryLimit(self.capacity_bytes, host_bytes=self.costs.rank.host_capacity_bytes)
         packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
         return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
 
     def sampled(self) -> Sampled:
-        """The same for those who try layouts."""
+        """Return the problem for which layouts are tried."""
         groups = [
             [packed.batch.samples[i] for i in microbatch.samples]
             for packed in self.packed()
@@ -141,11 +139,11 @@ class Preview:
         )
 
     def over_tensor_ranks(self, layout: Layout) -> Layout:
-        """The layout with the tensor-parallel ranks of the run."""
+        """Return the layout with the tensor-parallel ranks of the run."""
         return msgspec.structs.replace(layout, parallelism=Parallelism(self.num_tensor, layout.parallelism.data))
 
     def _dealing(self) -> Dealing | None:
-        """Dealt modules: each rank has its share of the instances, where it would else have all of them."""
+        """Return encoder data parallelism, where each tensor rank has a share of the instances instead of all."""
         if self.num_tensor == 1 or not self.dealable:
             return None
         load, names = self.costs.profile.load, self.dealable
@@ -153,7 +151,7 @@ class Preview:
         return Dealing(names, costs, lambda name, layer: load(name, layer) / (self.num_tensor if name in names else 1))
 
     def layers(self, *, offloading: bool = True) -> LayerTable:
-        """The measured profile as a layer table, all modules one chain, on the mean microbatch."""
+        """Return the measured profile as a layer table for the mean microbatch. All modules form one chain."""
         return profiled_layers(
             self.model,
             self.costs,
@@ -165,12 +163,12 @@ class Preview:
         )
 
     def tables(self) -> list[LayerTable]:
-        """Layer tables to arrange for: without offloading, and, where there is room for what it stages, with it.
+        """Return the layer tables to co-optimize: without offloading and, if its staging memory fits, with it.
 
         Raises
         ------
         InfeasibleError
-            One layer's computation does not fit.
+            The computation of one layer does not fit.
         """
         away = [TRAITS[each].offloads for each in self.costs.strategies]
         if self.capacity_bytes is None or all(away) or not any(away):
@@ -181,7 +179,7 @@ class Preview:
         return found
 
     def _share(self, batch: Batch) -> Batch:
-        """What one replica gets of a batch, nearly."""
+        """Return approximately the share of a batch that one replica gets."""
         if self.num_replicas == 1:
             return batch
         return msgspec.structs.replace(batch, samples=batch.samples[:: self.num_replicas])
@@ -193,34 +191,32 @@ def choose_training_layout(
     budget: Evaluations | None = None,
     trial: StoppingRule = TRIAL,
     seed: int = 0,
-    tell: Tell = _nobody,
+    tell: Tell = _silent,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Plan some batches of a training run under many layouts, the best arrangements among them.
+    """Plan some batches of a training run under many layouts, including the best co-optimized ones.
 
-    They are compared on the first few batches, and those that come nearest on all, so that the choice is not luck.
+    All layouts are compared on the first few batches, and the best on all batches.
 
     Parameters
     ----------
-    preview : Preview
     budget : Evaluations or None
-        Arrangements tried, as in `arrange_training_layout`.
+        Number of co-optimized layouts to try, as in `arrange_training_layout`.
     trial : StoppingRule
-        Search for each layout and batch.
-    seed : int
+        Search budget for each layout and batch.
     tell : callable
-        Told how far it is.
+        Progress callback.
 
     Returns
     -------
     tuple of LayoutEvaluation
-        Fastest first; the first is the one to take.
+        Results, the fastest layout first.
 
     Raises
     ------
     InputError
         No batches, or a module has fewer layers than ranks.
     InfeasibleError
-        Nothing that was tried fits.
+        No layout that was tried fits.
     """
     few = dataclasses.replace(preview, batches=preview.batches[:FEW])
     sampled = preview.sampled()
@@ -238,7 +234,7 @@ def choose_training_layout(
     if len(preview.batches) <= FEW:
         return order
     near = nearest(order)
-    # Other seeds than those by which they came near.
+    # Other seeds than those of the comparison.
     again = [evaluate_layout(sampled, t.draft, trial, seed + len(preview.batches)) for t in near if not t.ruled_out]
     return (*in_order(again), *(t for t in order if t.ruled_out or t not in near))
 
@@ -249,36 +245,34 @@ def arrange_training_layout(
     budget: Evaluations | None = None,
     trial: StoppingRule = TRIAL,
     seed: int = 0,
-    tell: Tell = _nobody,
+    tell: Tell = _silent,
 ) -> tuple[LayoutEvaluation, ...]:
-    """Choose partition and placement of all modules together, with a rule of order.
+    """Choose partition, placement and a priority rule for all modules together.
 
-    Arrangements are searched for mean microbatches, and those that were found are judged on the batches as they are,
-    with the strategies and the split backwards that training offers. Modules before the last are then tried in
-    sub-microbatches. Orders of single batches are searched while training runs, and begin with the rule.
+    The layouts are searched for mean microbatches and evaluated on the given batches, with the strategies and split
+    backwards that training offers. Sub-microbatches of the modules before the last are tried afterwards. During
+    training, the search for each batch starts with the rule.
 
     Parameters
     ----------
-    preview : Preview
     budget : Evaluations or None
-        Arrangements tried; None: by the length of the run, up to some seconds.
+        Number of layouts to try. None: by the length of the run, up to some seconds.
     trial : StoppingRule
-        Search for each of the best arrangements and each batch.
-    seed : int
+        Search budget for each of the best layouts and each batch.
     tell : callable
-        Told how far it is.
+        Progress callback.
 
     Returns
     -------
     tuple of LayoutEvaluation
-        Fastest first, each with its rule; the first is the one to take.
+        Fastest first, each with its rule.
 
     Raises
     ------
     InputError
         No batches.
     InfeasibleError
-        Nothing that was tried fits.
+        No layout that was tried fits.
     """
     sampled = preview.sampled()
     distances = rank_distances(sampled.costs, sampled.num_ranks)
@@ -289,10 +283,10 @@ def arrange_training_layout(
         iterations=preview.iterations,
         budget=budget,
         seed=seed,
-        on_share=lambda share: tell("layers are arranged", _SHARE_OF_SEARCH * share),
+        on_share=lambda share: tell("searching layouts", _SHARE_OF_SEARCH * share),
     )
 
-    # Arranged for ranks that are all as far from the next; then in the order in which they are close.
+    # The search assumes equal links; neighboring stages are then placed on ranks with fast links.
     ranks = neighbours(distances)
     drafts = []
     for draft in found:
@@ -306,7 +300,7 @@ def arrange_training_layout(
             short=SHORT,
             trial=trial,
             seed=seed,
-            on_tried=lambda count: tell("arrangements are judged", since + (until - since) * count / len(rows)),
+            on_tried=lambda count: tell("evaluating layouts", since + (until - since) * count / len(rows)),
         )
 
     order = judged(drafts, _SHARE_OF_SEARCH, 0.9)
@@ -320,7 +314,7 @@ def arrange_training_layout(
 
 
 def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]:
-    """The best arrangement with sub-microbatches of the modules before the last."""
+    """Yield the best layout with sub-microbatches of the modules before the last."""
     for module in sampled.model.modules[:-1]:
         lengths = sampled.typical[module.name]
         if module.reads in ("sequence", "text") or not lengths:
@@ -333,7 +327,7 @@ def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]
 
 
 def training_layers(preview: Preview) -> LayerTable:
-    """Write a measured profile as a layer table, on microbatches as training will have them.
+    """Return a measured profile as a layer table for the microbatches of training.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Graphs with candidates: orders and memory strategies by turns, after a choice of which backwards to split."""
+"""Search of graphs with candidates: choose which backwards to split, then alternate orders and memory strategies."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from pipeloom.timeline import Schedule, check, lower_bound, simulate, within_lim
 
 
 def alternate(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
-    """Search orders and choose strategies by turns, in a part of the budget.
+    """Alternate the search of orders and the choice of strategies, in a part of the budget.
 
-    Where pairs can run their backwards whole or split, how many microbatches are split is settled first, by the
-    static orders alone.
+    If pairs can run their backwards whole or split, static orders first determine how many microbatches are split.
     """
     best, chosen = _Incumbent(graph), None
     if splittable(graph).any():
-        # With all backwards whole it may not fit; the leanest candidates of both kinds may.
+        # Whole backwards may not fit where minimum-memory candidates of both kinds do.
         with suppress(InfeasibleError):
             chosen = _choose_split(graph, context, stretch, best)
     inner = graph if chosen is None else chosen.graph
@@ -55,29 +54,28 @@ class _Incumbent:
         self.ns = codes.NEVER
 
     def found(self) -> Schedule:
-        """The schedule.
+        """Return the schedule.
 
         Raises
         ------
         NothingFoundError
-            None kept to the limits.
+            No schedule satisfied the limits.
         """
         if self.schedule is None:
             raise NothingFoundError(
-                "every schedule that was tried puts more on some rank's host, or more on its way there, than there is "
-                "room for; offer strategies that hold less on the rank itself, as recompute does"
+                "every schedule that was tried exceeds the host memory or the staging memory of a rank; "
+                "add strategies that hold less on the rank itself, such as recompute"
             )
         return self.schedule
 
     def offer(self, schedule: Schedule, or_equal: bool = False) -> int:
         """Take a schedule if it is better; return its makespan.
 
-        An order that fits under the strategies that it was found under may leave others too little memory: those that
-        offload on the host, or without it on the rank, and of split pairs those that are lean in another way. That is
-        no schedule.
+        An order that fits under one choice of strategies may not fit under another, for example one that offloads or
+        that splits pairs. Such a schedule is rejected.
         """
         timeline = simulate(self.graph, schedule)
-        # What tasks hold that last no time does not count, but that the peaks do not know.
+        # Peaks include what tasks of no duration hold, which does not count.
         if not within_limits(self.graph, schedule, timeline) and check(self.graph, schedule):
             return codes.NEVER
         makespan = timeline.makespan_ns
@@ -87,12 +85,12 @@ class _Incumbent:
 
 
 def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> Restricted:
-    """Try to split none, then the last few, then more of the microbatches, and keep what static orders do best with.
+    """Try to split no, few and then more of the last microbatches, and keep the number that is best with static orders.
 
     Raises
     ------
     InfeasibleError
-        Splitting none does not fit, on the device or on the host.
+        Whole backwards do not fit on the device or on the host.
     """
     can = splittable(graph)
     chosen = restricted = restrict(graph, np.zeros(graph.num_pairs, np.bool_))
@@ -102,9 +100,9 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
-        lean = np.array(leanest(restricted.graph), np.int64)
+        smallest = np.array(leanest(restricted.graph), np.int64)
         try:
-            search = Search(restricted.graph.with_candidates(lean), context)
+            search = Search(restricted.graph.with_candidates(smallest), context)
         except InfeasibleError:
             # What a split backward holds between its halves may not fit where whole ones do.
             if lateness is None:
@@ -114,7 +112,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
         with suppress(KeyboardInterrupt):
             portfolio(search)
             interrupted = False
-        inner = Schedule(search.orders(), lean, context.method)
+        inner = Schedule(search.orders(), smallest, context.method)
         with_strategies = choose_strategies(restricted.graph, inner, context.params.strategies)
         for schedule in (with_strategies, inner):
             before = best.ns
@@ -128,18 +126,18 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
 
 
 class _Plan(NamedTuple):
-    """What the turns begin with.
+    """The start of the turns.
 
     Attributes
     ----------
     candidate : array, shape (num_pairs,)
         Strategies for the first search of orders.
     rounds : int
-        Turns at most.
+        Maximum number of turns.
     search : Search, optional
-        Goes on as the first search.
+        Search that continues as the first search.
     like : Search, optional
-        Its order is tried first.
+        Search whose order is tried first.
     """
 
     candidate: IntArray
@@ -149,40 +147,40 @@ class _Plan(NamedTuple):
 
 
 class _Turns:
-    """Orders and strategies of one graph by turns."""
+    """Alternating search of orders and strategies of one graph."""
 
     def __init__(self, graph: TaskGraph, context: Context, stretch: Stretch) -> None:
         self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
-        self.lean: IntArray = np.array(leanest(graph), np.int64)
+        self.smallest: IntArray = np.array(leanest(graph), np.int64)
         self.best = _Incumbent(graph)
 
     def begin(self) -> _Plan:
-        """Choose the strategies that the first search of orders is under.
+        """Choose the strategies for the first search of orders.
 
-        The papers start from the leanest candidates (`dip.txt` §5.2). Where memory is limited the start is the setting
-        that static orders do best with, or the strategies that came with the layout, if these are better. If that is
-        far from the bound, memory is so tight that settings must differ from pair to pair: then an order made for the
-        leanest, whose room the choice of strategies fills, is often better.
+        DIP starts from the minimum-memory candidates (`dip.txt` §5.2). Here, the start is the uniform setting that is
+        best with static orders, or the strategies found with the layout if they are better. If the result is far from
+        the bound, strategies must differ between pairs. Then an order for the minimum-memory candidates, whose free
+        memory the choice of strategies uses, is often better.
         """
         params, meter = self.context.params.turns, self.context.meter
         probes = [*self._under_rules()]
         if (found := self._best_uniform()) is not None:
             probes.append((np.full(self.graph.num_pairs, found[0], np.int64), found[1]))
         if not probes:
-            return _Plan(self.lean, params.lean_rounds)
+            return _Plan(self.smallest, params.lean_rounds)
         candidate, probe = min(probes, key=lambda each: each[1].best_ns)
         self.chooser.order_s = probe.pace.seconds / max(1, probe.pace.evaluations)
         plan = _Plan(candidate, params.uniform_rounds, search=probe)
         if probe.best_ns <= params.far * self.context.bound.ns:
             return plan
-        lean = self._search(self.lean)
-        portfolio(lean, Stretch(meter.spent, meter.spent + params.probe_share))
+        smallest = self._search(self.smallest)
+        portfolio(smallest, Stretch(meter.spent, meter.spent + params.probe_share))
         under_setting, _ = self.offer(probe, plan.candidate)
-        under_lean, chosen = self.offer(lean, self.lean)
-        if under_lean < under_setting:
-            plan = _Plan(chosen, params.chosen_rounds, like=lean)
+        under_smallest, chosen = self.offer(smallest, self.smallest)
+        if under_smallest < under_setting:
+            plan = _Plan(chosen, params.chosen_rounds, like=smallest)
         return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.stretch.until - meter.spent)))
 
     def _best_uniform(self) -> tuple[int, Search] | None:

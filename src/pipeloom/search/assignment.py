@@ -43,7 +43,7 @@ from pipeloom.timeline import (
 
 @dataclass(frozen=True)
 class Assigned:
-    """A schedule and the assignment that it is for.
+    """A schedule and its assignment.
 
     Attributes
     ----------
@@ -74,15 +74,12 @@ def solve_assignable(
 
     Parameters
     ----------
-    assignable : Assignable
-    budget : StoppingRule
     seed : int
         The same seed and number of evaluations give the same answer on one thread.
     method : str
         A name that `find_method` knows; the assignment is chosen after those alone that say so.
     threads : int
         Of the searches of orders.
-    params : SearchParams
 
     Raises
     ------
@@ -134,7 +131,7 @@ def solve_assignable(
 
 
 class _Settings(TypedDict):
-    """What every search of orders is given."""
+    """Return the arguments of every search of orders."""
 
     seed: int
     method: str
@@ -145,7 +142,7 @@ class _Settings(TypedDict):
 def rebalanced(
     assignable: Assignable, schedule: Schedule, most_swaps: int = DEFAULTS.assignment.most_swaps
 ) -> Assignable:
-    """Assign so that all ranks have as much to do under a schedule's strategies, with few changes.
+    """Balance the loads of the ranks under the strategies of a schedule, with few changes.
 
     Parts move, or two change places, from the rank that has most to do, as long as the sum of the squares falls.
     """
@@ -191,14 +188,10 @@ def reassign(
 
     Parameters
     ----------
-    assignable : Assignable
     schedule : Schedule
         Of ``assignable.graph``; it fits into memory.
     target_ns : int
         Makespan at which to stop.
-    budget : StoppingRule
-    seed : int
-    params : SearchParams
 
     Returns
     -------
@@ -234,7 +227,7 @@ class _State(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """The makespan; never where pairs that offload now lie where the host, or the rank, has no room for that."""
+        """Return the makespan, or `NEVER` if pairs that offload no longer fit on the rank or its host."""
         graph = self.assignable.graph
         if not graph.limits_offload:
             return self.ns
@@ -249,33 +242,33 @@ class _Annealing:
     params: SearchParams
 
     def run(self, now: _State, stretch: Stretch) -> _State:
-        """Anneal in a part of the budget; return the best found."""
-        deck, mean_ns = _deck(now.assignable, now.schedule)
+        """Anneal in a part of the budget; return the best result."""
+        arrays, mean_ns = _arrays_of(now.assignable, now.schedule)
         state = np.array([now.ns, now.ns], np.int64)
         wanted = max(1, self.params.orders.steps_per_round // now.assignable.graph.num_tasks)
         while state[1] > self.target_ns and (spent := self.meter.spent) < stretch.until:
             temperature = self.params.assignment.heat * mean_ns * stretch.cooling(spent)
             terms = Terms(temperature, self.target_ns, self.meter.left(wanted, stretch.until))
-            self.meter.used += max(1, int(kernels.anneal(deck, state, self.random, terms)))
-        other = now.assignable.assigned(deck.best_home)
-        listed = deck.best_listed
+            self.meter.used += max(1, int(kernels.anneal(arrays, state, self.random, terms)))
+        other = now.assignable.assigned(arrays.best_home)
+        listed = arrays.best_listed
         order = tuple(listed[other.graph.rank[listed] == rank] for rank in range(other.graph.num_ranks))
         return _State(other, Schedule(order, now.schedule.candidate, "assigned"), int(state[1]))
 
 
 @cache
 def warm_up_assignment() -> None:
-    """Compile the kernel of the annealing, or load what was compiled."""
+    """Compile the annealing kernel, or load it from the cache."""
     graph = small_pipeline(num_ranks=2, num_microbatches=2)
     homes = tuple((0, 1) for _ in graph.module_names)
     link = np.zeros((graph.num_ranks, graph.num_ranks), np.int64)
     made = Assignable(graph, homes, graph.edge_delay_ns[:, None], link, np.ones(graph.num_ranks))
-    deck, _ = _deck(made, first_in_first_out(graph))
+    arrays, _ = _arrays_of(made, first_in_first_out(graph))
     state, random = np.array([1, 1], np.int64), np.array([1], np.uint64)
-    kernels.anneal(deck, state, random, Terms(0.0, 0, 1))
+    kernels.anneal(arrays, state, random, Terms(0.0, 0, 1))
 
 
-def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, float]:
+def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.AssignmentArrays, float]:
     graph = assignable.graph.with_candidates(schedule.candidate)
     # A column for ends on one rank, and one for each link.
     columns = np.column_stack([np.zeros_like(graph.edge_delay_ns), assignable.crossing_ns])
@@ -301,7 +294,7 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
     duration = assignable.durations_ns(schedule.candidate)
     _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()
-    deck = kernels.Deck(
+    arrays = kernels.AssignmentArrays(
         home=home,
         listed=listed,
         place=place,
@@ -325,4 +318,4 @@ def _deck(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Deck, flo
         best_home=home.copy(),
         best_listed=listed.copy(),
     )
-    return deck, float(graph.duration_ns.mean())
+    return arrays, float(graph.duration_ns.mean())

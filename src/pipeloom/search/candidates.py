@@ -18,8 +18,8 @@ class LayerOption(NamedTuple):
 
 
 def pair_candidates(layers: list[list[LayerOption]], most: int = 10) -> tuple[Candidate, ...]:
-    """Up to ``most`` candidates: the fastest, the leanest, and the fastest in each of ``most - 2`` equal ranges
-    of bytes between the two.
+    """Return up to ``most`` candidates: the fastest, the minimum-memory one, and the fastest in each of ``most - 2``
+    equal ranges of bytes between the two.
 
     Each is the best of its range of all combinations of the layers' strategies, see `pipeloom.cost.mixtures`. The
     fastest comes first.

@@ -1,4 +1,4 @@
-"""What one call of the search is asked for, which all that it does can read."""
+"""The settings of one search."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from pipeloom.timeline import LowerBound
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What one call of the search is asked for.
+    """The settings of one search.
 
     Attributes
     ----------
     meter : Meter
-        Of the budget: it runs, and counts what all searches try.
+        Progress against the budget. It counts the evaluations of all searches.
     bound : LowerBound
-        No schedule of the graph is faster.
-    seed : int
-    method : str
-    threads : int
-    params : SearchParams
-    on_progress : callable, optional
+        Lower bound of the makespan.
     """
 
     meter: Meter
@@ -40,5 +35,5 @@ class Context:
 def begin(
     budget: StoppingRule, bound_ns: int = 0, seed: int = 0, *, threads: int = 1, params: SearchParams = DEFAULTS
 ) -> Context:
-    """Start a budget, for those who call a part of the search alone."""
+    """Start a budget for a call of a single part of the search."""
     return Context(Meter(budget.start()), LowerBound(bound_ns, "given"), seed, threads=threads, params=params)

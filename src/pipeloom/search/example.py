@@ -1,4 +1,4 @@
-"""A small pipeline, on which kernels are compiled before they are needed."""
+"""A small pipeline to compile kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ _FORWARD_NS, _BACKWARD_NS, _ACTIVATION_BYTES = 1000, 2000, 100
 
 
 def small_pipeline(num_ranks: int, num_microbatches: int, *, capacity: bool = False) -> TaskGraph:
-    """One module in one chunk a rank, all microbatches alike.
+    """Return the graph of one module with one chunk per rank and equal microbatches.
 
     Parameters
     ----------
-    num_ranks, num_microbatches : int
     capacity : bool
-        Whether memory is limited, to as many microbatches as there are ranks.
+        Whether memory is limited to ``num_ranks`` microbatches.
     """
     kind: list[int] = []
     rank: list[int] = []

@@ -1,8 +1,8 @@
-"""Any schedule of a small graph, by trying all: where heuristics find none, it is found, or proved that there is none.
+"""Exhaustive search of small graphs: find a schedule where heuristics find none, or prove that none exists.
 
-Tasks are appended one by one, each to the order of its rank, with the candidate of every pair chosen at its forward.
-What was reached before is not tried again. How much a rank holds between two of its tasks counts only if time passes
-between them, so where tasks may last no time, states with other times are other states.
+Tasks are appended one by one to the order of their rank. The candidate of a pair is chosen at its forward. States are
+visited once. What a rank holds between two tasks counts only if time passes between them, so if tasks may have no
+duration, states also include times.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options, usable
 
 MOST_TASKS = 12
-"""Of a graph that is searched: beyond, trying all would take minutes."""
+"""Maximum number of tasks. Larger graphs would take minutes."""
 MOST_STATES = 200_000
-"""After so many the search gives up."""
+"""Maximum number of states before the search gives up."""
 
 
 class _Option(NamedTuple):
-    """One candidate of a pair: its number, nanoseconds of its tasks, bytes."""
+    """One candidate of a pair: its index, the times of its tasks in ns, and its bytes."""
 
     number: int
     forward_ns: int
@@ -38,17 +38,17 @@ class _Option(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Tasks run so far (a bit each), and what matters of how."""
+    """The set of finished tasks, one bit each, and the resulting times and bytes."""
 
     done: int
     free_ns: tuple[int, ...]
-    """Per rank, the end of its last task."""
+    """End of the last task of each rank, in ns."""
     allocated: tuple[int, ...]
-    """Per rank, and then per host of a rank, bytes after that."""
+    """Bytes held on each rank and then on the host of each rank."""
     ready_ns: tuple[int, ...]
-    """Per task, the earliest start that the tasks before it allow."""
+    """Earliest start of each task by its finished predecessors, in ns."""
     chosen: tuple[int, ...]
-    """Per pair, the place of its option; -1 where its forward has not run."""
+    """Index of the option of each pair; -1 if its forward has not run."""
 
 
 def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
@@ -57,14 +57,14 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
     Parameters
     ----------
     graph : TaskGraph
-        With few tasks (`MOST_TASKS`), and no ranks that stage; see `pipeloom.search.restricted.ways_to_stage`.
+        Graph with at most `MOST_TASKS` tasks and no staging; see `pipeloom.search.restricted.ways_to_stage`.
 
     Returns
     -------
     Schedule or None
-        The first that was found.
+        The first schedule found.
     bool
-        Whether the answer is sure: there is a schedule, or all were tried.
+        Whether the result is proved: a schedule was found, or all states were tried.
     """
     search = _Exhaustive(graph)
     if min(search.capacity, default=0) < 0:
@@ -77,7 +77,7 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
         state, sequence = stack.pop()
         if len(sequence) == graph.num_tasks:
             return search.schedule(state, sequence), True
-        # The last on the stack is tried first: what leaves least.
+        # The last state on the stack is tried first: the one that leaves the fewest bytes.
         for _, task, after in sorted(search.steps(state), key=lambda step: -step[0]):
             key = search.key(after)
             if key not in seen:
@@ -89,7 +89,7 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
 
 
 class _Exhaustive:
-    """A graph as the search reads it."""
+    """A graph in the form that the search reads."""
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
@@ -107,7 +107,7 @@ class _Exhaustive:
             )
             for other, _ in self.after[task]:
                 self.before[other] |= 1 << task
-        # Bytes of edges come with the end of their source, and go with that of their target.
+        # Bytes of an edge are held from the end of its source to the end of its target.
         self.edges = np.zeros(graph.num_tasks, np.int64)
         np.add.at(self.edges, graph.edge_source, graph.edge_bytes)
         np.subtract.at(self.edges, graph.edge_target, graph.edge_bytes)
@@ -120,7 +120,7 @@ class _Exhaustive:
         return option.weight_ns if self.kind[task] == WEIGHT_GRADIENT else option.backward_ns
 
     def _changes(self, task: int, option: _Option) -> tuple[int, int]:
-        """Bytes that a task takes at its start, and takes or gives at its end."""
+        """Return the change of held bytes at the start and at the end of a task."""
         kind, last = self.kind[task], int(self.edges[task])
         if kind == WEIGHT_GRADIENT:
             return 0, last - option.gradient
@@ -130,7 +130,7 @@ class _Exhaustive:
         return 0, last - option.activation + (option.gradient if kind == INPUT_GRADIENT else 0)
 
     def _host_changes(self, task: int, option: _Option) -> tuple[int, int]:
-        """The same on the host."""
+        """Return the same changes on the host."""
         if self.kind[task] == WEIGHT_GRADIENT:
             return 0, 0
         if self.kind[task] == FORWARD:
@@ -139,16 +139,16 @@ class _Exhaustive:
         return 0, -option.host
 
     def key(self, state: _State) -> object:
-        """What of a state decides whether the rest fits."""
+        """Return the part of a state that determines whether the rest fits."""
         if not self.timed:
             return state.done, state.chosen
         waiting = tuple(0 if state.done >> task & 1 else ready for task, ready in enumerate(state.ready_ns))
         return state.done, state.free_ns, state.allocated, waiting, state.chosen
 
     def steps(self, state: _State) -> list[tuple[int, int, _State]]:
-        """What can run next and fits: bytes that it leaves, task, state."""
+        """Return the possible next steps that fit: bytes that remain held, task, state."""
         found = list(self._all_steps(state))
-        # Where times do not matter, a task that leaves no more held than before is in nobody's way.
+        # Without times, a task that does not increase the held bytes can run at once.
         harmless = [s for s in found if s[0] <= 0 and self.kind[s[1]] != FORWARD and not self.timed]
         return harmless[:1] or found
 
@@ -164,7 +164,7 @@ class _Exhaustive:
                     yield sum(self._changes(task, options[place])), task, after
 
     def _run(self, state: _State, task: int, place: int) -> _State | None:
-        """The state after a task; None where it does not fit."""
+        """Return the state after a task, or None if the task does not fit."""
         rank, option = self.rank[task], self.options[self.pair[task]][place]
         duration = self._duration_ns(task, option)
         start = max(state.free_ns[rank], state.ready_ns[task])
@@ -192,7 +192,7 @@ class _Exhaustive:
         )
 
     def schedule(self, state: _State, sequence: tuple[int, ...]) -> Schedule:
-        """The sequence as orders of the ranks."""
+        """Convert a sequence into a schedule."""
         order = tuple(
             np.array([task for task in sequence if self.rank[task] == rank], np.int64)
             for rank in range(self.graph.num_ranks)
@@ -205,7 +205,7 @@ class _Exhaustive:
 
 
 def any_lasts_no_time(graph: TaskGraph) -> bool:
-    """Whether a task may last no time, so that what is held from one moment to the same one does not count."""
+    """Return whether a task may have no duration, so that what it holds does not count."""
     options = pair_options(graph)
     durations = (
         (graph.forward_of, options.forward_ns),
@@ -216,7 +216,7 @@ def any_lasts_no_time(graph: TaskGraph) -> bool:
 
 
 def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
-    """Candidates of every pair, without those that hold no less than another; whose times differ, if that matters."""
+    """Return the candidates of every pair without those dominated by another, with equal times if times matter."""
     columns = pair_options(graph)
     fits = usable(graph, columns)
     rows = []
@@ -246,7 +246,7 @@ def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
 
 
 def _any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
-    """The same as `any_schedule`, of a graph whose ranks may stage."""
+    """Same as `any_schedule`, for a graph whose ranks may stage."""
     if graph.candidates is None:
         return any_schedule(graph)
     all_sure, count = True, 0
@@ -259,20 +259,19 @@ def _any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
 
 
 def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Schedule:
-    """Any schedule of a graph for which the heuristics found none; only small graphs are searched for one.
+    """Return any schedule of a small graph for which the heuristics found none.
 
     Parameters
     ----------
-    graph : TaskGraph
     failure : InfeasibleError
-        What the heuristics said: of a graph with candidates, for those that hold the least.
+        Error of the heuristics; with candidates, for the minimum-memory candidates.
 
     Raises
     ------
     InfeasibleError
-        It is proved that nothing fits.
+        It is proved that no schedule fits.
     NothingFoundError
-        It is not.
+        No schedule was found, but this is not proved.
     """
     if graph.candidates is None and not isinstance(failure, NothingFoundError):
         raise failure

@@ -1,8 +1,8 @@
-"""Candidates that fit into memory together: an exhaustive search for where the leanest of every pair do not.
+"""Exhaustive search for candidates that fit together, where minimum-memory candidates of every pair do not.
 
-What a set of tasks holds once it has run does not depend on its order, so sets are tried and no order twice.
-A task that fits and takes nothing for good is run at once: that can only make room. Under a candidate whose weight
-gradient takes no time, it runs right behind its input gradient, so that its bytes are held for no time.
+The bytes held after a set of tasks do not depend on its order, so sets of tasks are visited once. A task that fits and
+does not increase the held bytes runs at once, since it can only free memory. If the weight gradient of a candidate has
+no duration, it runs directly after the input gradient, so that its bytes are held for no time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.jobs import NO_LIMIT, components
+from pipeloom.search.jobs import NO_LIMIT, label_components
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.restricted import Restricted, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
@@ -27,14 +27,14 @@ class Option(NamedTuple):
     candidate: int
     activation: int
     gradient: int
-    """Held from the input gradient to the weight gradient; 0 where the latter takes no time."""
+    """Bytes held from the input gradient to the weight gradient; 0 if the latter has no duration."""
     host: int
     whole: bool
-    """The weight gradient takes no time."""
+    """Whether the weight gradient has no duration."""
 
 
 class _Change(NamedTuple):
-    """Bytes that a task changes on its device and on the host of its rank: the most it needs, and what it leaves."""
+    """Peak and net change of the bytes on the rank and on its host due to a task."""
 
     peak: int
     net: int
@@ -43,34 +43,35 @@ class _Change(NamedTuple):
 
 
 Chosen = tuple[tuple[int, Option], ...]
-"""Options by pair, sorted, so that it can be an element of a set."""
+"""Options by pair, sorted, as an element of a set."""
 Free = tuple[int, ...]
 """Bytes that are free on every rank, and then on the host of every rank."""
 Run = tuple["Run", int] | tuple[()]
-"""Tasks that were run: the last one behind those before it."""
+"""Finished tasks as a linked list: the previous tasks and the last one."""
 
 
 def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> list[list[int]] | None:
-    """Per pair the candidates that take no less than one, of which all together fit; that one is the first.
+    """Return for every pair a candidate such that all fit together, followed by those that need no less memory.
 
-    For graphs whose candidates are lean in different ways, so that choosing pair by pair does not fit. None
-    where nothing was found in so many states of a job, which does not prove that there is nothing.
+    For graphs in which candidates trade one kind of memory for another, so that choosing pair by pair does not fit.
+    None if no candidates were found in ``states`` states of a component, which proves nothing.
     """
     found = fitting_schedule(graph, states)
     return None if found is None else no_leaner(graph, found)
 
 
 def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> Schedule | None:
-    """Return a schedule that fits on devices and hosts: one job after the other, with candidates that fit together.
+    """Return a schedule that fits on devices and hosts: one component after the other, with candidates that fit
+    together.
 
-    ``states`` limits the search for each job. None does not prove that no schedule fits.
+    ``states`` limits the search for each component. None does not prove that no schedule fits.
     """
     assert graph.candidates is not None
     free = (*_limits(graph, graph.room_bytes), *_limits(graph, graph.host_capacity_bytes))
     choice, sequence = np.zeros(graph.num_pairs, np.int64), []
-    job_of_task, fits = components(graph), usable(graph, pair_options(graph)).tolist()
-    for job in range(int(job_of_task.max()) + 1):
-        found = _choose(_Search(graph, np.flatnonzero(job_of_task == job).tolist(), fits), free, states)
+    component_of_task, fits = label_components(graph), usable(graph, pair_options(graph)).tolist()
+    for component in range(int(component_of_task.max()) + 1):
+        found = _choose(_Search(graph, np.flatnonzero(component_of_task == component).tolist(), fits), free, states)
         if found is None:
             return None
         tasks, chosen = found
@@ -84,7 +85,7 @@ def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candid
 def fitting_ways(
     graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states
 ) -> Iterator[tuple[Restricted, Schedule]]:
-    """Schedules that fit, each with the candidates of its way to stage that take no less than those it has."""
+    """Yield schedules that fit, each with the candidates that need no less memory under its staging."""
     for way in ways_to_stage(graph):
         if (found := fitting_schedule(way.graph, states)) is not None:
             rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_leaner(way.graph, found))]
@@ -109,23 +110,23 @@ def no_leaner(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def _limits(graph: TaskGraph, room: IntArray | None) -> list[int]:
-    return [NO_LIMIT] * graph.num_ranks if room is None else room.tolist()
+def _limits(graph: TaskGraph, capacity: IntArray | None) -> list[int]:
+    return [NO_LIMIT] * graph.num_ranks if capacity is None else capacity.tolist()
 
 
 def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] | None:
-    """An order of one job's tasks that fits, and the candidates of its pairs."""
+    """Return an order of the tasks of one component that fits, and the candidates of its pairs."""
     seen: set[tuple[int, Chosen]] = set()
     stack: list[tuple[int, Free, Run, Chosen]] = [(0, free, (), ())]
     while stack and len(seen) < most:
         done, free, run, chosen = stack.pop()
-        done, free, run = search.run_what_gives(done, free, dict(chosen), run)
+        done, free, run = search.run_freeing(done, free, dict(chosen), run)
         if (done, chosen) in seen:
             continue
         seen.add((done, chosen))
         if done == search.everything:
             return _sequence(run), chosen
-        # The last on the stack is tried first: what takes least.
+        # The last state on the stack is tried first: the one with the smallest increase.
         steps = search.steps(done, free, dict(chosen))
         for change, task, option in sorted(steps, key=lambda step: (-step[0].net, -step[0].host_net)):
             picked = tuple(sorted({**dict(chosen), search.pair[task]: option}.items()))
@@ -134,7 +135,7 @@ def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] 
 
 
 def _sequence(run: Run) -> list[int]:
-    """The tasks in the order that they were run in."""
+    """Return the tasks in the order in which they ran."""
     tasks = []
     while run:
         run, task = run
@@ -143,7 +144,7 @@ def _sequence(run: Run) -> list[int]:
 
 
 class _Search:
-    """The tasks of one job, numbered from 0, and what each takes."""
+    """The tasks of one component, numbered from 0, and their memory."""
 
     def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
         self.tasks = tasks
@@ -170,15 +171,15 @@ class _Search:
                 self.edges[target] -= allocated
 
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
-        """Return the weight gradient that runs right behind a task, in no time; empty where none does."""
+        """Return the weight gradient without duration that runs directly after a task; empty if there is none."""
         weight = self.weight[self.pair[task]]
         ends = option.whole and task == self.backward[self.pair[task]]
         return (weight,) if ends and not self.before[weight] & ~(done | 1 << self.place[task]) else ()
 
     def change(self, task: int, option: Option, done: int) -> _Change:
-        """What a task needs at most above what its rank and its host hold, and what it takes for good.
+        """Return the peak and net change of bytes due to a task.
 
-        The weight gradient that is joined to it counts with it.
+        A weight gradient that is joined to the task is included.
         """
         pair = self.pair[task]
         forward = task in self.forward
@@ -195,14 +196,14 @@ class _Search:
         return _Change(max(first, first + last), first + last, host, host - option.host * ends)
 
     def left(self, free: Free, task: int, change: _Change) -> Free:
-        """What is free once a task has run."""
+        """Return the free bytes after a task."""
         rank, after = self.rank[task], list(free)
         after[rank] -= change.net
         after[self.num_ranks + rank] -= change.host_net
         return tuple(after)
 
     def steps(self, done: int, free: Free, chosen: dict[int, Option]) -> list[tuple[_Change, int, Option]]:
-        """Tasks that could run next and fit: what they take, task, candidate."""
+        """Return the possible next steps that fit: memory change, task, candidate."""
         found = []
         for i, task in enumerate(self.tasks):
             if done >> i & 1 or self.before[task] & ~done:
@@ -214,8 +215,8 @@ class _Search:
                     found.append((change, task, option))
         return found
 
-    def run_what_gives(self, done: int, free: Free, chosen: dict[int, Option], run: Run) -> tuple[int, Free, Run]:
-        """Run all tasks that fit and take nothing for good, but forwards, whose candidate is to be chosen."""
+    def run_freeing(self, done: int, free: Free, chosen: dict[int, Option], run: Run) -> tuple[int, Free, Run]:
+        """Run all tasks that fit and do not increase the held bytes, except forwards, whose candidate is a choice."""
         while True:
             steps = self.steps(done, free, chosen)
             step = next((s for s in steps if s[0].net <= 0 and s[1] not in self.forward), None)
@@ -224,7 +225,7 @@ class _Search:
             done, free, run = self.after(done, free, run, step)
 
     def after(self, done: int, free: Free, run: Run, step: tuple[_Change, int, Option]) -> tuple[int, Free, Run]:
-        """What is done, free and run once a task has run, and the weight gradient that is joined to it."""
+        """Return the state after a task and the weight gradient that is joined to it."""
         change, task, option = step
         free = self.left(free, task, change)
         for each in (task, *self.joined(task, option, done)):
@@ -233,7 +234,7 @@ class _Search:
 
 
 def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...]:
-    """Candidates of a pair that fit alone, without those than which another takes no more of anything."""
+    """Return the candidates of a pair that fit alone, without dominated ones."""
     split = graph.weight_of[pair] != NO_TASK
     assert graph.candidates is not None
     every = [

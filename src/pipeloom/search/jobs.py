@@ -1,8 +1,8 @@
-"""Jobs: parts of a graph that can finish alone, and what they need for it (for banker's admission).
+"""Components: parts of a graph that can finish alone, and what they need for it (for banker's admission).
 
-Memory is granted only if every job that has begun can still finish, one after the other, in some order
-(Dijkstra's banker). A job finishes along its *reference order*; whatever of it has run already, the rest of
-that order can run, and `demand` is the most it takes on each rank above what the job holds.
+Memory is granted only if every component that has begun can still finish, one after the other, in some order
+(Dijkstra's banker). A component finishes along its *reference order*; whatever of it has run already, the rest of
+that order can run, and `demand` is the most it takes on each rank above what the component holds.
 """
 
 from __future__ import annotations
@@ -28,23 +28,20 @@ NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Jobs:
-    """Jobs of a graph, in the order of their first microbatch.
+class Components:
+    """Components of a graph, in the order of their first microbatch.
 
     Attributes
     ----------
-    job_of_task : array, shape (num_tasks,)
     order : array, shape (num_tasks,)
-        All tasks, job after job in order of their first microbatch, each job in its reference order: a
-        schedule that fits whenever one was found.
-    demand : array, shape (num_jobs, num_ranks)
-    capacity : array, shape (num_ranks,)
+        All tasks, component after component in order of their first microbatch, each component in its reference order:
+        a schedule that fits whenever one was found.
     scan_start, scan_task : array
-        Per job and rank (row ``job * num_ranks + rank``) the tasks in reference order, where what is still
+        Per component and rank (row ``component * num_ranks + rank``) the tasks in reference order, where what is still
         to come does not simply add up.
     """
 
-    job_of_task: IntArray
+    component_of_task: IntArray
     order: IntArray
     demand: IntArray
     capacity: IntArray
@@ -54,81 +51,84 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walks:
-    """What finding jobs takes from a graph that its candidates do not change: made once, used for all of them.
+    """What finding components takes from a graph that its candidates do not change: made once, used for all of them.
 
     Attributes
     ----------
-    job_of_task : array, shape (num_tasks,)
     order : array, shape (num_tasks,)
-        Job after job, each depth first with backwards as soon as they can.
+        Component after component, each depth first with backwards as soon as they can.
     """
 
-    job_of_task: IntArray
+    component_of_task: IntArray
     order: IntArray
 
 
 def make_walks(graph: TaskGraph) -> Walks:
-    """Split a graph into jobs, and walk through each of them."""
-    job_of_task = components(graph)
-    members = np.argsort(job_of_task, kind="stable")
-    member_start = np.searchsorted(job_of_task[members], np.arange(int(job_of_task.max(initial=-1)) + 2))
+    """Split a graph into components and find a depth-first order of each."""
+    component_of_task = label_components(graph)
+    members = np.argsort(component_of_task, kind="stable")
+    member_start = np.searchsorted(component_of_task[members], np.arange(int(component_of_task.max(initial=-1)) + 2))
     order, stacks = np.empty(graph.num_tasks, np.int64), np.empty((2, graph.num_tasks), np.int64)
     waiting = np.diff(graph.predecessor_start)
     walk(graph.successor_start, graph.successor, graph.kind, waiting, members, member_start, stacks, order)
-    return Walks(job_of_task, order)
+    return Walks(component_of_task, order)
 
 
-def find_jobs(graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.job_states) -> Jobs:
-    """Split a graph without candidates into jobs and find an order for each that fits.
+def find_components(
+    graph: TaskGraph, walks: Walks | None = None, states: int = DEFAULTS.feasibility.job_states
+) -> Components:
+    """Split a graph without candidates into components and find an order for each that fits.
 
     Parameters
     ----------
     walks : Walks, optional
         Of this graph under any candidates.
     states : int
-        Sets of finished tasks that are tried for a job when the plain orders do not fit, which may take seconds.
+        Sets of finished tasks that are tried for a component when the plain orders do not fit, which may take seconds.
 
     Raises
     ------
     InfeasibleError
-        Naming the pair, its rank and the bytes, where a pair alone is too large, or no order of its job fits.
+        Naming the pair, its rank and the bytes, where a pair alone is too large, or no order of its component fits.
     NothingFoundError
-        Where no order of a job was found that fits, and not all were tried.
+        Where no order of a component was found that fits, and not all were tried.
     """
     capacity = np.full(graph.num_ranks, NO_LIMIT, np.int64)
     if graph.room_bytes is not None:
         capacity = graph.room_bytes
     if not memory_matters(graph):
-        return _one_job(graph, capacity)
+        return _one_component(graph, capacity)
     refuse_large_pairs(graph)
     walks = walks or make_walks(graph)
-    job_of_task, order = walks.job_of_task, walks.order
-    demand, adds_up = _demand(graph, job_of_task, order)
+    component_of_task, order = walks.component_of_task, walks.order
+    demand, adds_up = _demand(graph, component_of_task, order)
     failing = np.flatnonzero((demand > capacity).any(axis=1))
     if failing.size:
         order = order.copy()
         peak, net = (column.tolist() for column in memory_demand(graph))
         reader = _Reader(graph)
-        for job in failing.tolist():
-            here = job_of_task[order] == job
+        for component in failing.tolist():
+            here = component_of_task[order] == component
             order[here] = _reference_order(graph, reader, order[here].tolist(), (peak, net), capacity, states)
-        demand, adds_up = _demand(graph, job_of_task, order)
-    # A row for every job and rank: their tasks in the order of the job.
-    row = (job_of_task * graph.num_ranks + graph.rank)[order]
+        demand, adds_up = _demand(graph, component_of_task, order)
+    # A row for every component and rank: their tasks in the order of the component.
+    row = (component_of_task * graph.num_ranks + graph.rank)[order]
     scanned = ~adds_up[row]
     size = np.bincount(row[scanned], minlength=len(adds_up))
     start = np.zeros(len(size) + 1, np.int64)
     np.cumsum(size, out=start[1:])
-    return Jobs(job_of_task, order, demand, capacity, start, order[scanned][np.argsort(row[scanned], kind="stable")])
+    return Components(
+        component_of_task, order, demand, capacity, start, order[scanned][np.argsort(row[scanned], kind="stable")]
+    )
 
 
-def _demand(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
-    """Most bytes that each job takes on every rank along the order, shape (num_jobs, num_ranks); and, by
-    ``job * num_ranks + rank``, whether the rank's part of it first only takes and then only gives, so that what is
-    needed is a sum.
+def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
+    """Most bytes that each component takes on every rank along the order, shape (num_components, num_ranks); and, by
+    ``component * num_ranks + rank``, whether the rank's part of it first only takes and then only gives, so that what
+    is needed is a sum.
     """
-    num_jobs = int(job_of_task.max(initial=-1)) + 1
-    row = (job_of_task * graph.num_ranks + graph.rank)[order]
+    num_components = int(component_of_task.max(initial=-1)) + 1
+    row = (component_of_task * graph.num_ranks + graph.rank)[order]
     by_row = np.argsort(row, kind="stable")
     peak, net = (column[order][by_row] for column in memory_demand(graph))
     row = row[by_row]
@@ -141,18 +141,18 @@ def _demand(graph: TaskGraph, job_of_task: IntArray, order: IntArray) -> tuple[I
         earlier: IntArray = total - np.repeat(total[first], length)
         return earlier
 
-    demand = np.zeros(num_jobs * graph.num_ranks, np.int64)
+    demand = np.zeros(num_components * graph.num_ranks, np.int64)
     taking = (net > 0) | (peak > 0)
     uneven = taking & ((before((~taking & (net < 0)).astype(np.int64)) > 0) | (peak != net))
     adds_up = np.ones(len(demand), np.bool_)
     if len(row):
         demand[row[first]] = np.maximum(0, np.maximum.reduceat(before(net) + peak, first))
         adds_up[row[first]] = ~np.logical_or.reduceat(uneven, first)
-    return demand.reshape(num_jobs, graph.num_ranks), adds_up
+    return demand.reshape(num_components, graph.num_ranks), adds_up
 
 
 def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
-    """Bytes that every task needs at most above what its rank holds, and what it leaves.
+    """Return the peak and net change of bytes of every task.
 
     What is held for no time does not count: a task without duration needs only what it leaves.
     """
@@ -162,9 +162,9 @@ def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
 
 
 def memory_matters(graph: TaskGraph) -> bool:
-    """Whether not everything fits at once: every pair at its fullest and every byte on an edge.
+    """Return whether not everything fits at once: the maximum of every pair and the bytes of every edge.
 
-    What a job needs along its own order would not do, for another order may hold more of it at once.
+    What a component needs along its own order would not do, for another order may hold more of it at once.
     """
     if graph.capacity_bytes is None:
         return False
@@ -175,12 +175,12 @@ def memory_matters(graph: TaskGraph) -> bool:
     return bool((most > graph.capacity_bytes).any())
 
 
-def _one_job(graph: TaskGraph, capacity: IntArray) -> Jobs:
-    """Everything is one job that needs nothing, which is cheap to make for large graphs."""
+def _one_component(graph: TaskGraph, capacity: IntArray) -> Components:
+    """Return one component that needs no memory, which is fast for large graphs."""
     none = np.zeros(0, np.int64)
-    # The plain rollout, which must not compile anything, is not made for more.
+    # The plain list scheduler, which must not compile anything, is too slow for more.
     order = topological_order(graph) if graph.num_tasks <= 4000 else quick_topological_order(graph)
-    return Jobs(
+    return Components(
         np.zeros(graph.num_tasks, np.int64),
         order,
         np.zeros((1, graph.num_ranks), np.int64),
@@ -201,17 +201,17 @@ class _Reader:
         self.waiting: list[int] = np.diff(graph.predecessor_start).tolist()
 
 
-def components(graph: TaskGraph) -> IntArray:
-    """Connected parts, numbered by their smallest (microbatch, task)."""
+def label_components(graph: TaskGraph) -> IntArray:
+    """Label connected components, numbered by their smallest (microbatch, task)."""
     root = np.arange(graph.num_tasks)
     join(graph.successor_start, graph.successor, root)
     by_microbatch = np.argsort(graph.microbatch, kind="stable")
     roots, first, part = np.unique(root[by_microbatch], return_index=True, return_inverse=True)
     number = np.empty(len(roots), np.int64)
     number[np.argsort(first)] = np.arange(len(roots))
-    job = np.empty(graph.num_tasks, np.int64)
-    job[by_microbatch] = number[part]
-    return job
+    component = np.empty(graph.num_tasks, np.int64)
+    component[by_microbatch] = number[part]
+    return component
 
 
 def _reference_order(
@@ -222,7 +222,9 @@ def _reference_order(
     capacity: IntArray,
     states: int,
 ) -> list[int]:
-    """An order of a job whose plain walk, ``first``, does not fit: what rises least comes next; or else a search."""
+    """An order of a component whose plain walk, ``first``, does not fit: what rises least comes next; or else a
+    search.
+    """
     peak, net = peak_net
     tasks = sorted(first)
     greedy = _walk(reader, tasks, peak, net)
@@ -251,7 +253,7 @@ def _reference_order(
 
 
 def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int], num_ranks: int) -> list[int]:
-    """Most bytes that a sequence of tasks takes on every rank."""
+    """Return the peak bytes of a sequence of tasks on every rank."""
     used, most = [0] * num_ranks, [0] * num_ranks
     for task in sequence:
         rank = reader.rank[task]
@@ -261,7 +263,7 @@ def _most(reader: _Reader, sequence: list[int], peak: list[int], net: list[int],
 
 
 def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) -> list[int]:
-    """An order in which whatever rises least comes next."""
+    """Return an order that greedily takes the task with the smallest memory increase."""
     waiting = {task: reader.waiting[task] for task in tasks}
     forwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] == FORWARD]
     backwards = [task for task in reversed(tasks) if waiting[task] == 0 and reader.kind[task] != FORWARD]
@@ -321,7 +323,7 @@ def _search(
 
 
 def refuse_large_pairs(graph: TaskGraph) -> None:
-    """Refuse what no order can mend: static bytes above a capacity, or a pair that is too large under each candidate.
+    """Raise if no order can fit: static bytes above a capacity, or a pair too large under each candidate.
 
     Raises
     ------

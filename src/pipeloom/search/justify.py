@@ -1,4 +1,4 @@
-"""Justification: local search that schedules back and forth in time (`pipeloom.search.kernels.shake`)."""
+"""Justification: local search that schedules back and forth in time (`pipeloom.search.kernels.perturb`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_rank import make_ranks
-from pipeloom.search.kernels.shake import Shaking, make_table, shake
+from pipeloom.search.kernels.perturb import Perturbation, make_table, perturb
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.packed import PackedGraph
@@ -14,28 +14,28 @@ from pipeloom.search.state import Search
 from pipeloom.search.stopping import Stretch
 
 
-class _Shaker:
-    """One thread's justification."""
+class _Justifier:
+    """The justification of one thread."""
 
     def __init__(self, search: Search, reverse: PackedGraph, seed: int) -> None:
         self.reverse = reverse
         self.ranks, self.mirror = make_ranks(search.packed), make_ranks(reverse)
         self.random = np.array([seed | 1], np.uint64)
         params = search.params.justification
-        span = float(search.packed.work.max()) / len(search.packed.job_size)
-        self.shaking = Shaking(span, params.passes, params.loose, params.lookahead)
+        span = float(search.packed.work.max()) / len(search.packed.component_size)
+        self.perturbation = Perturbation(span, params.passes, params.loose, params.lookahead)
         self.restart(search)
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, blocks))
-        self.table = make_table(blocks.order, blocks.start, makespan, search.jobs.job_of_task, self.random)
+        self.table = make_table(blocks.order, blocks.start, makespan, search.components.component_of_task, self.random)
         self.state = self.table.state
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make about so many passes; return how many were made."""
-        return int(shake(search.packed, self.reverse, self.ranks, self.mirror, self.table, self.shaking, terms))
+        """Make about the given number of passes; return how many were made."""
+        return int(perturb(search.packed, self.reverse, self.ranks, self.mirror, self.table, self.perturbation, terms))
 
     def offer(self, search: Search) -> None:
         """Make the best schedule the incumbent. Run forwards, its order may be faster than it was backwards."""
@@ -56,5 +56,5 @@ def justify(search: Search, stretch: Stretch, heat: float) -> bool:
     if reverse is None:
         return False
     seeds = search.random.integers(1, 1 << 62, size=search.context.threads)
-    climb_together(search, [_Shaker(search, reverse, int(seed)) for seed in seeds], stretch, heat)
+    climb_together(search, [_Justifier(search, reverse, int(seed)) for seed in seeds], stretch, heat)
     return True

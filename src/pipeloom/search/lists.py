@@ -1,4 +1,4 @@
-"""Rules written out for a graph: those that came with its layout, and those that others run by.
+"""Priority rules applied to a graph: those of its layout, and standard rules.
 
 A rule is run by `pipeloom.search.kernels.by_rule`, on the tasks of the graph at hand: its microbatches may be unlike,
 and as many as there are.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.search.kernels.by_rule import Wishes
+from pipeloom.search.kernels.by_rule import Priorities
 from pipeloom.search.kernels.codes import NEVER
 from pipeloom.search.packed import PLACE, PackedGraph
 from pipeloom.search.rule import ChunkRule, OrderRule
@@ -24,13 +24,12 @@ _FIRST = 1e6
 
 
 class Chunks(NamedTuple):
-    """Chunks that a graph's pairs run on, by rank, and then as in the layout.
+    """The chunks of a graph, by rank and then in layout order.
 
     Attributes
     ----------
     label, rank : array, shape (num_chunks,)
         Number in the layout.
-    of_pair : array, shape (num_pairs,)
     most_parts : array, shape (num_chunks,)
         Most pairs that a microbatch has there.
     mean_held : array, shape (num_chunks,)
@@ -45,7 +44,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(graph: TaskGraph) -> Chunks | None:
-    """Read chunks from the labels of a graph that was made from a layout; None where there are none."""
+    """Read chunks from the labels of a graph. None if it has no labels."""
     if (label := graph.chunk_of) is None:
         return None
     both, of_pair = np.unique(np.stack([graph.rank[graph.forward_of], label]), axis=1, return_inverse=True)
@@ -58,8 +57,8 @@ def chunks_of(graph: TaskGraph) -> Chunks | None:
     return Chunks(both[1], both[0], of_pair, most, held.astype(np.int64))
 
 
-def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Wishes:
-    """Write a rule out for a graph whose microbatches come in the order of their turns.
+def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Priorities:
+    """Convert a rule for a graph whose microbatches run in the order of their turns.
 
     Raises
     ------
@@ -85,12 +84,12 @@ def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: Order
     place = np.empty(graph.num_tasks, np.int64)
     place[order] = np.arange(graph.num_tasks)
     row = np.searchsorted(chunks.rank, np.arange(graph.num_ranks + 1)).astype(np.int64)
-    # Room for one microbatch in every later chunk of the rank.
+    # Headroom for one microbatch in every later chunk of the rank.
     after = np.append(np.cumsum(chunks.mean_held[::-1])[::-1], 0)
     later = after[1:] - after[row[chunks.rank + 1]]
     limit = [NEVER if one.limit is None else one.limit for one in said]
     flight, take = _flights(graph)
-    return Wishes(
+    return Priorities(
         order=order,
         place=place,
         key=key,
@@ -103,13 +102,13 @@ def wishes_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: Order
         later=later,
         in_flight=np.zeros(len(said), np.int64),
         held=np.zeros(len(said), np.int64),
-        room=np.zeros(len(said), np.int64),
+        headroom=np.zeros(len(said), np.int64),
         made=np.zeros(graph.num_tasks, np.int64),
     )
 
 
-def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
-    """Take a sequence of all tasks as a rule: the earlier goes first; nothing is waited for.
+def priorities_of_sequence(graph: TaskGraph, sequence: IntArray) -> Priorities:
+    """Convert a sequence of all tasks into a rule: earlier tasks run first, and ranks never wait.
 
     What such a rule gave comes back from it. A sequence in which a rank idles while something is ready does not.
     """
@@ -117,7 +116,7 @@ def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
     order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
     place, key = np.empty(num_tasks, np.int64), np.empty(num_tasks, np.int64)
     place[order], key[sequence] = np.arange(num_tasks), np.arange(num_tasks)
-    return Wishes(
+    return Priorities(
         order=order,
         place=place,
         key=key,
@@ -130,13 +129,13 @@ def wishes_like(graph: TaskGraph, sequence: IntArray) -> Wishes:
         later=np.zeros(num_ranks, np.int64),
         in_flight=np.zeros(num_ranks, np.int64),
         held=np.zeros(num_ranks, np.int64),
-        room=np.zeros(num_ranks, np.int64),
+        headroom=np.zeros(num_ranks, np.int64),
         made=np.zeros(num_tasks, np.int64),
     )
 
 
 def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
-    """Strategies that a rule was found with, a candidate per pair, the base where it is not offered.
+    """Return the candidate of every pair by the strategies of a rule, or the base if there is none.
 
     None where the rule does not say, or the graph offers nothing.
     """
@@ -156,7 +155,7 @@ def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
 
 
 def _most_held(graph: TaskGraph) -> IntArray:
-    """Most bytes that every pair holds between its tasks; nothing where there is no backward."""
+    """Return the peak bytes of every pair between its tasks; 0 without a backward."""
     split = graph.weight_of != NO_TASK
     most = np.where(split, np.maximum(graph.activation_bytes, graph.weight_gradient_bytes), graph.activation_bytes)
     held: IntArray = np.where(graph.backward_of != NO_TASK, most, 0)
@@ -164,7 +163,7 @@ def _most_held(graph: TaskGraph) -> IntArray:
 
 
 def _flights(graph: TaskGraph) -> tuple[IntArray, IntArray]:
-    """What every task adds to the pairs in flight, and to the bytes held.
+    """Return what every task adds to the number of pairs in flight and to the bytes held.
 
     What grows between the halves of a backward counts from its forward, or it might not fit then.
     """

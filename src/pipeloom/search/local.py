@@ -19,8 +19,8 @@ from pipeloom.search.stopping import WHOLE, Stretch
 from pipeloom.taskgraph import IntArray
 
 _TASKS_PER_OFFER = 2000
-"""What is found is measured as a whole and put in order after every round in graphs of so many tasks, in larger ones as
-many times less often: else that takes most of the time."""
+"""Number of tasks up to which results are measured and synchronized after every round. Larger graphs do this less often
+in proportion, since it would take most of the time."""
 
 
 def portfolio(search: Search, stretch: Stretch | None = None) -> None:
@@ -41,16 +41,16 @@ def portfolio(search: Search, stretch: Stretch | None = None) -> None:
 
 
 class Climber(Protocol):
-    """One thread's search: ``state`` is its current and its best makespan."""
+    """The search of one thread. ``state`` is its current and best makespan."""
 
     state: IntArray
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         ...
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make about so many evaluations; return how many were made."""
+        """Make about the given number of evaluations; return how many were made."""
         ...
 
     def offer(self, search: Search) -> None:
@@ -59,7 +59,7 @@ class Climber(Protocol):
 
 
 class _Climber:
-    """One thread's local search."""
+    """The local search of one thread."""
 
     def __init__(self, search: Search, seed: int) -> None:
         self.scratch = make_scratch(search.packed)
@@ -71,14 +71,14 @@ class _Climber:
         self.restart(search)
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         # A list of tasks may be better, but is no order of groups.
         self.state = np.array([search.order_ns, search.order_ns], np.int64)
         order, choice = search.order, search.choice
         self.walk = Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), self.state, self.random)
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make up to so many evaluations; return how many were made."""
+        """Make up to the given number of evaluations; return how many were made."""
         packed, walk = search.packed, self.walk
         if search.limited:
             return int(climb(packed, self.scratch, walk, self.two.orders[0], terms, self.moves))
@@ -107,7 +107,7 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
 
 
 def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
-    """Let climbers search side by side, a thread each; now and then those behind go on from the incumbent."""
+    """Run climbers in parallel, one per thread. From time to time, those behind continue from the incumbent."""
     threads, rounds = len(climbers), 0
     every = max(1, search.graph.num_tasks // _TASKS_PER_OFFER)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
@@ -135,7 +135,7 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
 
 
 def _meet(search: Search, climbers: Sequence[Climber]) -> None:
-    """Make the best of all the incumbent, from which the others go on."""
+    """Make the best result the incumbent, from which the others continue."""
     best = min(climbers, key=lambda climber: int(climber.state[1]))
     if best.state[1] >= search.best_ns:
         search.report()

@@ -1,4 +1,4 @@
-"""Search methods by name, those of other installed distributions too."""
+"""Search methods by name, including those of other installed distributions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pipeloom.timeline import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What an exact solver found.
+    """The result of an exact solver.
 
     Attributes
     ----------
     schedule : Schedule
-        The hint, where it found nothing better.
+        Best schedule: the hint if the solver found none better.
     bound_ns : int
-        No schedule is faster.
+        Lower bound of the makespan, in ns.
     proved : bool
-        The schedule is optimal.
+        Whether the schedule is optimal.
     """
 
     schedule: Schedule
@@ -36,7 +36,7 @@ class Exact:
 
 
 class ExactSolver(Protocol):
-    """States the whole problem at once; gets seconds of wall time, a feasible schedule and a known bound."""
+    """An exact solver. It gets seconds of wall time, a feasible schedule and a known bound."""
 
     def __call__(
         self, graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
@@ -47,20 +47,22 @@ class ExactSolver(Protocol):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to search.
+    """A search method.
 
     Attributes
     ----------
     run : callable
-        The search of orders.
+        Search of orders.
     every_rollout : bool
-        Strategies are chosen in every rollout (`dip.txt` §5.1), not by turns with the search of orders.
+        Whether strategies are chosen each time an order is decoded (`dip.txt` §5.1). Otherwise the choice alternates
+        with the search of orders.
     start : callable, optional
-        For methods with ``every_rollout``: a schedule whose strategies orders are made for; None: the leanest.
+        For methods with ``every_rollout``: return a schedule with the strategies for which orders are decoded. None:
+        the minimum-memory candidates.
     assigns : bool
-        Ranks for the parts of replicated modules are chosen, too; else the method stands for one graph as it is.
+        Whether the method also assigns sub-microbatches of replicated modules to ranks.
     finish : ExactSolver, optional
-        Goes on from what ``run`` found in the first part of the budget.
+        Exact solver that continues from the result of ``run`` in the first part of the budget.
     """
 
     run: Run
@@ -81,7 +83,7 @@ def _local(search: Search, stretch: Stretch) -> None:
 
 def _annealing(search: Search, stretch: Stretch) -> None:
     portfolio(search)
-    # It cools from the begin of the budget, static orders included.
+    # It cools from the start of the budget, including the static orders.
     local_search(search, Stretch(0.0, stretch.until), search.params.orders.heat)
 
 
@@ -91,7 +93,7 @@ METHODS: dict[str, Method] = {
     "local search": Method(_local, assigns=True),
     "annealing": Method(_annealing, assigns=True),
 }
-"""Search methods of Pipeloom itself, by name; `find_method` knows those of other distributions, too."""
+"""Search methods of Pipeloom by name. `find_method` also finds those of other distributions."""
 
 
 def find_method(name: str, entity: str = "method") -> Method:
@@ -100,9 +102,9 @@ def find_method(name: str, entity: str = "method") -> Method:
     Parameters
     ----------
     name : str
-        A key of `METHODS`, or of what an installed distribution adds to ``pipeloom.search_methods``.
+        A key of `METHODS`, or a method that an installed distribution adds to ``pipeloom.search_methods``.
     entity : str
-        What the error names: an option, or a field of a file.
+        Option or file field to name in the error.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""A task graph as the kernels see it: one row of numbers per task, priority groups, and jobs.
+"""A task graph as the kernels see it: one row of numbers per task, priority groups, and components.
 
 A *group* is what gets one priority: the passes of a module, one microbatch and one direction that lie at the
-same depth (`dip.txt` §5.1: their relative order does not matter). A *job* is what must be able to finish
+same depth (`dip.txt` §5.1: their relative order does not matter). A *component* is what must be able to finish
 without the rest: a connected part of the graph, usually a microbatch.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.jobs import Jobs, Walks, find_jobs, memory_demand
+from pipeloom.search.jobs import Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.records import pack
@@ -28,7 +28,7 @@ DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(COLUMNS)
 
 
 class PackedGraph(NamedTuple):
-    """What a rollout reads. All arrays are int64 unless said otherwise.
+    """What list scheduling reads. All arrays are int64 unless said otherwise.
 
     Attributes
     ----------
@@ -43,7 +43,6 @@ class PackedGraph(NamedTuple):
         The tasks packed by cells, see `pipeloom.search.records`.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
-    job : array of int32, shape (num_cells,)
     class_start : array, shape (4,)
         Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
     group_start, group_segment : array
@@ -52,16 +51,13 @@ class PackedGraph(NamedTuple):
         The W segments that belong to every group.
     num_groups : array, shape (2,)
         Of forward and backward groups.
-    group_microbatch : array, shape (num_groups,)
     capacity : array, shape (num_ranks,)
         Capacity less static bytes; very large where there is no limit.
-    work, least_tail : array, shape (num_ranks,)
-    demand : array, shape (num_jobs, num_ranks)
-        Bytes a job needs to finish alone, see `Jobs`.
+    demand : array, shape (num_components, num_ranks)
+        Bytes a component needs to finish alone, see `Components`.
     scan_start, scan_cell : array
-        Per job and rank, the cells of its tasks in the job's reference order, where ``demand`` must be found by
-        scanning them; empty where it is the sum of what is still to come.
-    job_size : array, shape (num_jobs,)
+        Per component and rank, the cells of its tasks in the component's reference order, where ``demand`` must be
+        found by scanning them; empty where it is the sum of what is still to come.
     """
 
     task: IntArray
@@ -74,7 +70,7 @@ class PackedGraph(NamedTuple):
     join_waiting: IntArray
     source_link: IntArray
     bytes: IntArray
-    job: Array
+    component: Array
     class_start: IntArray
     group_start: IntArray
     group_segment: IntArray
@@ -88,7 +84,7 @@ class PackedGraph(NamedTuple):
     demand: IntArray
     scan_start: IntArray
     scan_cell: IntArray
-    job_size: IntArray
+    component_size: IntArray
 
 
 class Groups(NamedTuple):
@@ -111,8 +107,8 @@ def pack_graph(
     walks: Walks | None = None,
     states: int = DEFAULTS.feasibility.job_states,
     unequal: float = DEFAULTS.static_orders.unequal,
-) -> tuple[PackedGraph, Groups, Jobs]:
-    """Lay a graph without candidates out for the kernels; ``walks`` and ``states`` as in `find_jobs`.
+) -> tuple[PackedGraph, Groups, Components]:
+    """Lay a graph without candidates out for the kernels; ``walks`` and ``states`` as in `find_components`.
 
     ``unequal``: passes of one group whose work differs by more than this get priorities of their own.
 
@@ -121,7 +117,7 @@ def pack_graph(
     InfeasibleError
         A microbatch cannot fit.
     """
-    jobs = find_jobs(graph, walks, states)
+    components = find_components(graph, walks, states)
     topological = quick_topological_order(graph)
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)
@@ -143,7 +139,7 @@ def pack_graph(
         PLACE: 4 * graph.rank + kind_class,
         PEAK: peak,
         NET: net,
-        JOB: jobs.job_of_task,
+        JOB: components.component_of_task,
         SEGMENT: graph.segment,
     }
     for column, values in columns.items():
@@ -154,8 +150,8 @@ def pack_graph(
     records, cell = pack(
         graph.segment, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_segments
     )
-    memory, job = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
-    memory[cell], job[cell] = task[:-1, PEAK : NET + 1], jobs.job_of_task
+    memory, component = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
+    memory[cell], component[cell] = task[:-1, PEAK : NET + 1], components.component_of_task
     grouped = _groups(graph, kind_class, topological, position, head, tail, unequal)
     groups, group_rows, weight_rows, num_groups, class_start = grouped
     least_tail = np.array([tail[graph.rank == r].min(initial=1 << 60) for r in range(graph.num_ranks)])
@@ -165,7 +161,7 @@ def pack_graph(
         waiting=waiting,
         **records._asdict(),
         bytes=memory.ravel(),
-        job=job,
+        component=component,
         class_start=class_start,
         group_start=group_rows[0],
         group_segment=group_rows[1],
@@ -173,15 +169,15 @@ def pack_graph(
         weight_segment=weight_rows[1],
         num_groups=num_groups,
         group_microbatch=groups.microbatch.astype(np.int64),
-        capacity=jobs.capacity,
+        capacity=components.capacity,
         work=np.bincount(graph.rank, weights=graph.duration_ns, minlength=graph.num_ranks).astype(np.int64),
         least_tail=np.where(least_tail == 1 << 60, 0, least_tail),
-        demand=jobs.demand,
-        scan_start=jobs.scan_start,
-        scan_cell=cell[jobs.scan_task],
-        job_size=np.bincount(jobs.job_of_task).astype(np.int64),
+        demand=components.demand,
+        scan_start=components.scan_start,
+        scan_cell=cell[components.scan_task],
+        component_size=np.bincount(components.component_of_task).astype(np.int64),
     )
-    return packed, groups, jobs
+    return packed, groups, components
 
 
 def _groups(

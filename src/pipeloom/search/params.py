@@ -1,7 +1,7 @@
-"""Parameters of the search: everything that tunes it, in one place.
+"""All parameters of the search.
 
-The defaults were found by trial on the instance library (`docs/notes/search.md`). A file has a table for each group and
-names only what it changes::
+The defaults were tuned on the instance library (`docs/notes/search.md`). A file has a table for each group and contains
+only the values that it changes::
 
     [orders]
     heat = 0.2
@@ -22,17 +22,18 @@ from pipeloom.search.rule import OrderRule
 
 
 class StaticOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Orders by rules, which every search begins with."""
+    """Static orders, which start every search."""
 
     share: Share = 0.25
-    """Part of the budget that large graphs may spend on them; the promising ones come early."""
+    """Fraction of the budget that large graphs may spend on static orders. The most promising orders are tried
+    first."""
     late_parts: tuple[Share, ...] = (0.02, 0.03, 0.015, 0.025, 0.01, 0.05, 1.0)
-    """Parts of all work that backwards which nothing waits for may leave for the end."""
+    """Fractions of all work that may be left for the end by backwards on which no other task depends."""
     unequal: Ratio = 1.3
-    """Passes of one group whose work differs by more than this get priorities of their own."""
+    """Passes of one group get separate priorities when their work differs by more than this factor."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no share or ratio."""
+        """Raise `InputError` for invalid values."""
         check_share("static_orders.share", self.share)
         check_ratio("static_orders.unequal", self.unequal)
         for i, part in enumerate(self.late_parts):
@@ -43,26 +44,26 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Local search and annealing on the order of groups."""
 
     heat: Magnitude = 0.1
-    """Start of an annealing, in mean durations of a task; so much for `few_changes` per job or fewer."""
+    """Initial annealing temperature, in mean task durations, for `few_changes` per component or fewer."""
     few_changes: Factor = 25.0
-    """Beyond, the heat rises with the root of the changes per job. They are counted at the speed of the static orders,
-    which is two to five times slower."""
+    """Above this number of changes per component, the temperature rises with the square root of the number. Changes are
+    estimated at the speed of the static orders, which is two to five times slower."""
     most_heat: Magnitude = 1.0
-    """Where that rise ends."""
+    """Maximum initial temperature, in mean task durations."""
     far: Ratio = 1.05
-    """Above so many times the bound, microbatches must change places, at which this search is better than
-    justification."""
+    """Above this multiple of the lower bound, microbatches must change places. Group orders then get `far_share` of the
+    time, since they do this better than justification."""
     far_share: Share = 0.1
-    """Part of the time that then goes to it."""
+    """Fraction of the time for group orders above `far`."""
     switch_every: Number = 64
-    """One change in so many is of the policy; 0: none."""
+    """One change in this many changes the policy. 0 keeps the policy."""
     whole_microbatches: Number = 13
-    """Of sixteen changes to the order, so many move whole microbatches."""
+    """Number of changes, of every sixteen changes to the order, that move whole microbatches."""
     steps_per_round: Count = 400_000
-    """Tasks that a kernel may schedule before it returns to look at the clock: about 10 ms."""
+    """Number of tasks that a kernel may schedule before it returns to check the clock: about 10 ms."""
 
     def __post_init__(self) -> None:
-        """Refuse temperatures, shares and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_not_negative("orders.heat", self.heat)
         check_positive("orders.few_changes", self.few_changes)
         check_not_negative("orders.most_heat", self.most_heat)
@@ -73,41 +74,43 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise InputError("orders.whole_microbatches", f"{self.whole_microbatches} is not from 0 to 16")
         check_count("orders.steps_per_round", self.steps_per_round)
 
-    def long_heat(self, changes_per_job: float) -> float:
-        """Start of an annealing, in mean durations of a task: the longer it may last, the hotter."""
-        return float(min(self.most_heat, self.heat * max(1.0, changes_per_job / self.few_changes) ** 0.5))
+    def long_heat(self, changes_per_component: float) -> float:
+        """Return the initial annealing temperature, in mean task durations. Longer annealing starts hotter."""
+        return float(min(self.most_heat, self.heat * max(1.0, changes_per_component / self.few_changes) ** 0.5))
 
 
 class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tabu search on the order of tasks, for small graphs and where memory is limited."""
 
     most_tasks: Number = 200
-    """Tasks up to which a graph is small."""
+    """Maximum number of tasks of a small graph."""
     small_orders_share: Share = 0.1
-    """Part of the time of small graphs for the local search of orders before."""
+    """Fraction of the time of small graphs for the preceding local search of orders."""
     one_way_orders_share: Share = 0.7
-    """The same where memory is limited and time cannot be reversed."""
+    """The same fraction where memory is limited and time cannot be reversed."""
     tenure: Count = 10
-    """What a move changed stays for so many moves, and up to twice so many."""
+    """Number of moves for which a change is kept, drawn from this number up to twice this number."""
     patience: Factor = 45.0
-    """Times the root of the number of tasks in the window: moves without anything better after which starts are
-    shifted, or another window is opened."""
+    """Multiple of the square root of the number of tasks in the window. After this many moves without improvement,
+    starts are shifted or another window is opened."""
     window: Factor = 75.0
-    """Times the root of the number of ranks: tasks of a window, of graphs that are not small. No more move at once."""
+    """Multiple of the square root of the number of ranks: the number of tasks in a window, for graphs that are not
+    small. Only tasks in the window move."""
     sweeps: Count = 20
-    """Patience is that only once windows have been everywhere so often; it begins with so small a part of it."""
+    """Number of passes of the windows over the graph after which `patience` has its full value. It starts at one
+    `sweeps`-th."""
     reach: Count = 32
-    """Tasks that a move may pass, at most."""
+    """Maximum number of tasks that a move may pass."""
     shifts: Count = 4
-    """Up to so many shifts, one after the other, where all tasks are in one window."""
+    """Maximum number of consecutive shifts where one window holds all tasks."""
     lookahead: Count = 4
-    """As in `JustificationParams`, after a shift."""
+    """Same as in `JustificationParams`, after a shift."""
     heat: Magnitude = 0.2
-    """What was found since the last shift, or in a window, is the next one's start if it is longer by no more than so
-    many mean durations of a task, times an exponential variate; falling to nothing."""
+    """Threshold for accepting the result of a shift or window as the next start: it may be longer by this many mean
+    task durations, times an exponential variate. The threshold falls to 0."""
 
     def __post_init__(self) -> None:
-        """Refuse shares and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_not_negative("tabu.most_tasks", self.most_tasks)
         check_share("tabu.small_orders_share", self.small_orders_share)
         check_share("tabu.one_way_orders_share", self.one_way_orders_share)
@@ -119,21 +122,21 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Local search that schedules back and forth in time, where memory is limited."""
+    """Local search by scheduling in both directions of time, for limited memory."""
 
     share: Share = 0.5
-    """Part of the time that is left for it and the tabu search after it."""
+    """Fraction of the remaining time for justification and the tabu search that follows."""
     heat: Magnitude = 0.1
-    """Start of the annealing, in mean durations of a task."""
+    """Initial annealing temperature, in mean task durations."""
     passes: Count = 8
-    """Passes over one changed schedule, at most."""
+    """Maximum number of passes over one perturbed schedule."""
     loose: Magnitude = 1 / 32
-    """A pass that comes out longer than the current schedule by more than this part ends them."""
+    """Passes end when one is longer than the current schedule by more than this fraction."""
     lookahead: Count = 4
-    """Up to so many ready tasks may be refused memory before a rank waits; drawn anew for every change."""
+    """Maximum number of ready tasks that may lack memory before a rank waits. It is drawn for each perturbation."""
 
     def __post_init__(self) -> None:
-        """Refuse temperatures and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_share("justification.share", self.share)
         check_not_negative("justification.heat", self.heat)
         check_count("justification.passes", self.passes)
@@ -142,19 +145,19 @@ class JustificationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Search of large graphs on a sample, where memory is limited."""
+    """Search of large graphs on a sample, for limited memory."""
 
     most_tasks: Number = 40_000
-    """Tasks up to which a graph is searched as a whole."""
+    """Maximum number of tasks of a graph that is searched as a whole."""
     tasks: Count = 16_000
-    """Of the sample, about."""
+    """Approximate number of tasks in the sample."""
     most_filling: Ratio = 1.02
-    """The bounds of all copies of the sample, one after the other, may be so many times that of the whole."""
+    """Maximum ratio of the summed bounds of all copies of the sample to the bound of the whole graph."""
     share: Share = 0.6
-    """Part of the time that is left when it begins; the rest is for the whole."""
+    """Fraction of the remaining time for the sample. The rest is for the whole graph."""
 
     def __post_init__(self) -> None:
-        """Refuse shares and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_not_negative("sample.most_tasks", self.most_tasks)
         check_count("sample.tasks", self.tasks)
         check_ratio("sample.most_filling", self.most_filling)
@@ -162,24 +165,24 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Orders and memory strategies by turns, where pairs have candidates."""
+    """Alternating search of orders and memory strategies, for pairs with candidates."""
 
     lean_rounds: Count = 6
-    """Turns from the leanest candidates."""
+    """Number of turns from the minimum-memory candidates."""
     uniform_rounds: Count = 3
-    """Turns from the best uniform setting."""
+    """Number of turns from the best uniform setting."""
     chosen_rounds: Count = 2
-    """Turns from strategies chosen for a lean order."""
+    """Number of turns from strategies chosen for a minimum-memory order."""
     probe_share: Share = 0.05
-    """Part of the budget for the static orders of one uniform setting."""
+    """Fraction of the budget for the static orders of one uniform setting."""
     far: Ratio = 1.05
-    """Makespan over bound beyond which an order for the leanest candidates is tried beside that for a uniform
-    setting."""
+    """Above this multiple of the lower bound, an order for the minimum-memory candidates is tried beside the order for
+    a uniform setting."""
     split_share: Share = 0.25
-    """Part of the budget in which another number of split microbatches is begun."""
+    """Another number of split microbatches may be started within this fraction of the budget."""
 
     def __post_init__(self) -> None:
-        """Refuse shares, ratios and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_count("turns.lean_rounds", self.lean_rounds)
         check_count("turns.uniform_rounds", self.uniform_rounds)
         check_count("turns.chosen_rounds", self.chosen_rounds)
@@ -189,42 +192,42 @@ class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The choice of memory strategies for an order, by a Lagrangian method."""
+    """Choice of memory strategies for an order, by a Lagrangian method."""
 
     rounds: Count = 120
-    """Where one order gets strategies; twice so many once capacities are tightened."""
+    """Number of rounds to choose strategies for one order. The number doubles once capacities are tightened."""
     large_rounds: Count = 60
-    """The same for large graphs."""
+    """The same number for large graphs."""
     rollout_rounds: Count = 16
-    """Where thousands of orders get them, and where time is short."""
+    """Number of rounds when strategies are chosen for thousands of orders or time is short."""
     large_tasks: Number = 900
-    """Tasks of a rank beyond which a graph is large. Without this limit a choice takes half a second and more for a
-    rank of 1500 tasks, and no search could stop it."""
+    """Number of tasks on a rank above which a graph is large. Without this limit, one choice takes half a second or
+    more for a rank of 1500 tasks, and a search cannot interrupt it."""
     most_share: Share = 0.1
-    """Part of the budget's time that one choice may take if a less thorough one would do."""
+    """Maximum fraction of the time budget for one choice if a less thorough choice is possible."""
     cost: Factor = 150.0
-    """What a choice of `rounds` takes, in choices of `rollout_rounds` (graphs of 6000 to 11 500 tasks: 100 to 300).
-    What costs most are the exchanges, for little: makespans differ by a part in a thousand."""
+    """Cost of a choice of `rounds`, in choices of `rollout_rounds` (100 to 300 for graphs of 6000 to 11 500 tasks).
+    Exchanges cost most and change makespans by one part in a thousand."""
     large_cost: Factor = 2.5
-    """The same for `large_rounds` (2.2 to 2.6)."""
+    """The same cost for `large_rounds` (2.2 to 2.6)."""
     quick_cost: Factor = 80.0
-    """What a choice of `rollout_rounds` takes, in static orders of the same graph, until one has been timed (graphs of
-    9400 to 13 400 tasks: 40 to 160)."""
+    """Cost of a choice of `rollout_rounds`, in static orders of the same graph, until one has been timed (40 to 160 for
+    graphs of 9400 to 13 400 tasks)."""
     thorough_rounds: Count = 64
-    """Rounds from which on capacities are tightened, and the choice ends with exchanges."""
+    """Number of rounds after which capacities are tightened; such a choice ends with exchanges."""
     repair_every: Count = 8
-    """Rounds between two repairs of the Lagrangian's choice."""
+    """Number of rounds between two repairs of the choice made by the Lagrangian method."""
     first_step: Factor = 1.0
-    """First step of the multipliers, in the length that would close the gap if the bound were linear."""
+    """First step of the multipliers, relative to the step that would close the gap if the bound were linear."""
     later_step: Factor = 0.3
-    """The same once capacities are tightened."""
+    """The same step once capacities are tightened."""
     most_sums: Count = 4000
-    """Different sums of candidates at one place; where there are more, its capacity is not tightened."""
+    """Maximum number of different sums of candidates at one place. With more sums, its capacity is not tightened."""
     most_sum_steps: Number = 300_000
-    """Steps of merging sums, over all places of a rank: about a millisecond."""
+    """Maximum number of steps to merge sums, over all places of a rank: about a millisecond."""
 
     def __post_init__(self) -> None:
-        """Refuse shares, steps and counts that are none."""
+        """Raise `InputError` for invalid values."""
         for name in ("rounds", "large_rounds", "rollout_rounds", "thorough_rounds", "repair_every", "most_sums"):
             check_count(f"strategies.{name}", getattr(self, name))
         for name in ("cost", "large_cost", "quick_cost", "first_step", "later_step"):
@@ -235,24 +238,24 @@ class StrategyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The choice of ranks for the parts of replicated modules."""
+    """Assignment of the sub-microbatches of replicated modules to ranks."""
 
     first_share: Share = 0.35
-    """Part of the budget after which orders under the assignment at hand have been searched."""
+    """Fraction of the budget at which the search of orders under the initial assignment ends."""
     even_share: Share = 0.6
-    """After which orders under an assignment that is even under the strategies found have been searched, too; the rest
-    is for the annealing of assignment and order."""
+    """Fraction of the budget at which the search of orders under an assignment that is even under the chosen strategies
+    ends. The rest is for annealing of assignment and order."""
     most_swaps: Number = 400
-    """Changes that make an assignment even."""
+    """Maximum number of changes that make an assignment even."""
     heat: Magnitude = 0.03
-    """Start of the annealing, in mean durations of a task; it falls to nothing."""
+    """Initial annealing temperature, in mean task durations. It falls to 0."""
     rounds: Count = 4
-    """Turns of annealing and of the choice of strategies, where there are any."""
+    """Number of turns of annealing and strategy choice, where there are strategies."""
     least_evaluations: Number = 20
-    """Budgets of fewer schedules go to one assignment."""
+    """Budgets of fewer evaluations are spent on one assignment."""
 
     def __post_init__(self) -> None:
-        """Refuse temperatures, shares and counts that are none."""
+        """Raise `InputError` for invalid values."""
         check_share("assignment.first_share", self.first_share)
         check_share("assignment.even_share", self.even_share)
         if self.even_share < self.first_share:
@@ -266,45 +269,47 @@ class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long to look for any order or choice of candidates that fits, where the plain ones do not."""
+    """Limits on the search for any order or candidates that fit, where the static ones do not."""
 
     job_states: Number = 20_000
-    """Sets of finished tasks that are tried for a job."""
+    """Maximum number of sets of finished tasks that are tried for a component."""
     candidate_states: Number = 20_000
-    """Sets of finished tasks, with candidates, that are tried for a job."""
+    """Maximum number of sets of finished tasks, with candidates, that are tried for a component."""
 
     def __post_init__(self) -> None:
-        """Refuse negative counts."""
+        """Raise `InputError` for invalid values."""
         check_not_negative("feasibility.job_states", self.job_states)
         check_not_negative("feasibility.candidate_states", self.candidate_states)
 
 
 class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The choice among packings of one batch, where it is planned together with the order."""
+    """Choice among packings of one batch, planned together with the order."""
 
     static_orders: Count = 4
-    """Orders by which a packing is judged."""
+    """Number of static orders that are tried to judge a packing."""
     closing: Share = 0.5
-    """Part of the way from there to its bound that a search is expected to go; where it ends is compared."""
+    """Fraction of the gap to its bound that a search is expected to close. Packings are compared by the expected
+    result."""
     slower: Ratio = 1.01
-    """A packing that much slower than the best is a miss."""
+    """A packing that is slower than the best by this factor is a miss."""
     misses: Count = 2
-    """So many, one after the other, end the row of more microbatches, or of fewer."""
+    """The search for more microbatches, or for fewer, stops after this many consecutive misses."""
     judging_share: Share = 0.5
-    """Part of the budget in which another packing is begun to be judged."""
+    """Judging of another packing may start within this fraction of the budget."""
     searching: Ratio = 3.0
-    """A search gets at least so many times what judging its packing took; for that, fewer are judged and searched."""
+    """Minimum time of a search, as a multiple of the time to judge its packing. Fewer packings are judged and searched
+    to allow this."""
     near: Ratio = 1.06
-    """Packings within so many times the best's seconds are searched, too,"""
+    """Packings within this factor of the best estimated time are searched as well."""
     finalists: Count = 3
-    """but no more of them than this, for"""
+    """Maximum number of packings that are searched."""
     finalists_share: Share = 0.5
-    """so large a part of what is left; the rest is for the best of them."""
+    """Fraction of the remaining budget for searching the finalists. The rest is for the best of them."""
     dealing_share: Share = 0.25
-    """Part of the budget in which the batch after the next is dealt to replicas."""
+    """Fraction of the budget in which samples of the batch after the next are assigned to replicas."""
 
     def __post_init__(self) -> None:
-        """Refuse shares, ratios and counts that are none."""
+        """Raise `InputError` for invalid values."""
         for name in ("static_orders", "misses", "finalists"):
             check_count(f"packings.{name}", getattr(self, name))
         for name in ("slower", "searching", "near"):
@@ -314,15 +319,15 @@ class PackingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ExactParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exact solvers, which start from an answer of the default method."""
+    """Exact solvers, which start from a solution of the default method."""
 
     start_share: Share = 0.1
-    """Part of the budget that goes to that answer."""
+    """Fraction of the budget for the initial solution."""
     seconds: Wait = 10.0
-    """Time for an exact solver where the budget has no deadline."""
+    """Time limit of an exact solver, in s, if the budget has no deadline."""
 
     def __post_init__(self) -> None:
-        """Refuse shares and times that are none."""
+        """Raise `InputError` for invalid values."""
         check_share("exact.start_share", self.start_share)
         check_positive("exact.seconds", self.seconds)
 
@@ -342,10 +347,10 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     packings: PackingParams = PackingParams()
     exact: ExactParams = ExactParams()
     rules: tuple[OrderRule, ...] = ()
-    """Of the layout of the graphs that are searched: what they give are starts, beside those of every search."""
+    """Priority rules found with the layout. Their schedules are additional starts."""
 
     def hasty(self) -> SearchParams:
-        """Return the same with strategies chosen as hastily as in a rollout, where many graphs are compared."""
+        """Return a copy that chooses strategies with few rounds, to compare many graphs."""
         rounds = self.strategies.rollout_rounds
         strategies = msgspec.structs.replace(self.strategies, rounds=rounds, large_rounds=rounds)
         return msgspec.structs.replace(self, strategies=strategies)

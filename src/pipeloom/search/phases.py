@@ -24,8 +24,6 @@ class Phase:
 
     Attributes
     ----------
-    name : str
-    run : Run
     share : float
         Of the time that is left when it begins.
     where : callable
@@ -80,7 +78,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
     def anneal_long(search: Search, stretch: Stretch) -> None:
         pace = search.pace
         changes = search.meter.watch.expected(pace.evaluations, pace.seconds, stretch.until - stretch.since)
-        local_search(search, stretch, orders.long_heat(changes / len(search.packed.job_size)))
+        local_search(search, stretch, orders.long_heat(changes / len(search.packed.component_size)))
 
     def back_and_forth(search: Search, stretch: Stretch) -> None:
         justify(search, stretch, back.heat)

@@ -1,7 +1,7 @@
 """Dual-queue interleaving in plain Python: the cheap fallback, and what the kernel is compared with.
 
-The rules are those of `pipeloom.search.kernels.climb.rollout`; the bookkeeping is not shared. Here queues are sorted
-lists, and what a job needs is counted anew each time.
+The rules are those of `pipeloom.search.kernels.climb.decode`; the bookkeeping is not shared. Here queues are sorted
+lists, and what a component needs is counted anew each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
-from pipeloom.search.jobs import Jobs, find_jobs, memory_demand, memory_matters
+from pipeloom.search.jobs import Components, find_components, memory_demand, memory_matters
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
@@ -29,7 +29,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
     """Run microbatches in their order, alternating forwards and backwards, within memory and without deadlock.
 
     Compiles nothing, so it answers at once; made for graphs of some hundred tasks. Of the candidates it takes
-    the base of every pair, or where that does not fit, the leanest, or those that fit together.
+    the base of every pair or, if that does not fit, the minimum-memory ones, or those that fit together.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
 
 
 def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
-    """First in, first out under a choice of candidates.
+    """Schedule first in, first out under a choice of candidates.
 
     Raises
     ------
@@ -64,9 +64,9 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
         A microbatch does not fit, or what the order holds on the host does not.
     """
     chosen = graph.with_candidates(choice)
-    jobs = find_jobs(chosen)
+    components = find_components(chosen)
     rules = Rules(admission=2 if memory_matters(chosen) else 0)
-    order = plain_rollout(chosen, jobs, segment_priority(chosen), rules)
+    order = decode_plain(chosen, components, segment_priority(chosen), rules)
     candidate = None if choice is None else np.array(choice, np.int64)
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), candidate, "first in, first out")
     if graph.host_capacity_bytes is not None and candidate is not None:
@@ -77,7 +77,7 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
 
 
 def leanest(graph: TaskGraph) -> list[int]:
-    """Candidate of every pair that holds the least, the faster one where two hold the same.
+    """Return the minimum-memory candidate of every pair, the faster one if two are equal.
 
     Only candidates that alone keep to the limits of device and host count, and where offloading is limited, those
     without host bytes; see `pipeloom.timeline.options.off_host`.
@@ -96,7 +96,7 @@ def leanest(graph: TaskGraph) -> list[int]:
 
 
 def segment_priority(graph: TaskGraph) -> list[int]:
-    """Rank of every segment by microbatch, then by number: lower goes first."""
+    """Return the priority of every segment, by microbatch and then by number: lower runs first."""
     microbatch = np.zeros(graph.num_segments, np.int64)
     microbatch[graph.segment] = graph.microbatch
     priority = np.empty(graph.num_segments, np.int64)
@@ -106,7 +106,7 @@ def segment_priority(graph: TaskGraph) -> list[int]:
 
 @dataclass
 class _Rank:
-    """One rank's queues and clock."""
+    """The queues and clock of one rank."""
 
     queues: tuple[list[tuple[int, int]], ...] = field(default_factory=lambda: ([], [], []))
     late: list[tuple[int, int]] = field(default_factory=list)
@@ -117,23 +117,23 @@ class _Rank:
 
 
 class _Memory:
-    """Banker's bookkeeping, counted from the set of finished tasks."""
+    """Banker's accounting, computed from the set of finished tasks."""
 
-    def __init__(self, graph: TaskGraph, jobs: Jobs) -> None:
+    def __init__(self, graph: TaskGraph, components: Components) -> None:
         self.peak, self.net = (column.tolist() for column in memory_demand(graph))
         self.rank = graph.rank.tolist()
-        self.job = jobs.job_of_task.tolist()
-        self.free = jobs.capacity.tolist()
+        self.component = components.component_of_task.tolist()
+        self.free = components.capacity.tolist()
         self.rows: dict[int, list[int]] = {}
-        for task in jobs.order.tolist():
-            self.rows.setdefault(self.job[task], []).append(task)
+        for task in components.order.tolist():
+            self.rows.setdefault(self.component[task], []).append(task)
         self.done: set[int] = set()
         self.begun: dict[int, None] = {}
 
-    def demand_and_allocated(self, job: int, done: set[int]) -> tuple[list[int], list[int]]:
-        """What a job may still need above what it holds, and what it holds, by rank."""
+    def demand_and_allocated(self, component: int, done: set[int]) -> tuple[list[int], list[int]]:
+        """What a component may still need above what it holds, and what it holds, by rank."""
         level, most, allocated = ([0] * len(self.free) for _ in range(3))
-        for task in self.rows[job]:
+        for task in self.rows[component]:
             rank = self.rank[task]
             if task in done:
                 allocated[rank] += self.net[task]
@@ -143,7 +143,7 @@ class _Memory:
         return most, allocated
 
     def admits(self, task: int, banker: bool) -> tuple[bool, bool]:
-        """Whether a task may run; and if not, whether only because some job could not finish."""
+        """Whether a task may run; and if not, whether only because some component could not finish."""
         rank = self.rank[task]
         if self.peak[task] > self.free[rank]:
             return False, False
@@ -152,28 +152,31 @@ class _Memory:
         done = self.done | {task}
         available = list(self.free)
         available[rank] -= self.net[task]
-        unfinished = {job: self.demand_and_allocated(job, done) for job in {**self.begun, self.job[task]: None}}
+        unfinished = {
+            component: self.demand_and_allocated(component, done)
+            for component in {**self.begun, self.component[task]: None}
+        }
         moved = True
         while moved and unfinished:
             moved = False
-            for job, (demand, allocated) in list(unfinished.items()):
+            for component, (demand, allocated) in list(unfinished.items()):
                 if all(n <= a for n, a in zip(demand, available, strict=True)):
                     available = [a + h for a, h in zip(available, allocated, strict=True)]
-                    del unfinished[job]
+                    del unfinished[component]
                     moved = True
         return not unfinished, bool(unfinished)
 
     def take(self, task: int) -> None:
         self.free[self.rank[task]] -= self.net[task]
         self.done.add(task)
-        job = self.job[task]
-        self.begun[job] = None
-        if all(other in self.done for other in self.rows[job]):
-            del self.begun[job]
+        component = self.component[task]
+        self.begun[component] = None
+        if all(other in self.done for other in self.rows[component]):
+            del self.begun[component]
 
 
 class Rules(NamedTuple):
-    """How a rollout chooses.
+    """How the list scheduler chooses tasks.
 
     Attributes
     ----------
@@ -196,26 +199,26 @@ class Rules(NamedTuple):
     urgent: int | None = None
 
 
-def plain_rollout(graph: TaskGraph, jobs: Jobs, priority: list[int], rules: Rules) -> list[list[int]]:
-    """Order of tasks per rank under a priority of segments (lower first).
+def decode_plain(graph: TaskGraph, components: Components, priority: list[int], rules: Rules) -> list[list[int]]:
+    """Return the order of tasks per rank under a priority of segments (lower first).
 
     Raises
     ------
     PlanError
         Under the papers' rule, where the ranks hold each other up.
     """
-    rollout = _Rollout(graph, jobs, priority, rules)
+    decoder = _Decoder(graph, components, priority, rules)
     for _ in range(graph.num_tasks):
-        rollout.run_next()
-    return rollout.order
+        decoder.run_next()
+    return decoder.order
 
 
-class _Rollout:
-    """A rollout under way."""
+class _Decoder:
+    """List scheduling in progress."""
 
-    def __init__(self, graph: TaskGraph, jobs: Jobs, priority: list[int], rules: Rules) -> None:
+    def __init__(self, graph: TaskGraph, components: Components, priority: list[int], rules: Rules) -> None:
         self.graph, self.priority, self.rules = graph, priority, rules
-        self.memory = _Memory(graph, jobs)
+        self.memory = _Memory(graph, components)
         self.kind = [0 if k == FORWARD else 2 if k == WEIGHT_GRADIENT else 1 for k in graph.kind.tolist()]
         self.rank_of, self.segment = graph.rank.tolist(), graph.segment.tolist()
         self.length = graph.duration_ns.tolist()
@@ -232,7 +235,7 @@ class _Rollout:
         insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.segment[task]], task))
 
     def _choose(self, home: _Rank, reach: int) -> tuple[int, bool]:
-        """A rank's next task (-1: none), and whether one is refused only because some job could not finish."""
+        """A rank's next task (-1: none), and whether one is refused only because some component could not finish."""
         rules = self.rules
         first = rules.policy == 1 or (rules.policy == 0 and home.last_kind == 0)
         if rules.urgent is not None:
@@ -248,7 +251,7 @@ class _Rollout:
         return -1, unsafe
 
     def _next(self) -> int:
-        """The next task of the rank that could start something first."""
+        """Return the next task of the rank that can start earliest."""
         while True:
             now = min(home.key for home in self.ranks)
             if now == NEVER:
@@ -285,7 +288,7 @@ class _Rollout:
         home.key = home.free_at if any(home.queues) else max(home.free_at, waits)
 
     def _book(self, task: int, begin: int) -> None:
-        """Count a task's memory; what it gives back may free other ranks."""
+        """Record the memory of a task. Freed memory may unblock other ranks."""
         self.memory.take(task)
         if self.rules.admission == 2 and self.memory.net[task] < 0:
             for other in self.ranks:
@@ -294,7 +297,7 @@ class _Rollout:
                     other.key = min(other.key, max(other.free_at, begin))
 
     def _pass_on(self, task: int, end: int) -> None:
-        """Tell a task's successors that it ends at ``end``."""
+        """Update the successors of a task that ends at ``end``."""
         for e in range(self.graph.successor_start[task], self.graph.successor_start[task + 1]):
             after = int(self.graph.successor[e])
             self.ready[after] = max(self.ready[after], end + int(self.graph.successor_delay_ns[e]))

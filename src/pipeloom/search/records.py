@@ -1,4 +1,4 @@
-"""The task graph packed for the rollout: what one step reads lies together, and links say where to go next.
+"""The task graph packed for list scheduling: what one step reads lies together, and links say where to go next.
 
 A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
 cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
@@ -23,7 +23,6 @@ class Records(NamedTuple):
 
     Attributes
     ----------
-    base : array of int32, shape (num_segments,)
     number : array, shape (num_cells,)
         Task of a cell, -1 where there is none.
     record : array, shape (2 * num_cells,)

@@ -1,4 +1,4 @@
-"""Graphs with some of their candidates left out, and the way back."""
+"""Graphs restricted to some of their candidates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pipeloom.timeline import Schedule
 from pipeloom.timeline.options import pair_options, usable
 
 MOST_WAYS = 20
-"""Ways to stage that are tried; fewer are all that there are."""
+"""Maximum number of sets of staging ranks to try."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restricted:
-    """A graph with some of its candidates left out, and the way back.
+    """A graph restricted to some candidates, with the mapping to the full graph.
 
     Attributes
     ----------
-    graph : TaskGraph
     kept : tuple of tuple of int
         Per pair, the numbers in the full graph of the candidates kept.
     """
@@ -31,7 +30,7 @@ class Restricted:
     kept: tuple[tuple[int, ...], ...]
 
     def schedule(self, found: Schedule) -> Schedule:
-        """A schedule of this graph, as one of the full graph."""
+        """Convert a schedule of this graph to one of the full graph."""
         assert found.candidate is not None
         choice = [kept[index] for kept, index in zip(self.kept, found.candidate.tolist(), strict=True)]
         return Schedule(found.order, np.array(choice, np.int64), found.method)
@@ -68,7 +67,7 @@ def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
 
 
 def keeping(graph: TaskGraph, kept: Sequence[tuple[int, ...]]) -> Restricted:
-    """Keep some candidates of every pair, in the order that they are given in.
+    """Keep some candidates of every pair, in the given order.
 
     Equal chunks share one row of candidates, and go on sharing where the same are kept.
     """

@@ -1,4 +1,4 @@
-"""What a search gives back, and what it says on the way."""
+"""Results and progress of a search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeloom.timeline import LowerBound, Schedule, Timeline, gap
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a running search."""
+    """The progress of a running search."""
 
     elapsed_s: float
     evaluations: int
@@ -18,24 +18,20 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """Distance from the lower bound, relative to it."""
+        """Makespan divided by the lower bound, minus one."""
         return gap(self.best_ns, self.bound_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A schedule and how far it can be from the best one.
+    """A schedule with a lower bound.
 
     Attributes
     ----------
-    schedule : Schedule
-    timeline : Timeline
-    lower_bound : LowerBound
     evaluations : int
         Schedules tried.
     elapsed_s : float
         By the stopping rule's clock.
-    method : str
     """
 
     schedule: Schedule
@@ -47,5 +43,5 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Makespan above the lower bound, relative to it."""
+        """Makespan divided by the lower bound, minus one."""
         return gap(self.timeline.makespan_ns, self.lower_bound.ns)

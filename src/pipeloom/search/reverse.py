@@ -1,4 +1,4 @@
-"""A graph with time running backwards."""
+"""Graphs with time reversed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeloom.taskgraph import BACKWARD, FORWARD, INPUT_GRADIENT, NO_TASK, Edges
 
 
 def can_be_reversed(graph: TaskGraph) -> bool:
-    """Whether `reversed_graph` has an answer."""
+    """Return whether `reversed_graph` returns a graph."""
     return not ((graph.kind >= INPUT_GRADIENT).any() or graph.edge_bytes.any())
 
 

@@ -21,10 +21,10 @@ class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rule says of one chunk of the layout. A unit is the work of the mean microbatch on the mean rank."""
 
     layers: tuple[Number, Number]
-    """First and last of the chunk, as in the layout."""
+    """First and last layer of the chunk, as in the layout."""
     rank: Number
     forward: Value
-    """Key of its forwards, in units; of all ready tasks a rank takes the one of least key."""
+    """Key of its forwards, in units. A rank runs the ready task with the lowest key."""
     backward: Value
     """Key of its backwards, or of their input gradients."""
     weight: Value = 0.0
@@ -33,12 +33,12 @@ class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a rank waits for a forward that is sure to come, in units, rather than take a task of larger key."""
     backward_wait: Magnitude = 0.0
     limit: Count | None = None
-    """Most microbatches between forward and backward; None: as many as memory has room for."""
+    """Maximum number of microbatches between forward and backward. None: limited by memory only."""
     strategies: tuple[str, ...] = ()
-    """How each of its layers holds its activations; empty: nothing is said."""
+    """Strategy of each layer. Empty: not specified."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be compared."""
+        """Raise `InputError` for invalid values."""
         for name in ("forward", "backward", "weight"):
             if not abs(getattr(self, name)) <= _MOST:
                 raise InputError(name, f"{getattr(self, name):g} is not between {-_MOST:g} and {_MOST:g}")
@@ -53,19 +53,19 @@ class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which task a rank takes next, under one layout.
+    """A rule that chooses the next task of a rank under one layout.
 
     A microbatch adds the work of those before it, in units, to the keys of its chunks.
     """
 
     chunks: tuple[ChunkRule, ...]
-    """Of every chunk of the layout, in its order."""
+    """Rule of every chunk, in the order of the layout."""
     period: Count = 1
-    """So many microbatches have equal keys, and take turns."""
+    """Number of consecutive microbatches that share a key."""
     format: Literal["pipeloom.rule/1"] = "pipeloom.rule/1"
 
     def __post_init__(self) -> None:
-        """Refuse rules for nothing."""
+        """Raise `InputError` for an empty rule."""
         check_count("period", self.period)
         if not self.chunks:
             raise InputError("chunks", "are none", "give one for every chunk of the layout")

@@ -1,9 +1,9 @@
-"""Search of large graphs on a sample: what is found for some jobs serves all that are like them.
+"""Search of large graphs on a sample: a schedule of some components is used for all similar components.
 
-Thousands of jobs (mostly microbatches) are alike but for their lengths. So they are sorted into groups of like ones,
-one job of each is searched, and that schedule is run again and again, each time with other members of the groups. A
-member takes its group's place task by task. Nobody needs more bytes than the sample counted on, so what is put
-together fits.
+Thousands of components (mostly microbatches) differ only in their lengths. Similar components are grouped, a sample
+with one component of each group is searched, and its schedule is repeated with other members of the groups. A member
+replaces the component of its group task by task. No member needs more bytes than the sample assumes, so the combined
+schedule fits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pipeloom.timeline import lower_bound
 
 _Profiles = npt.NDArray[np.float64]
 
-NOBODY = -1
-"""In place of a job where a group has no member for a copy."""
+NO_MEMBER = -1
+"""Marks a copy for which a group has no member."""
 
 
 def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
-    """Search a sample with ``run``, and keep what it gives for the whole, if that is better.
+    """Search a sample with ``run`` and keep the resulting schedule of the whole graph if it is better.
 
-    That is not tried where jobs are so unlike that the sample has half of all tasks, nor where it has so few that too
-    much time would go by while ranks fill and drain, each time that the sample is run.
+    Do nothing if components differ so much that the sample has half of all tasks, or if the sample is so small that
+    repeated warm-up and cool-down would take too long.
     """
     meter, params = search.meter, search.params.sample
     if meter.spent >= stretch.until:
         return
     copies = max(2, search.graph.num_tasks // params.tasks)
-    sample = take_sample(search.graph, search.jobs.job_of_task, copies)
+    sample = take_sample(search.graph, search.components.component_of_task, copies)
     graph, bound = sample.graph, lower_bound(sample.graph)
     if (
         2 * graph.num_tasks > search.graph.num_tasks
@@ -51,7 +51,7 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
         bound=bound,
         on_progress=None,
     )
-    # The most that the members of a group need may be more than there is, though each of them fits.
+    # The maximum over the members of a group may not fit, although each member fits.
     with suppress(InfeasibleError):
         alone = Search(graph, context)
         run(alone, WHOLE)
@@ -65,11 +65,10 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A graph of one job of each group: mean durations of the group, and the most bytes that a member needs.
+    """A graph of one component of each group: mean durations of the group, and the most bytes that a member needs.
 
     Attributes
     ----------
-    graph : TaskGraph
     member : array, shape (tasks of the sample, number of copies)
         The task that takes the place of a task of the sample in a copy, or `NO_TASK`. Every task of the whole is there
         once.
@@ -79,24 +78,28 @@ class Sample:
     member: IntArray
 
     def sequence(self, of_sample: IntArray) -> IntArray:
-        """All tasks, copy after copy, each in the order of a sequence of the sample's tasks."""
+        """Return all tasks, copy after copy, in the order of a sequence of the sample's tasks."""
         tasks = self.member[of_sample].T.ravel()
         found: IntArray = tasks[tasks != NO_TASK]
         return found
 
 
-def take_sample(graph: TaskGraph, job_of_task: IntArray, copies: int) -> Sample:
-    """Take one of about every so many jobs that are alike."""
-    size = np.bincount(job_of_task)
-    of_job, first = np.argsort(job_of_task, kind="stable"), np.cumsum(size) - size
+def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> Sample:
+    """Take one component out of about ``copies`` similar ones."""
+    size = np.bincount(component_of_task)
+    of_component, first = np.argsort(component_of_task, kind="stable"), np.cumsum(size) - size
     turn = np.empty(graph.num_tasks, np.int64)
-    turn[of_job] = _turn_in_row(job_of_task[of_job])
-    groups = _groups(_shapes(graph, job_of_task, turn), _profiles(graph, job_of_task), copies)
-    group_of_job = np.full(len(size), NOBODY, np.int64)
-    group_of_job[[jobs[0] for jobs in groups]] = np.arange(len(groups))
-    tasks = np.flatnonzero(group_of_job[job_of_task] != NOBODY)
-    jobs = _table(groups, copies)[group_of_job[job_of_task[tasks]]]
-    member = np.where(jobs == NOBODY, NO_TASK, of_job[np.where(jobs == NOBODY, 0, first[jobs] + turn[tasks, None])])
+    turn[of_component] = _turn_in_row(component_of_task[of_component])
+    groups = _groups(_shapes(graph, component_of_task, turn), _profiles(graph, component_of_task), copies)
+    group_of_component = np.full(len(size), NO_MEMBER, np.int64)
+    group_of_component[[components[0] for components in groups]] = np.arange(len(groups))
+    tasks = np.flatnonzero(group_of_component[component_of_task] != NO_MEMBER)
+    components = _table(groups, copies)[group_of_component[component_of_task[tasks]]]
+    member = np.where(
+        components == NO_MEMBER,
+        NO_TASK,
+        of_component[np.where(components == NO_MEMBER, 0, first[components] + turn[tasks, None])],
+    )
     return Sample(_mean_graph(graph, tasks, member), member)
 
 
@@ -124,28 +127,28 @@ def _mean_graph(graph: TaskGraph, tasks: IntArray, member: IntArray) -> TaskGrap
 
 
 def _turn_in_row(row: IntArray) -> IntArray:
-    """By entry of sorted row numbers: how many of its row are before it."""
+    """Return the position of each entry in its row, for sorted row numbers."""
     found: IntArray = np.arange(len(row)) - np.searchsorted(row, row)
     return found
 
 
-def _shapes(graph: TaskGraph, job_of_task: IntArray, turn: IntArray) -> IntArray:
-    """By job: a number of its shape. Task by task, jobs of one shape differ in lengths and bytes alone."""
+def _shapes(graph: TaskGraph, component_of_task: IntArray, turn: IntArray) -> IntArray:
+    """By component: a number of its shape. Task by task, components of one shape differ in lengths and bytes alone."""
     pair = graph.pair
     of_pair = (np.where(rows[pair] == NO_TASK, -1, turn[rows[pair]]) for rows in (graph.forward_of, graph.backward_of))
     idle = graph.duration_ns == 0
     tasks = _mixed(turn, graph.kind, graph.rank, graph.module, idle, *of_pair)
     order = np.argsort(graph.edge_source, kind="stable")
     source, target = graph.edge_source[order], graph.edge_target[order]
-    shape = np.zeros(int(job_of_task.max()) + 1, np.uint64)
-    np.add.at(shape, job_of_task, tasks)
-    np.add.at(shape, job_of_task[source], _mixed(turn[source], turn[target], _turn_in_row(source)))
+    shape = np.zeros(int(component_of_task.max()) + 1, np.uint64)
+    np.add.at(shape, component_of_task, tasks)
+    np.add.at(shape, component_of_task[source], _mixed(turn[source], turn[target], _turn_in_row(source)))
     found: IntArray = np.unique(shape, return_inverse=True)[1]
     return found
 
 
 def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Rows of numbers as one number each, all but certainly another one for other rows."""
+    """Hash rows of numbers to one number each."""
     mixed = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         mixed += column.astype(np.int64).view(np.uint64)
@@ -155,15 +158,15 @@ def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def _profiles(graph: TaskGraph, job_of_task: IntArray) -> _Profiles:
-    """By job: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
-    num_jobs, forward = int(job_of_task.max()) + 1, graph.kind == FORWARD
+def _profiles(graph: TaskGraph, component_of_task: IntArray) -> _Profiles:
+    """By component: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
+    num_components, forward = int(component_of_task.max()) + 1, graph.kind == FORWARD
     activation = np.where(forward, graph.activation_bytes[graph.pair], 0).astype(np.float64)
     activation *= graph.duration_ns.sum() / max(1.0, activation.sum())
-    column = job_of_task * graph.num_ranks + graph.rank
+    column = component_of_task * graph.num_ranks + graph.rank
     return np.concatenate(
         [
-            np.bincount(column, weights, num_jobs * graph.num_ranks).reshape(num_jobs, -1)
+            np.bincount(column, weights, num_components * graph.num_ranks).reshape(num_components, -1)
             for weights in (graph.duration_ns * forward, graph.duration_ns * ~forward, activation)
         ],
         axis=1,
@@ -171,34 +174,34 @@ def _profiles(graph: TaskGraph, job_of_task: IntArray) -> _Profiles:
 
 
 def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
-    """Jobs of one shape in groups of up to so many like ones, short ones first; most groups are full."""
+    """Group components of one shape into groups of up to ``most`` similar ones, short ones first."""
     length, groups = profiles.sum(axis=1), []
     left = np.split(np.argsort(shapes, kind="stable"), np.cumsum(np.bincount(shapes))[:-1])
     while left:
-        jobs = left.pop()
-        if len(jobs) <= most:
-            groups.append(jobs[np.argsort(length[jobs], kind="stable")])
+        components = left.pop()
+        if len(components) <= most:
+            groups.append(components[np.argsort(length[components], kind="stable")])
             continue
         # Where they differ most; one half gets a whole number of groups.
-        mine = profiles[jobs]
-        jobs = jobs[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
-        half = (len(jobs) // most + 1) // 2 * most
-        left += [jobs[:half], jobs[half:]]
+        mine = profiles[components]
+        components = components[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
+        half = (len(components) // most + 1) // 2 * most
+        left += [components[:half], components[half:]]
     return groups
 
 
 def _table(groups: list[IntArray], copies: int) -> IntArray:
     """By group: its member in every copy, short ones first, so that those of one copy are all rather short or long."""
-    table = np.full((len(groups), copies), NOBODY, np.int64)
-    for number, jobs in enumerate(groups):
+    table = np.full((len(groups), copies), NO_MEMBER, np.int64)
+    for number, components in enumerate(groups):
         # Those of a group that is not full are spread out, not all groups' over the same copies.
-        places = (np.arange(len(jobs)) * copies // len(jobs) + number) % copies
-        table[number, np.sort(places)] = jobs
+        places = (np.arange(len(components)) * copies // len(components) + number) % copies
+        table[number, np.sort(places)] = components
     return table
 
 
 class Parts:
-    """Takes graphs of some whole jobs out of a graph; what that needs to know of the graph is found once.
+    """Takes graphs of some whole components out of a graph; what that needs to know of the graph is found once.
 
     Parameters
     ----------
@@ -256,7 +259,7 @@ class Parts:
 
 
 def _of_rows(start: IntArray, rows: IntArray) -> IntArray:
-    """Indices of the entries of some compressed rows, row after row."""
+    """Return the indices of the entries of some compressed rows, row after row."""
     length = start[rows + 1] - start[rows]
     ends = np.cumsum(length)
     found: IntArray = np.repeat(start[rows] - (ends - length), length) + np.arange(int(ends[-1]) if len(ends) else 0)

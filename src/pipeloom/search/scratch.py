@@ -1,4 +1,4 @@
-"""What a rollout writes: one set of arrays per thread, made once per problem."""
+"""What list scheduling writes: one set of arrays per thread, made once per problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK_BITS, WORD_SHIFT, GROUP_SHIFT, NUM_URGENT, SECOND, THIRD = range(6)
 
 
 class Scratch(NamedTuple):
-    """Arrays that a rollout writes; see `make_scratch`. All int64 unless said otherwise.
+    """Arrays that list scheduling writes; see `make_scratch`. All int64 unless said otherwise.
 
     Attributes
     ----------
@@ -44,12 +44,9 @@ class Scratch(NamedTuple):
     run : array of int32, shape (num_tasks,)
         Cells in the order in which they were scheduled.
     sequence : array, shape (num_tasks,)
-        The same as tasks, once a rollout has come to its end.
+        The same as tasks, once list scheduling is complete.
     ready : array, shape (num_cells,)
         When a task was ready; -1 once it is scheduled. Only where memory is limited, as is the rest.
-    free, available : array, shape (num_ranks,)
-    demand, allocated : array, shape (num_jobs, num_ranks)
-    job_left, active : array, shape (num_jobs,)
     """
 
     at: Array
@@ -67,14 +64,14 @@ class Scratch(NamedTuple):
     available: Array
     demand: Array
     allocated: Array
-    job_left: Array
+    component_left: Array
     active: Array
 
 
 def make_scratch(packed: PackedGraph) -> Scratch:
-    """Arrays for rollouts of one problem; one set per thread."""
+    """Return arrays for list scheduling of one problem; one set per thread."""
     num_tasks, num_segments = len(packed.waiting), len(packed.base)
-    num_ranks, num_jobs = len(packed.capacity), len(packed.demand)
+    num_ranks, num_components = len(packed.capacity), len(packed.demand)
     per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
     widest = int(np.diff(packed.class_start).max())
     word_shift = 0
@@ -101,8 +98,8 @@ def make_scratch(packed: PackedGraph) -> Scratch:
         ready=ints(len(packed.number)),
         free=ints(num_ranks),
         available=ints(num_ranks),
-        demand=ints(num_jobs, num_ranks),
-        allocated=ints(num_jobs, num_ranks),
-        job_left=ints(num_jobs),
-        active=ints(num_jobs),
+        demand=ints(num_components, num_ranks),
+        allocated=ints(num_components, num_ranks),
+        component_left=ints(num_components),
+        active=ints(num_components),
     )

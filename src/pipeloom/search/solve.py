@@ -1,4 +1,4 @@
-"""TaskGraph -> Solution: the best schedule found within a budget, and its distance from the optimum."""
+"""Search for the best schedule of a task graph within a budget, with a lower bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.search.example import small_pipeline
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
 from pipeloom.search.justify import justify
-from pipeloom.search.lists import wishes_like
+from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
@@ -45,33 +45,32 @@ def solve(
 
     Parameters
     ----------
-    graph : TaskGraph
     budget : StoppingRule
-        `Deadline`, `Evaluations` or `Both`. At least one schedule is always made.
+        `Deadline`, `Evaluations` or `Both`. At least one schedule is always tried.
     seed : int
-        The same seed and number of evaluations give the same answer on one thread.
+        On one thread, the same seed and number of evaluations give the same result.
     method : str
-        A name that `find_method` knows.
+        Name of a method; see `find_method`.
     threads : int
-        1 to the number of cores; 0: half of the cores.
+        Number of threads. 0: half of the cores.
     params : SearchParams
-        What tunes the search.
+        Parameters of the search.
     on_progress : callable, optional
-        Called with a `Progress` after every round of some milliseconds, and at every better schedule.
+        Called with a `Progress` after every round of some milliseconds and at every improvement.
 
     Returns
     -------
     Solution
-        The best schedule found; also after Ctrl-C.
+        The best schedule found, also after Ctrl-C.
 
     Raises
     ------
     InputError
-        No such method, or a bad number of threads.
+        The method is unknown, or the number of threads is invalid.
     InfeasibleError
-        It is proved that nothing fits; the message names a pair, its rank and the bytes.
+        It is proved that no schedule fits. The message names a pair, its rank and the bytes.
     NothingFoundError
-        Nothing was found that fits, which is no proof for graphs of more than a few tasks.
+        No schedule that fits was found, but this is not proved.
     """
     find_method(method)
     if not 0 <= threads <= MAX_THREADS:
@@ -103,23 +102,23 @@ def solve(
 
 
 def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedule | None]]:
-    """Where the leanest candidates of all pairs do not fit together: what may fit in their place.
+    """Yield other candidates that may fit if the minimum-memory candidates do not fit together.
 
-    With it comes a schedule that does fit, where one is known.
+    Each comes with a schedule that fits, if one is known.
     """
     if graph.candidates is None:
         return
     if graph.limits_offload and graph.capacity_bytes is not None:
-        # The leanest are of those that keep off the host. Where every rank stages, of all; the host may have room.
+        # Minimum-memory candidates avoid the host. Offloading may fit if every rank reserves staging memory.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
         yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
-    # Without those that are lean in another way, candidates that fit together are the leanest.
+    # Restricted to candidates that need no less memory, those that fit together are the minimum-memory ones.
     yield from fitting_ways(graph, states)
 
 
 def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
-    """Whether a schedule keeps to the limits; what tasks that last no time hold does not count."""
+    """Return whether a schedule satisfies the limits, ignoring what tasks without duration hold."""
     return within_limits(graph, schedule, simulate(graph, schedule)) or not check(graph, schedule)
 
 
@@ -148,9 +147,9 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
 
 
 def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
-    """Orders are searched under the leanest candidates, or a uniform setting, and get strategies at every rollout.
+    """Make a search under the minimum-memory candidates or the start of the method.
 
-    What fits under a setting fits under the leanest candidates, so the choice of strategies may start from these.
+    What fits under other candidates fits under these, so the choice of strategies may start from them.
     """
     if graph.candidates is None:
         return Search(graph, context)
@@ -164,34 +163,33 @@ def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
 
     Parameters
     ----------
-    method : str
     graph : TaskGraph, optional
-        Only what the search of such a graph calls; else whatever a search may call.
+        Compile only the kernels that a search of this graph calls. None: all kernels of the method.
     """
     example = small_pipeline(num_ranks=2, num_microbatches=3, capacity=True)
     simulate(example, first_in_first_out(example))
     check(example, first_in_first_out(example))
-    # One microbatch in several parts, whose bounds are other kernels.
+    # One microbatch with several sub-microbatches, whose bounds use other kernels.
     lower_bound(replace(example, microbatch=np.zeros_like(example.microbatch)))
     if graph is None or graph.candidates is not None:
         base = Candidate("keep", 2, 4, 0, 2, 2)
-        lean = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
+        smaller = base._replace(strategy="recompute", backward_ns=6, activation_bytes=1)
         chosen = replace(
-            example, candidates=((base, lean),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
+            example, candidates=((base, smaller),) * example.num_pairs, capacity_bytes=example.static_bytes + 4
         )
         for name in ("default", method) if find_method(method).every_rollout else ("default",):
             solve(chosen, budget=Evaluations(40), seed=0, method=name)
     if find_method(method).every_rollout:
         solve(example, budget=Evaluations(20), seed=0, method=method)
         return
-    # A target of zero is never reached, so that no kernel is left out.
+    # A target of 0 is never reached, so that all kernels are called.
     search = Search(example, begin(Evaluations(400)))
     portfolio(search)
     local_search(search, WHOLE.first(0.6))
     search.try_like(search)
-    search.try_rule(wishes_like(example, search.sequence))
+    search.try_rule(priorities_of_sequence(example, search.sequence))
     if graph is None or graph.candidates is not None or graph.capacity_bytes is None:
-        # Also where there is a limit: it may not matter under the candidates that are chosen.
+        # Also for limited memory, which may not matter under the chosen candidates.
         free = Search(replace(example, capacity_bytes=None), begin(Evaluations(60)))
         portfolio(free, WHOLE.first(0.5))
         local_search(free)

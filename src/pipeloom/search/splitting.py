@@ -53,7 +53,7 @@ def split_counts(graph: TaskGraph) -> list[int]:
 
 
 def by_lateness(graph: TaskGraph, timeline: Timeline) -> IntArray:
-    """Place of every pair's microbatch, the one whose last backward begins last having place 0."""
+    """Return the place of every pair's microbatch; the one whose last backward begins last has place 0."""
     names, of_pair = np.unique(graph.microbatch[graph.forward_of], return_inverse=True)
     last = np.zeros(len(names), np.int64)
     has = graph.backward_of != NO_TASK

@@ -19,8 +19,6 @@ class Chain:
 
     Attributes
     ----------
-    rank_of_stage : tuple of int
-    num_microbatches : int
     forward, backward : dict
         Tasks by (stage, microbatch) in running order. A microbatch without a part in a stage (text only, or a
         frozen stage's backward) has no entry.

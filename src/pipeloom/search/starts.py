@@ -1,4 +1,4 @@
-"""All starts of a search: rules that came with the layout, static orders, and the rules that others run by."""
+"""All starts of a search: rules of the layout, static orders and standard rules."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from pipeloom.search import portfolio
-from pipeloom.search.lists import chunks_of, standard_rules, wishes_of
+from pipeloom.search.lists import chunks_of, priorities_of, standard_rules
 from pipeloom.search.rule import OrderRule
 from pipeloom.search.state import Search
 
 _TURNS = ("first in, first out", "small first", "large between")
-"""Orders of the microbatches that suit rules best; they are tried first."""
+"""Orders of the microbatches that suit rules best. They are tried first."""
 
 
 def starts(search: Search) -> Iterator[Callable[[], int]]:
-    """What to try, one after the other; the most promising early.
+    """Yield starts, the most promising first.
 
     Where a rule came with the layout, its order and one of groups are tried before all others.
     """
@@ -33,7 +33,7 @@ def starts(search: Search) -> Iterator[Callable[[], int]]:
     def ruled(rules: Iterable[OrderRule], names: Iterable[str]) -> Iterator[Callable[[], int]]:
         for name in names:
             for rule in rules:
-                yield partial(search.try_rule, wishes_of(graph, packed, chunks, rule, turns[name]))
+                yield partial(search.try_rule, priorities_of(graph, packed, chunks, rule, turns[name]))
 
     given = search.params.rules
     yield from ruled(given, _TURNS[:1])

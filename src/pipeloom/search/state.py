@@ -1,4 +1,4 @@
-"""What all methods share while they search one graph: the packed graph, the incumbent, the budget."""
+"""The state of a search of one graph: the packed graph, the incumbent and the budget."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_rank import Ranks, make_ranks
-from pipeloom.search.kernels.by_rule import Wishes, rollout_by_rule
+from pipeloom.search.kernels.by_rule import Priorities, decode_by_rule
 from pipeloom.search.kernels.climb import evaluate
 from pipeloom.search.kernels.expand import expand
-from pipeloom.search.lists import wishes_like
+from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.packed import Groups, PackedGraph, pack_graph
 from pipeloom.search.result import Progress
 from pipeloom.search.reverse import reversed_graph
@@ -30,49 +30,47 @@ from pipeloom.taskgraph import IntArray, TaskGraph
 
 
 class Pace(NamedTuple):
-    """Evaluations, and the seconds that they took."""
+    """A number of evaluations and their seconds."""
 
     evaluations: int
     seconds: float
 
 
 class Search:
-    """One graph (its candidates chosen) under search.
+    """The search of one graph, with its candidates chosen.
 
     Parameters
     ----------
-    graph : TaskGraph
-    context : Context
     target_ns : int, optional
-        Makespan at which to stop; the context's bound unless told.
+        Makespan at which to stop. None: the bound of the context.
     seed : int, optional
-        The context's unless told.
+        None: the seed of the context.
     chosen_for : TaskGraph, optional
-        A graph with candidates, of which ``graph`` has the leanest: they are chosen in every rollout, and makespans
-        are those under the chosen ones.
+        The same graph with candidates, where ``graph`` has the minimum-memory ones. Candidates are then chosen each
+        time an order is decoded, and makespans include this choice.
     walks : Walks, optional
-        Of this graph under any candidates.
+        Walks of this graph under any candidates.
     states : int, optional
-        How many states of a job to try for an order that fits; as many as the parameters say unless told.
+        Maximum number of states of a component to try for an order that fits. None: from the parameters.
 
     Attributes
     ----------
     best_ns : int
         Makespan of the incumbent.
     sequence : array
-        The incumbent's tasks in an order that all ranks can follow.
+        Tasks of the incumbent in a topological order.
     order, choice : array
-        Group order and choices that gave the incumbent, or the last incumbent that came from a rollout.
+        Group order and choices of the last incumbent from list scheduling.
     chooser : StrategyChooser, optional
-        Where strategies are chosen in every rollout.
+        Chooser of strategies for every decoded order.
     candidate : array, shape (num_pairs,), optional
-        The incumbent's strategies, where there is a chooser.
+        Strategies of the incumbent, if there is a chooser.
     order_ns : int
-        Makespan of these.
+        Makespan of ``order`` and ``choice``.
     starts : iterator, optional
-        Starts that are still to be tried, once the first was: each tries one, when it is called.
+        Starts that have not been tried. Calling one tries it.
     pace : Pace
-        Of the static orders last tried.
+        Pace of the last static orders.
     """
 
     def __init__(
@@ -92,12 +90,12 @@ class Search:
         self.packed: PackedGraph
         self.groups: Groups
         states = params.feasibility.job_states if states is None else states
-        self.packed, self.groups, self.jobs = pack_graph(graph, walks, states, params.static_orders.unequal)
+        self.packed, self.groups, self.components = pack_graph(graph, walks, states, params.static_orders.unequal)
         self.scratch = make_scratch(self.packed)
         self.target_ns = context.bound.ns if target_ns is None else target_ns
         self.random = np.random.default_rng(context.seed if seed is None else seed)
         self.best_ns = self.order_ns = codes.NEVER
-        self.sequence: IntArray = self.jobs.order
+        self.sequence: IntArray = self.components.order
         self.order: IntArray = np.arange(len(self.groups.first))
         self.choice: IntArray = np.array([0, 0, 0, 1, codes.ALL_URGENT], np.int64)
         self.rule = codes.BANKER if memory_matters(graph) else codes.UNLIMITED
@@ -108,7 +106,7 @@ class Search:
         self.pace = Pace(0, 0.0)
 
     def aimed_at(self, target_ns: int) -> Search:
-        """The same search with another target: what it has found and what is left to try goes over."""
+        """Return a copy of the search with another target, including the incumbent and the remaining starts."""
         other = copy(self)
         other.target_ns = target_ns
         return other
@@ -120,12 +118,12 @@ class Search:
 
     @property
     def limited(self) -> bool:
-        """Whether memory matters: not everything fits at once."""
+        """Whether memory matters, because not everything fits at once."""
         return self.rule != codes.UNLIMITED
 
     @cached_property
     def reverse(self) -> PackedGraph | None:
-        """The graph with time running backwards; None where that cannot be, or nothing was found that fits."""
+        """The graph with time reversed. None if it cannot be reversed or no order fits."""
         graph = reversed_graph(self.graph)
         if graph is None:
             return None
@@ -133,12 +131,12 @@ class Search:
         try:
             return pack_graph(graph, None, params.feasibility.job_states, params.static_orders.unequal)[0]
         except InfeasibleError:
-            # What was tried for a job's order may fail on the reverse alone.
+            # The search for an order of a component may fail only on the reversed graph.
             return None
 
     @property
     def listed(self) -> bool:
-        """Whether the incumbent is no group order's: a list of tasks gave it."""
+        """Whether the incumbent is a list of tasks rather than a group order."""
         return self.best_ns < self.order_ns
 
     @cached_property
@@ -146,18 +144,18 @@ class Search:
         return make_ranks(self.packed)
 
     def round_size(self, until: float = 1.0) -> int:
-        """Evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
+        """Return the evaluations for the next kernel call; 0 when the search, or its part ``until``, is over."""
         if self.done:
             return 0
         return self.meter.left(max(1, self.params.orders.steps_per_round // self.graph.num_tasks), until)
 
     def rounds(self, stretch: Stretch) -> Iterator[int]:
-        """Sizes of one round after the other, until the part of the budget is spent or the target is reached."""
+        """Yield round sizes until the part of the budget is spent or the target is reached."""
         while self.meter.spent < stretch.until and (count := self.round_size(stretch.until)):
             yield count
 
     def play(self, order: IntArray, choice: IntArray, bound: int = codes.NEVER) -> int:
-        """Makespan of an order, or a negative code; one at ``bound`` or above need not be found."""
+        """Return the makespan of an order or a negative code. Orders at or above ``bound`` may be aborted."""
         bound = codes.NEVER if self.chooser is not None else bound
         makespan = int(evaluate(self.packed, self.scratch, order, choice, bound))
         if self.chooser is None or makespan < 0:
@@ -174,26 +172,26 @@ class Search:
                 self.keep(makespan, self.scratch.sequence)
         return makespan
 
-    def try_rule(self, wishes: Wishes) -> int:
-        """Run a rule; keep what comes out if it is the best so far. Return its makespan or a negative code."""
+    def try_rule(self, priorities: Priorities) -> int:
+        """Schedule by a rule and keep the result if it is the best so far. Return its makespan or a negative code."""
         self.meter.used += 1
-        if rollout_by_rule(self.packed, self._ranks, wishes) < 0:
+        if decode_by_rule(self.packed, self._ranks, priorities) < 0:
             return codes.DEADLOCK
-        # Where a rank waited, what it then ran may begin earlier.
-        makespan = int(measure(self.packed, make_blocks(self.packed, wishes.made)))
+        # Tasks for which a rank waited may begin earlier.
+        makespan = int(measure(self.packed, make_blocks(self.packed, priorities.made)))
         if self.chooser is not None:
-            makespan = self.chooser.choose(wishes.made, self.params.strategies.rollout_rounds)
+            makespan = self.chooser.choose(priorities.made, self.params.strategies.rollout_rounds)
         if 0 <= makespan < self.best_ns:
-            self.keep(makespan, wishes.made)
+            self.keep(makespan, priorities.made)
         return makespan
 
     def try_like(self, other: Search) -> int:
         """Evaluate the order of another search of the same graph under other candidates, and its list of tasks.
 
-        Groups may differ, since they depend on durations, so the order goes over by segments.
+        Groups may differ, since they depend on durations, so the order is transferred by segments.
         """
         if other.listed:
-            self.try_rule(wishes_like(self.graph, other.sequence))
+            self.try_rule(priorities_of_sequence(self.graph, other.sequence))
         expand(other.packed, other.scratch, other.order)
         packed = self.packed
         place = [
@@ -224,19 +222,19 @@ class Search:
         self.report()
 
     def report(self) -> None:
-        """Tell the caller how far the search is."""
+        """Report the progress to the caller."""
         if self.context.on_progress is not None:
             state = Progress(self.meter.elapsed_s(), self.meter.used, self.best_ns, self.context.bound.ns)
             self.context.on_progress(state)
 
     def orders(self) -> tuple[IntArray, ...]:
-        """The incumbent as an order per rank."""
+        """Return the incumbent as one order per rank."""
         rank = self.graph.rank[self.sequence]
         return tuple(self.sequence[rank == r] for r in range(self.graph.num_ranks))
 
 
 def _refuse_long_times(graph: TaskGraph) -> None:
-    """Rollouts keep a time and a rank in one number, so times that could be reached must leave room for ranks."""
+    """Raise `InputError` if times are too long to be packed with a rank into one integer."""
     total_ns = int(graph.duration_ns.sum()) + int(graph.successor_delay_ns.sum())
     most_ns = codes.NEVER >> (graph.num_ranks - 1).bit_length()
     if total_ns >= most_ns:

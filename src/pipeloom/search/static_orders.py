@@ -67,7 +67,6 @@ def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> 
 
     Parameters
     ----------
-    graph : TaskGraph
     group_size : int or None
         Microbatches that a stage takes in turn, at least p; None: p. Megatron's ``microbatch_group_size_per_vp_stage``.
 

@@ -1,4 +1,4 @@
-"""When a search ends. The only place below the planner that reads a clock."""
+"""Stopping rules. Below the planner, only this module reads a clock."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from pipeloom.errors import InputError
 
 
 class StoppingRule(Protocol):
-    """What `pipeloom.search.solve` asks for; `Deadline`, `Evaluations` and `Both` are the ones there are."""
+    """A stopping rule of `pipeloom.search.solve`, such as `Deadline`, `Evaluations` or `Both`."""
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A rule that has begun to count.
+    """A running stopping rule.
 
     Attributes
     ----------
     now : callable
-        Seconds of the rule's clock.
-    began_s : float
-    seconds : float, optional
-    evaluations : int, optional
+        Return the seconds of the clock of the rule.
     task_s : float
-        Of the seconds, what is kept for each task of the graph, for what follows the search; see `Before`.
+        Seconds to reserve for each task of the graph, for the steps after the search; see `Before`.
     """
 
     now: Callable[[], float]
@@ -41,23 +38,25 @@ class Watch:
     task_s: float = 0.0
 
     def before(self, num_tasks: int) -> Watch:
-        """Keep the seconds that what follows the search of so many tasks takes; asked again, nothing more."""
+        """Reserve the time of the steps after the search for ``num_tasks`` tasks. Further calls reserve nothing
+        more.
+        """
         if self.seconds is None or self.task_s == 0:
             return self
         return replace(self, seconds=max(0.0, self.seconds - num_tasks * self.task_s), task_s=0.0)
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self.now() - self.began_s
 
     def left(self, used: int, wanted: int) -> int:
-        """How many of the ``wanted`` evaluations may still be made after ``used``; 0: stop."""
+        """Return how many of the ``wanted`` evaluations are allowed after ``used``. 0: stop."""
         if self.seconds is not None and self.elapsed_s() >= self.seconds:
             return 0
         return wanted if self.evaluations is None else max(0, min(wanted, self.evaluations - used))
 
     def share(self, used: int) -> float:
-        """Part of the budget that is spent, between 0 and 1."""
+        """Return the spent fraction of the budget, from 0 to 1."""
         parts = [0.0]
         if self.seconds is not None:
             parts.append(self.elapsed_s() / self.seconds if self.seconds > 0 else 1.0)
@@ -66,9 +65,9 @@ class Watch:
         return min(1.0, max(parts))
 
     def expected(self, made: int, took_s: float, part: float) -> float:
-        """How many evaluations a part of the budget has room for at the speed of ``made`` in ``took_s`` seconds.
+        """Return the expected evaluations in a part of the budget, at the speed of ``made`` in ``took_s`` seconds.
 
-        A part that is over before it begins is negative, and has room for none.
+        A negative part, which ends before it begins, allows none.
         """
         counts, part = [], max(0.0, part)
         if self.seconds is not None:
@@ -90,59 +89,59 @@ class Deadline:
     clock: Literal["wall", "cpu"] = "wall"
 
     def __post_init__(self) -> None:
-        """Refuse negative times."""
+        """Raise `InputError` for negative times."""
         if not self.seconds >= 0:
             raise InputError("budget", f"{self.seconds} s is negative")
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         now = _clock(self.clock)
         return Watch(now, now(), self.seconds, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """Stop after a number of schedules tried: the same answer on every machine, on one thread."""
+    """Stop after a number of evaluated schedules. On one thread, the result is the same on every machine."""
 
     count: int
 
     def __post_init__(self) -> None:
-        """Refuse negative counts."""
+        """Raise `InputError` for negative counts."""
         if self.count < 0:
             raise InputError("budget", f"{self.count} evaluations is negative")
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         return Watch(time.monotonic, time.monotonic(), None, self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Stop at whichever comes first."""
+    """Stop at the deadline or after the evaluations, whichever comes first."""
 
     deadline: Deadline
     evaluations: Evaluations
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         now = _clock(self.deadline.clock)
         return Watch(now, now(), self.deadline.seconds, self.evaluations.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Stop after a part of what another rule allows: for two searches that share one budget."""
+    """Stop after a fraction of the budget of another rule, to share one budget between two searches."""
 
     rule: StoppingRule
     part: float
 
     def __post_init__(self) -> None:
-        """Refuse parts that are none."""
+        """Raise `InputError` for invalid parts."""
         if not 0 < self.part <= 1:
             raise InputError("budget", f"a part of {self.part:g} is not above 0 and at most 1")
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         watch = self.rule.start()
         return replace(
             watch,
@@ -153,15 +152,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Stop when a watch that is running has counted a part of its budget: for searches one after the other.
+    """Stop when a running watch has spent a part of its budget, for consecutive searches.
 
     Attributes
     ----------
-    watch : Watch
     used : int
-        Evaluations made so far.
+        Number of evaluations so far.
     part : float
-        Of the whole budget, what came before included.
+        Fraction of the whole budget, including what is already spent.
     """
 
     watch: Watch
@@ -169,7 +167,7 @@ class Until:
     part: float
 
     def start(self) -> Watch:
-        """Begin to count what is left."""
+        """Start counting the remainder."""
         watch = self.watch
         seconds, evaluations = watch.seconds, watch.evaluations
         return replace(
@@ -182,55 +180,53 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A rule that began to count before the search: what led up to it counts too. Serves one search.
+    """A rule that started before the search, so that earlier steps count too. Use it for one search.
 
     Attributes
     ----------
     watch : Watch
-        For example ``Deadline(1.0, "cpu").start()``.
+        Running rule, for example ``Deadline(1.0, "cpu").start()``.
     """
 
     watch: Watch
 
     def start(self) -> Watch:
-        """Go on counting."""
+        """Continue counting."""
         return self.watch
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Stop so long before another rule's seconds are over that what follows the search is done when they are.
+    """Stop early enough that the steps after the search end within the seconds of another rule.
 
-    A search knows the size of its graph, and keeps so much for each task (`Watch.before`). Evaluations are not seconds,
-    and stay as they are.
+    The search reserves time for each task of its graph (`Watch.before`). A limit on evaluations does not change.
 
     Attributes
     ----------
-    rule : StoppingRule
     task_s : float
-        Seconds that follow for each task.
+        Seconds per task for the steps after the search.
     """
 
     rule: StoppingRule
     task_s: float
 
     def start(self) -> Watch:
-        """Begin to count."""
+        """Start counting."""
         return replace(self.rule.start(), task_s=self.task_s)
 
 
 class Stretch(NamedTuple):
-    """A stretch of a budget, between two parts of the whole."""
+    """An interval of a budget, as fractions of the whole."""
 
     since: float
     until: float
 
     def first(self, share: float) -> Stretch:
-        """Its first part."""
+        """Return the first ``share`` of the interval."""
         return Stretch(self.since, self.since + share * (self.until - self.since))
 
     def cooling(self, spent: float) -> float:
-        """What is left of it, from 1 at its begin to 0 at its end."""
+        """Return the remaining fraction, from 1 at the start to 0 at the end."""
         return max(0.0, 1 - (spent - self.since) / (self.until - self.since))
 
 
@@ -238,13 +234,12 @@ WHOLE = Stretch(0.0, 1.0)
 
 
 class Meter:
-    """A watch that is running, and the schedules tried so far: what all searches of one budget share.
+    """A running watch and the number of evaluations, shared by all searches of one budget.
 
     Attributes
     ----------
-    watch : Watch
     used : int
-        Evaluations made.
+        Number of evaluations.
     """
 
     def __init__(self, watch: Watch, used: int = 0) -> None:
@@ -252,19 +247,19 @@ class Meter:
 
     @property
     def spent(self) -> float:
-        """Part of the budget that is spent, between 0 and 1."""
+        """Return the spent fraction of the budget, from 0 to 1."""
         return self.watch.share(self.used)
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self.watch.elapsed_s()
 
     def left(self, wanted: int, until: float = 1.0) -> int:
-        """How many of the ``wanted`` evaluations may still be made, before the part ``until`` of them; 0: stop."""
+        """Return how many of the ``wanted`` evaluations are allowed in the part ``until`` of the budget. 0: stop."""
         if self.watch.evaluations is not None:
             wanted = min(wanted, ceil(until * self.watch.evaluations) - self.used)
         return self.watch.left(self.used, max(0, wanted))
 
     def take(self, seconds: float) -> None:
-        """Count seconds of work that the watch's clock has not seen."""
+        """Count seconds of work that the clock of the watch did not measure."""
         self.watch = replace(self.watch, began_s=self.watch.began_s - seconds)

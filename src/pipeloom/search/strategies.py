@@ -14,7 +14,7 @@ import numpy as np
 from pipeloom.interruptible import interruptible
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
-from pipeloom.search.kernels.tables import Ascent, Desk, Tables
+from pipeloom.search.kernels.tables import Ascent, Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
 from pipeloom.search.plain import leanest
 from pipeloom.search.stopping import Meter
@@ -25,7 +25,7 @@ from pipeloom.timeline.options import first_of, pair_options
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """One rank's choice.
+    """The choice of one rank.
 
     Attributes
     ----------
@@ -44,18 +44,17 @@ class Strategies:
 
     @property
     def gap(self) -> float:
-        """Distance from the bound, relative to it."""
+        """Time divided by the bound, minus one."""
         return max(0.0, self.total_ns / self.bound_ns - 1) if self.bound_ns > 0 else 0.0
 
 
 class StrategyChooser:
-    """Chooses strategies for orders of one graph again and again, on one thread.
+    """A chooser of strategies for many orders of one graph, on one thread.
 
     Parameters
     ----------
     graph : TaskGraph
         With candidates.
-    params : StrategyParams
     tables : Tables, optional
         Of another chooser of the same graph.
     """
@@ -65,23 +64,23 @@ class StrategyChooser:
     ) -> None:
         self.graph, self.params = graph, params
         self.tables = make_tables(graph) if tables is None else tables
-        self.desk = _make_desk(graph, params.most_sums)
+        self.workspace = _make_workspace(graph, params.most_sums)
         self._orders = np.zeros((graph.num_ranks, graph.num_tasks), np.int64)
         self._counts = np.zeros(graph.num_ranks, np.int64)
 
     def another(self) -> StrategyChooser:
-        """One for another thread."""
+        """Return a chooser for another thread."""
         return StrategyChooser(self.graph, self.params, self.tables)
 
     def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
         """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results.
 
         `choice` then gives what was chosen. Where that exceeds a limit of device or host, as it may where the sequence
-        does not fit with the leanest candidates either, returns `codes.DEADLOCK`.
+        does not fit with the minimum-memory candidates either, returns `codes.DEADLOCK`.
         """
         scratch = self._orders, self._counts
         makespan, fits = interruptible(
-            len(sequence), choose_all, self.tables, self.desk, sequence, *scratch, self._ascent(rounds)
+            len(sequence), choose_all, self.tables, self.workspace, sequence, *scratch, self._ascent(rounds)
         )
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
@@ -92,27 +91,27 @@ class StrategyChooser:
         return codes.DEADLOCK if check(self.graph, Schedule(orders, self.choice())) else makespan
 
     def choice(self) -> IntArray:
-        """The chosen candidate of every pair."""
+        """Return the chosen candidate of every pair."""
         found = np.empty(self.graph.num_pairs, np.int64)
-        found[self.tables.pair] = self.desk.choice
+        found[self.tables.pair] = self.workspace.choice
         return found
 
     @property
     def rounds(self) -> int:
-        """Rounds for one order: fewer for a large graph."""
+        """Return the number of rounds for one order, fewer for a large graph."""
         large = self.graph.num_tasks > self.params.large_tasks * self.graph.num_ranks
         return self.params.large_rounds if large else self.params.rounds
 
     def on_rank(self, order: IntArray, rank: int, rounds: int | None = None) -> Strategies:
-        """Choose for the pairs of one rank under its order; ``rounds``: of the Lagrangian, `rounds` unless told."""
-        t, d = self.tables, self.desk
+        """Choose for the pairs of one rank under its order, in ``rounds`` Lagrangian rounds (default: `rounds`)."""
+        t, d = self.tables, self.workspace
         rows = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
         bound, _ = interruptible(len(order), choose_rank, t, d, order, rank, self._ascent(rounds))
         choice = d.choice[rows].copy()
         return Strategies(t.pair[rows], choice, total_ns(t.time[rows], choice), float(bound))
 
     def for_schedule(self, schedule: Schedule, rounds: int | None = None) -> Schedule:
-        """The schedule's order with the candidates chosen anew; it must fit with the leanest ones."""
+        """Return the schedule with new candidates. It must fit with the minimum-memory candidates."""
         choice = np.zeros(self.graph.num_pairs, np.int64)
         choice[self.tables.pair] = self.tables.lean
         for rank in range(self.graph.num_ranks):
@@ -134,17 +133,17 @@ class StrategyChooser:
 
 
 class PacedChooser:
-    """Chooses strategies as thoroughly as the time allows: for large graphs that may take as long as the search."""
+    """A chooser of strategies as thorough as the time allows, since large graphs may take as long as the search."""
 
     def __init__(self, graph: TaskGraph, meter: Meter, params: StrategyParams) -> None:
         self.meter, self.params, self.chooser = meter, params, StrategyChooser(graph, params)
         self.quick_s: float | None = None
-        """Seconds of a choice in the fewest rounds, once there was one."""
+        """Seconds of a choice in the fewest rounds, once measured."""
         self.order_s = 0.0
-        """Seconds of a static order, by which the first choice is guessed."""
+        """Seconds of a static order, from which the time of the first choice is estimated."""
 
     def choose(self, found: Schedule) -> Schedule:
-        """The order with strategies chosen anew."""
+        """Return the order with newly chosen strategies."""
         began_s, rounds = self.meter.elapsed_s(), self._rounds()
         chosen = self.chooser.for_schedule(found, rounds)
         if rounds == self.params.rollout_rounds:
@@ -153,7 +152,7 @@ class PacedChooser:
 
     @property
     def share(self) -> float:
-        """Part of the budget's time that the next choice takes; 0 where no clock is in the way."""
+        """Return the fraction of the time budget for the next choice; 0 without a time limit."""
         rounds, seconds = self._rounds(), self.meter.watch.seconds
         if seconds is None or rounds is None:
             return 0.0
@@ -169,7 +168,7 @@ class PacedChooser:
         return max(int(left > self.share), int(left / (2 * self.share)))
 
     def _cost(self, rounds: int) -> float:
-        """What a choice takes, in choices of the fewest rounds."""
+        """Return the cost of a choice, in choices of the fewest rounds."""
         if rounds == self.params.rollout_rounds:
             return 1.0
         return self.params.large_cost if rounds == self.params.large_rounds else self.params.cost
@@ -187,12 +186,12 @@ class PacedChooser:
 
 
 def choose_strategies(graph: TaskGraph, schedule: Schedule, params: StrategyParams = DEFAULTS.strategies) -> Schedule:
-    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
+    """Return the schedule with new candidates. Its order must fit with the minimum-memory candidates."""
     return StrategyChooser(graph, params).for_schedule(schedule)
 
 
 def choose_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:
-    """Candidates of one rank's pairs under the order that the schedule gives it."""
+    """Choose candidates for the pairs of one rank under its order in the schedule."""
     return StrategyChooser(graph).on_rank(schedule.order[rank], rank)
 
 
@@ -202,7 +201,7 @@ def total_ns(time: IntArray, choice: IntArray) -> int:
 
 
 def make_tables(graph: TaskGraph) -> Tables:
-    """Lay a graph's candidates out for the kernels."""
+    """Convert the candidates of a graph for the kernels."""
     options = pair_options(graph)
     home = graph.rank[graph.forward_of]
     pair: IntArray = np.argsort(home, kind="stable")
@@ -254,14 +253,14 @@ def make_tables(graph: TaskGraph) -> Tables:
     )
 
 
-def _make_desk(graph: TaskGraph, most_sums: int) -> Desk:
+def _make_workspace(graph: TaskGraph, most_sums: int) -> Workspace:
     tasks, pairs = graph.num_tasks, graph.num_pairs
     places = tasks if graph.host_capacity_bytes is None else 2 * tasks
 
     def ints(*shape: int) -> IntArray:
         return np.zeros(shape, np.int64)
 
-    return Desk(
+    return Workspace(
         place=ints(tasks),
         capacity=ints(places),
         allocated=ints(places + 1),

@@ -7,7 +7,7 @@ import numpy as np
 from pipeloom.search.kernels import tabu as kernels
 from pipeloom.search.kernels.blocks import make_blocks, measure, sequence_of
 from pipeloom.search.kernels.by_rank import make_ranks
-from pipeloom.search.kernels.shake import make_table
+from pipeloom.search.kernels.perturb import make_table
 from pipeloom.search.kernels.terms import Terms
 from pipeloom.search.local import climb_together
 from pipeloom.search.state import Search
@@ -15,13 +15,13 @@ from pipeloom.search.stopping import WHOLE, Stretch
 
 
 class Tour:
-    """One thread's tabu search."""
+    """The tabu search of one thread."""
 
     def __init__(self, search: Search, seed: int) -> None:
         params = search.params.tabu
-        # What moves together: a microbatch, also where memory does not matter and all is one job.
-        self.job_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
-        span = float(search.packed.work.max()) / (int(self.job_of_task.max()) + 1)
+        # What moves together: a microbatch, also where memory does not matter and all is one component.
+        self.component_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
+        span = float(search.packed.work.max()) / (int(self.component_of_task.max()) + 1)
         num_tasks = search.graph.num_tasks
         width, sweeps = max(1, round(params.window * search.graph.num_ranks**0.5)), params.sweeps
         if num_tasks <= max(params.most_tasks, width):
@@ -35,15 +35,15 @@ class Tour:
         self.restart(search)
 
     def restart(self, search: Search) -> None:
-        """Go on from the incumbent."""
+        """Continue from the incumbent."""
         self.blocks = make_blocks(search.packed, search.sequence)
         makespan = int(measure(search.packed, self.blocks))
-        self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.job_of_task, self.random)
+        self.table = make_table(self.blocks.order, self.blocks.start, makespan, self.component_of_task, self.random)
         self.tour = kernels.make_tour(self.blocks, makespan)
         self.state = self.tour.state
 
     def climb(self, search: Search, terms: Terms) -> int:
-        """Make as many moves as time as many tasks as so many evaluations; return how many of these it took."""
+        """Make moves that time as many tasks as the given evaluations; return the evaluations used."""
         each = max(1, search.graph.num_tasks // self.rules.width)
         terms = terms._replace(num_evaluations=terms.num_evaluations * each)
         made = kernels.tabu(search.packed, self.blocks, self.ranks, self.table, self.tour, self.rules, terms)

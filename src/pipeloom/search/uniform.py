@@ -1,7 +1,7 @@
 """Uniform settings of graphs with candidates: the same candidate for all pairs, as a start of the search.
 
-The papers begin with the leanest strategies and let the finished order decide where there is room for faster ones
-(`dip.txt` §5.2). An order made for lean pairs holds as many microbatches as fit, and leaves no room.
+DIP begins with the minimum-memory strategies and uses faster ones where the finished order leaves memory
+(`dip.txt` §5.2). But an order for these strategies holds as many microbatches as fit and leaves no memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.taskgraph.candidates import (
 
 
 def uniform_settings(graph: TaskGraph) -> list[int]:
-    """Uniform settings, fastest first, without those that another beats in time and bytes.
+    """Return the Pareto set of uniform settings in time and bytes, fastest first.
 
     Only settings that every pair has count, and where the host has a limit, those that keep off it.
     """
@@ -42,12 +42,12 @@ def uniform_settings(graph: TaskGraph) -> list[int]:
     return out
 
 
-def downhill(ladder: list[int], makespan: Callable[[int], float]) -> int | None:
-    """Walk from the middle of the ladder to the setting whose neighbours are worse; None: none fits.
+def downhill(pareto: list[int], makespan: Callable[[int], float]) -> int | None:
+    """Walk from the middle of the Pareto set to a setting with worse neighbors; None: none fits.
 
     Parameters
     ----------
-    ladder : list of int
+    pareto : list of int
         Settings, fastest first.
     makespan : callable
         Of a setting, in nanoseconds; infinite where it does not fit. Called at most once for each.
@@ -55,19 +55,19 @@ def downhill(ladder: list[int], makespan: Callable[[int], float]) -> int | None:
     known: dict[int, float] = {}
 
     def at(place: int) -> float:
-        if not 0 <= place < len(ladder):
+        if not 0 <= place < len(pareto):
             return float("inf")
         if place not in known:
-            known[place] = makespan(ladder[place])
+            known[place] = makespan(pareto[place])
         return known[place]
 
-    here = len(ladder) // 2
+    here = len(pareto) // 2
     while at(here) == float("inf"):
         here += 1
-        if here >= len(ladder):
+        if here >= len(pareto):
             return None
     while True:
         step = min((here - 1, here + 1), key=at)
         if at(step) >= at(here):
-            return ladder[here]
+            return pareto[here]
         here = step

@@ -16,7 +16,6 @@ def zero_bubble_h1(graph: TaskGraph, most_behind: int | None = None) -> Schedule
 
     Parameters
     ----------
-    graph : TaskGraph
     most_behind : int, optional
         Microbatches that W may be behind I at most, since with recomputation much memory waits for W.
 

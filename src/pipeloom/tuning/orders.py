@@ -1,4 +1,4 @@
-"""Orders of microbatches to begin with: simple rules, and PipeTune's permutations of clusters."""
+"""Initial orders of microbatches: simple rules, and PipeTune's permutations of clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_CLUSTERS = 6
 
 
 def latencies(chain: Chain) -> tuple[IntArray, IntArray]:
-    """Time of every microbatch in the encoders, and on all ranks together."""
+    """Return the time of every microbatch in the encoders, and in total on all ranks, in ns."""
     num = len(chain.part_start) - 1
     home = np.repeat(np.arange(num), np.diff(chain.part_start))
     encoder = np.bincount(home, weights=chain.part_forward + chain.part_backward, minlength=num).astype(np.int64)
@@ -21,7 +21,7 @@ def latencies(chain: Chain) -> tuple[IntArray, IntArray]:
 
 
 def simple_orders(chain: Chain) -> IntArray:
-    """As packed; by encoder work; and light ones at both ends, where pipelines fill and drain: one order a row."""
+    """Return one order per row: as packed, by encoder work, and with light microbatches at both ends."""
     encoder, total = latencies(chain)
     rising = np.argsort(total, kind="stable")
     by_encoder = np.argsort(encoder, kind="stable")
@@ -30,7 +30,7 @@ def simple_orders(chain: Chain) -> IntArray:
 
 
 def clusters(chain: Chain, most: int = MOST_CLUSTERS) -> list[IntArray]:
-    """Microbatches of like latency: the sorted latencies, cut at their widest gaps (PipeTune section 5.2)."""
+    """Cluster microbatches by cutting the sorted latencies at their widest gaps (PipeTune section 5.2)."""
     _, total = latencies(chain)
     rising = np.argsort(total, kind="stable")
     gaps = np.diff(total[rising])
@@ -40,5 +40,5 @@ def clusters(chain: Chain, most: int = MOST_CLUSTERS) -> list[IntArray]:
 
 
 def cluster_orders(chain: Chain) -> IntArray:
-    """Every order of the clusters, microbatches of one cluster side by side: at most 720 rows."""
+    """Return every permutation of the clusters, with the microbatches of a cluster adjacent: at most 720 rows."""
     return np.stack([np.concatenate(arrangement) for arrangement in permutations(clusters(chain))])

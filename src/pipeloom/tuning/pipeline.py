@@ -1,4 +1,4 @@
-"""TunedPipeline: a layout of whole encoders on the first rank and a backbone of one chunk a rank, ready to be tuned."""
+"""Cost tables for tuning a layout with encoders on the first rank and one backbone chunk per rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeloom.tuning import kernels
 from pipeloom.tuning.kernels import Chain, Marginal
 from pipeloom.tuning.table import (
     ACTIVATION,
-    ASIDE,
     BACKWARD,
     FORWARD,
     NUM_ROWS,
     OUTPUT,
+    RESERVE,
     CostTable,
     Features,
     FloatArray,
@@ -34,16 +34,16 @@ _LENGTHS = (64, 512, 2048)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TunedPipeline:
-    """Everything about tuning that does not change from batch to batch. Make it with `tuned_pipeline`.
+    """The state of tuning that is the same for all batches. Create it with `tuned_pipeline`.
 
     Attributes
     ----------
     backbone : CostTable
-        Its chunks are those of the ranks, in order.
+        Costs of the backbone chunks, in rank order.
     encoders : tuple of CostTable
-        Per module before the backbone, its chunks in order.
+        Costs of each module before the backbone, with its chunks in order.
     latency_s, seconds_per_byte : array, shape (num_ranks,)
-        Of a message from each rank to the next; 0 from the last.
+        Cost of a message from each rank to the next; 0 for the last rank.
     """
 
     model: ModelSpec
@@ -58,11 +58,11 @@ class TunedPipeline:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.layout.num_ranks
 
     def scaled(self, factors: Mapping[str, tuple[float, float]], slowness: Sequence[float] = ()) -> TunedPipeline:
-        """The same with seconds of (forward, backward) multiplied per module, and per rank, as calibration learns."""
+        """Return a copy with (forward, backward) times scaled by module and by rank, from calibration."""
 
         def scale(table: CostTable, name: str) -> CostTable:
             chunks = [self.layout.chunks[i] for i in self.layout.chunks_of(name)]
@@ -80,7 +80,7 @@ class TunedPipeline:
         )
 
     def sparing(self, spare_bytes: Sequence[int]) -> TunedPipeline:
-        """The same with so much less room on every rank; nothing given: none less."""
+        """Return a copy with a memory reserve on every rank. Empty: no reserve."""
         return replace(self, capacity_bytes=self.capacity_bytes - np.array(spare_bytes or 0, np.int64))
 
 
@@ -94,29 +94,28 @@ def tuned_pipeline(
     capacity_bytes: int | None = None,
     num_messages: int | None = None,
 ) -> TunedPipeline:
-    """Tabulate a layout's costs: once, before training.
+    """Tabulate the costs of a layout, once before training.
 
     Parameters
     ----------
-    model : ModelSpec
     layout : Layout
-        All chunks of every module but the last on rank 0; chunk p of the last one on rank p.
+        All chunks of the encoders on rank 0, and chunk p of the backbone on rank p.
     costs : CostModel
-        Its base strategy is used.
+        Costs of the layers; only the base strategy is used.
     max_tokens : int
-        Largest microbatch, in tokens of the backbone.
+        Maximum number of backbone tokens in a microbatch.
     max_length : int
-        Longest sequence.
+        Maximum sequence length.
     capacity_bytes : int or None
         Memory of each rank; None: no limit.
     num_messages : int or None
-        Put aside what a computation uses, and so many of its outputs, as `taskgraph.iteration.workspace_bytes`; None:
-        nothing, so that all memory is for what pairs hold.
+        Reserve the workspace of a computation and this number of its outputs, as in
+        `taskgraph.iteration.workspace_bytes`. None: no reserve, so that all memory is for activations.
 
     Raises
     ------
     InputError
-        For another layout.
+        The layout has another form.
     """
     check_layout(layout)
     static = rank_static_bytes(costs, layout)
@@ -125,10 +124,10 @@ def tuned_pipeline(
 
     def table(module: str, most: int) -> CostTable:
         chunks = [layout.chunks[i] for i in layout.chunks_of(module)]
-        aside = None if capacity_bytes is None else num_messages
-        return tabulate(costs, chunks, most, lengths, num_messages=aside)
+        messages = None if capacity_bytes is None else num_messages
+        return tabulate(costs, chunks, most, lengths, num_messages=messages)
 
-    # An image may have many more patches than tokens; tables go on linearly beyond their end.
+    # An image may have many more patches than tokens; tables are extrapolated linearly.
     encoders = tuple(table(module.name, 2 * max_tokens) for module in layout.modules[:-1])
     backbone = table(layout.modules[-1].name, max_tokens)
     small, large = 1 << 20, 1 << 26
@@ -151,7 +150,7 @@ def tuned_pipeline(
 
 
 def is_chain(layout: Layout) -> bool:
-    """Whether `check_layout` accepts a layout."""
+    """Return whether `check_layout` accepts a layout."""
     try:
         check_layout(layout)
     except InputError:
@@ -160,13 +159,13 @@ def is_chain(layout: Layout) -> bool:
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a layout that is not encoders on the first rank and a backbone of one chunk a rank."""
+    """Raise `InputError` unless encoders are on the first rank and the backbone has one chunk per rank."""
     *encoders, backbone = layout.modules
     for module in encoders:
         if module.name in layout.dealt:
             raise InputError(
                 f"layout: module {module.name!r}",
-                "is dealt to tensor-parallel ranks, and costs of its largest share are in no table",
+                "uses encoder data parallelism over tensor ranks, which tuning does not support",
                 "leave on_tensor_ranks 'divided', or tuning.order at 'search'",
             )
         ranks = {layout.chunks[i].rank for i in layout.chunks_of(module.name)}
@@ -177,7 +176,7 @@ def check_layout(layout: Layout) -> None:
                 "tune a layout of layout.encoder_first, or leave tuning.order at 'search'",
             )
     homes = [layout.chunks[i].rank for i in layout.chunks_of(backbone.name)]
-    # The length first: the number of ranks may be any number that a file can hold.
+    # Compare the length first, since a file may declare any number of ranks.
     if len(homes) != layout.num_ranks or homes != list(range(layout.num_ranks)):
         raise InputError(
             f"layout: module {backbone.name!r}",
@@ -191,16 +190,16 @@ def check_layout(layout: Layout) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSizes:
-    """Lengths of a batch's sequences as flat arrays, so that any packing's features are sums.
+    """Sequence lengths of a batch as flat arrays, so that the features of any packing are sums.
 
     Attributes
     ----------
     loads : Loads
-        Seconds of every sample on the backbone's mean rank, and of its encoders' parts on the first rank.
+        Seconds of every sample in the backbone on an average rank, and in the encoders on the first rank.
     length : tuple of array, per module
         Length of every sequence.
     owner : tuple of array, per module
-        Its sample.
+        Sample of every sequence.
     """
 
     loads: Loads
@@ -209,7 +208,7 @@ class BatchSizes:
 
 
 def batch_sizes(pipeline: TunedPipeline, batch: Batch) -> BatchSizes:
-    """Read a batch once."""
+    """Return the sizes of a batch."""
     lengths, owners = [], []
     for module in pipeline.layout.modules:
         spec = pipeline.model.module(module.name)
@@ -226,13 +225,16 @@ def batch_sizes(pipeline: TunedPipeline, batch: Batch) -> BatchSizes:
 
 
 def _marginal(table: CostTable, length: IntArray, owner: IntArray, num: int) -> FloatArray:
-    """Seconds that each sample adds to a large workload, forward and backward."""
+    """Return the seconds that each sample adds to a large workload, forward and backward."""
     rows = _differences(table, _sums(length, owner, np.arange(num)), table.tokens[-1] / 2)
     return np.asarray((rows[:, FORWARD] + rows[:, BACKWARD]).sum(axis=0))
 
 
 def _differences(table: CostTable, each: Features, size: float) -> FloatArray:
-    """What each sample adds to a workload of ``size`` tokens and the batch's composition: (chunk, row, sample)."""
+    """Return what each sample adds to a workload of ``size`` tokens with the composition of the batch.
+
+    The shape is (chunk, row, sample).
+    """
     share = size / max(float(each.tokens.sum()), 1.0)
     rest = Features(*(np.full(1, float(x.sum()) * share) for x in (each.instances, each.tokens, each.pairs)))
     more = Features(rest.instances + each.instances, rest.tokens + each.tokens, rest.pairs + each.pairs)
@@ -240,7 +242,7 @@ def _differences(table: CostTable, each: Features, size: float) -> FloatArray:
 
 
 def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: int) -> Marginal:
-    """What every sample adds to a microbatch, where there are so many."""
+    """Return what every sample adds to a microbatch of average size."""
     every = np.arange(len(sizes.loads))
 
     def added(table: CostTable, length: IntArray, owner: IntArray) -> FloatArray:
@@ -265,11 +267,11 @@ def marginal_of(pipeline: TunedPipeline, sizes: BatchSizes, num_microbatches: in
 
 
 def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Chain:
-    """Costs of a packing, without making it: microbatch m holds the samples whose ``bin_of`` is m."""
+    """Return the costs of a packing in which microbatch m has the samples whose ``bin_of`` is m."""
     num = int(bin_of.max()) + 1
     rows = pipeline.backbone.estimate(_sums(sizes.length[-1], sizes.owner[-1], bin_of, num)).transpose(1, 2, 0)
     delay = _ns(pipeline.latency_s + rows[OUTPUT] * pipeline.seconds_per_byte)
-    aside = rows[ASIDE].max(axis=0)
+    reserve = rows[RESERVE].max(axis=0)
     starts, costs = [np.zeros(num + 1, np.int64)], [np.zeros((NUM_ROWS, 0))]
     for table, length, owner, module in zip(
         pipeline.encoders, sizes.length, sizes.owner, pipeline.layout.modules, strict=False
@@ -278,7 +280,7 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         starts.append(start)
         costs.append(_in_turn(table.estimate(features)))
     parts = np.concatenate(costs, axis=1)
-    aside[0] = max(aside[0], parts[ASIDE].max(initial=0.0))
+    reserve[0] = max(reserve[0], parts[RESERVE].max(initial=0.0))
     if len(pipeline.encoders) > 1:
         homes = [np.repeat(np.arange(num), np.diff(start)) for start in starts]
         parts = parts[:, np.argsort(np.concatenate(homes), kind="stable")]
@@ -293,23 +295,23 @@ def chain_of(pipeline: TunedPipeline, sizes: BatchSizes, bin_of: IntArray) -> Ch
         _whole(parts[ACTIVATION]),
         _whole(parts[OUTPUT]),
         pipeline.static_bytes,
-        pipeline.capacity_bytes - np.ceil(aside).astype(np.int64),
+        pipeline.capacity_bytes - np.ceil(reserve).astype(np.int64),
         pipeline.trained,
     )
 
 
 def _in_turn(rows: FloatArray) -> FloatArray:
-    """Chunks of one module that run one after the other: costs together, the last's output, the most put aside."""
+    """Combine the costs of consecutive chunks of a module: sums, the last output and the maximum reserve."""
     total = rows.sum(axis=0)
     total[OUTPUT] = rows[-1, OUTPUT]
-    total[ASIDE] = rows[:, ASIDE].max(axis=0)
+    total[RESERVE] = rows[:, RESERVE].max(axis=0)
     return np.asarray(total)
 
 
 def _encoder_parts(
     length: IntArray, owner: IntArray, bin_of: IntArray, num: int, limit: int | None
 ) -> tuple[IntArray, Features]:
-    """Where every microbatch's parts of one encoder begin, and the sizes of all parts."""
+    """Return where the parts of every microbatch in one encoder begin, and the sizes of all parts."""
     counts = np.zeros(num, np.int64)
     start = kernels.count_parts(owner, bin_of, limit or 0, counts)
     features = _no_sizes(int(start[-1]))
@@ -318,7 +320,7 @@ def _encoder_parts(
 
 
 def _sums(length: IntArray, owner: IntArray, home: IntArray, num: int | None = None) -> Features:
-    """Sizes of groups of samples: sample i is in group ``home[i]``."""
+    """Return the sizes of groups of samples. Sample i is in group ``home[i]``."""
     features = _no_sizes(len(home) if num is None else num)
     kernels.sum_sizes(length, owner, home, features.instances, features.tokens, features.pairs)
     return features
@@ -333,10 +335,10 @@ def _whole(values: FloatArray) -> IntArray:
 
 
 def _ns(seconds: FloatArray) -> IntArray:
-    """As whole nanoseconds, the sum of which stays below 64 bits."""
+    """Convert to integer nanoseconds whose sum fits into 64 bits."""
     if not seconds.sum() < MAX_S:
         problem = f"times of a batch sum to {seconds.sum():g} s, which is not below {MAX_S:g} s"
         raise InputError(
-            "tuning", problem, "give smaller times: of the layers in the profile, or of the cluster's links"
+            "tuning", problem, "give smaller times for the layers in the profile or the links of the cluster"
         )
     return np.ascontiguousarray(np.rint(seconds * NS_PER_S).astype(np.int64))

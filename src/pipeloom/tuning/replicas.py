@@ -1,4 +1,4 @@
-"""Deal a global batch to data-parallel replicas so that the slowest, each tuned for itself, is as fast as can be."""
+"""Assign a global batch to data-parallel replicas and tune each, minimizing the time of the slowest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeloom.tuning.tune import Tuned, tune
 
 _TRIAL_EFFORT = 0.1
 _TRIALS = 6
-"""Shares tuned for a trial, for every replica."""
+"""Number of assignments that are tuned as a trial, per replica."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """What one replica runs: its samples (positions in the global batch), as a batch of its own, and how."""
+    """The share of one replica: sample positions in the global batch, the samples as a batch, and its tuning."""
 
     members: tuple[int, ...]
     batch: Batch
@@ -35,26 +35,22 @@ def tune_replicas(
     spec: TuningSpec | None = None,
     seed: int = 0,
 ) -> tuple[Replica, ...]:
-    """Divide a global batch among replicas and tune each.
+    """Assign a global batch to replicas and tune each.
 
-    Dealt by what the recurrence says that shares take (`pipeloom.packing.deal_by_time`). All replicas wait for the
-    slowest, so that one counts.
+    Samples are assigned by the simulated times of the shares (`pipeloom.packing.deal_by_time`). All replicas wait for
+    the slowest, so its time is minimized.
 
     Parameters
     ----------
     pipeline : TunedPipeline
-        Of one replica; all are alike.
+        Pipeline of one replica; all replicas are equal.
     batch : Batch
         The global batch.
-    num_replicas : int
-    token_budget : int
-    spec : TuningSpec or None
-    seed : int
 
     Raises
     ------
     InputError, InfeasibleError
-        As `tune`; or there are fewer samples than replicas.
+        Same as `tune`, or if there are fewer samples than replicas.
     """
     spec = spec or TuningSpec()
     trial = msgspec.structs.replace(spec, effort=min(spec.effort, _TRIAL_EFFORT))
@@ -67,10 +63,10 @@ def tune_replicas(
         left -= 1
         return tune(pipeline, batch.part(members), token_budget, trial, seed).planned_ns
 
-    def tuned(dealings: Iterable[tuple[int, ...]]) -> tuple[Replica, ...]:
+    def tuned(assignments: Iterable[tuple[int, ...]]) -> tuple[Replica, ...]:
         return tuple(
             Replica(members, part := batch.part(members), tune(pipeline, part, token_budget, spec, seed))
-            for members in dealings
+            for members in assignments
         )
 
     def slowest(replicas: Iterable[Replica]) -> int:
@@ -78,6 +74,6 @@ def tune_replicas(
 
     loads = batch_sizes(pipeline, batch).loads
     found = deal_by_time(loads, num_replicas, predict, seed)
-    # Trials are short: what began it may still be the faster once both are tuned in earnest.
-    dealings = dict.fromkeys((found.members, deal(loads, num_replicas, seed)))
-    return tuple(sorted(min(map(tuned, dealings), key=slowest), key=lambda replica: replica.members))
+    # Trials are short: with full tuning, the initial assignment may still be faster.
+    assignments = dict.fromkeys((found.members, deal(loads, num_replicas, seed)))
+    return tuple(sorted(min(map(tuned, assignments), key=slowest), key=lambda replica: replica.members))

@@ -1,4 +1,4 @@
-"""From what was tuned to the types that everything else takes: Packing, TaskGraph, Schedule."""
+"""Convert a tuning result into a `Packing`, `TaskGraph` and `Schedule`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeloom.tuning.tune import Tuned
 
 @dataclass(frozen=True, slots=True)
 class TunedPlan:
-    """A tuned batch as a scheduling problem with its answer; `simulate`, `check` and `lower` take them."""
+    """A tuned batch as a task graph with a schedule, for `simulate`, `check` and `lower`."""
 
     packing: Packing
     graph: TaskGraph
@@ -29,18 +29,16 @@ class TunedPlan:
 def tuned_plan(
     pipeline: TunedPipeline, batch: Batch, tuned: Tuned, costs: CostModel, capacity_bytes: int | None = None
 ) -> TunedPlan:
-    """Build the graph of a tuned batch, embeddings held from encoder to backbone, and its schedule.
+    """Build the graph and schedule of a tuned batch. Embeddings are held from encoder to backbone.
 
     Parameters
     ----------
-    pipeline : TunedPipeline
     batch : Batch
-        The one that was tuned.
-    tuned : Tuned
+        The tuned batch.
     costs : CostModel
-        Its own costs are written into the graph; those that `tune` saw were a table of them.
+        Costs of the tasks in the graph. `tune` uses a table of these costs.
     capacity_bytes : int or None
-        Memory of each rank, as the graph states it.
+        Memory of each rank in the graph. None: no limit.
     """
     packing = packing_of(batch, pipeline.model, pipeline.layout, tuned.groups)
     graph = build_graph(
@@ -55,9 +53,9 @@ def tuned_plan(
 
 
 def tuned_schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: Tuned) -> Schedule:
-    """1F1B in the packing's order on every rank, with the encoder parts on the first one where tuning put them."""
+    """Return 1F1B in the order of the packing, with encoder parts on the first rank as tuned."""
     if graph.labels is None:
-        raise InputError("graph.labels", "is null", "give a graph that was built from a layout")
+        raise InputError("graph.labels", "is null", "use a graph that was built from a layout")
     layout = pipeline.layout
     num_microbatches, num_ranks = len(tuned.groups), layout.num_ranks
     stage_of = {chunk: p for p, chunk in enumerate(layout.chunks_of(layout.modules[-1].name))}

@@ -1,4 +1,4 @@
-"""TuningSpec: which of PipeTune's techniques are used, each switched by one line."""
+"""TuningSpec: selection of PipeTune's techniques."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Precompute = Literal["off", "frozen", "all"]
 
 
 class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is tuned for every batch. The defaults are the best that there is.
+    """What is tuned for every batch. The defaults are the fastest settings.
 
-    Every technique alone changes only when work is done, never what is computed.
+    No technique changes what is computed, only when.
     """
 
     pack: Policy = "balanced"
-    """How samples become microbatches of a given size."""
+    """Policy that packs samples into microbatches of a given size."""
     micro_batch: MicroBatch = "any"
-    """``fixed``: as large as the token budget allows. ``multiples``: of ``unit_tokens``, as PipeTune. ``any``: so many
-    microbatches as are best."""
+    """``fixed``: microbatches as large as the token budget allows. ``multiples``: multiples of ``unit_tokens``, as in
+    PipeTune. ``any``: the best number of microbatches."""
     order: Order = "search"
-    """``given``: as packed. ``clusters``: PipeTune's, permutations of at most six clusters of like microbatches.
-    ``search``: local search on the order itself; a planner then spends its budget on orders beyond 1F1B."""
+    """``given``: the order of the packing. ``clusters``: permutations of at most six clusters of similar microbatches,
+    as in PipeTune. ``search``: local search on the order; a planner then spends its budget on orders beyond 1F1B."""
     precompute: Precompute = "all"
-    """Encoder work of later microbatches in idle time of the first rank: none, of frozen encoders, or of trained ones
-    too, whose backwards then wait for idle time as well."""
+    """Encoder work of later microbatches that runs in idle time of the first rank: none (``off``), that of frozen
+    encoders (``frozen``), or also that of trained encoders (``all``), whose backwards are then delayed to idle time."""
     unit_tokens: Count | None = None
-    """Tokens of the smallest microbatch of ``multiples`` (the context length); None: the longest sample."""
+    """Unit of ``multiples`` in tokens (the context length). None: the longest sample."""
     effort: Factor = 1.0
-    """Share of the usual number of simulations; more takes longer."""
+    """Factor of the default number of simulations."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes, and a packing that may fail to be found in time."""
+        """Raise `InputError` for invalid values, or for a policy that may not find a packing in time."""
         check_always_packs("tuning.pack", self.pack)
         if self.unit_tokens is not None and self.unit_tokens < 1:
             raise InputError("tuning.unit_tokens", f"{self.unit_tokens} is below 1")
@@ -48,20 +48,20 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def searches(self) -> bool:
-        """Whether orders are searched, as for any batch: these settings then only say where the search begins."""
+        """Whether orders are searched. These settings then only determine the start of the search."""
         return self.order == "search"
 
     def check_choices(self, strategies: Sequence[str], split_backward: bool) -> None:
-        """Refuse memory strategies to choose from, and split backwards, where orders are PipeTune's alone.
+        """Raise `InputError` for strategy choices or split backwards if orders are not searched.
 
         Raises
         ------
         InputError
-            Its recurrence times 1F1B of one strategy.
+            The recurrence supports only 1F1B with one strategy.
         """
         if not self.searches and (len(strategies) > 1 or split_backward):
             raise InputError(
                 "planner.split_backward" if split_backward else "planner.strategies",
-                f"offers a choice, and tuning.order = {self.order!r} plans 1F1B, which makes none",
-                "leave it out, give one strategy, or let tuning.order be 'search'",
+                f"needs a search of orders, which tuning.order = {self.order!r} disables",
+                "remove it, use one strategy, or let tuning.order be 'search'",
             )

@@ -1,9 +1,9 @@
-"""CostTable: what chunks cost, tabulated once offline (PipeTune A.4), to estimate thousands of microbatches at once.
+"""Cost tables of chunks, computed once offline (PipeTune A.4), to estimate thousands of microbatches at once.
 
-PipeTune profiles an encoder by its number of images, and a backbone stage as attention by sequence length plus
-everything else by total length. Here a chunk is probed on a grid of total tokens and mean (token-weighted) sequence
-length, which contains both: attention is linear in the latter at equal tokens. What one more sequence costs by itself
-is found by a difference and kept apart.
+PipeTune profiles an encoder by its number of images, and a backbone stage by sequence length for attention and by
+total length for everything else. Here, a chunk is probed on a grid of total tokens and mean (token-weighted) sequence
+length. This covers both cases, since attention is linear in the mean length for equal tokens. The cost per sequence is
+determined by a difference and stored separately.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pipeloom.tuning.kernels import interpolate
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-FORWARD, BACKWARD, ACTIVATION, OUTPUT, ASIDE = 0, 1, 2, 3, 4
-"""Rows of an estimate: seconds forward, seconds backward, activation bytes, bytes of the output, bytes put aside for a
+FORWARD, BACKWARD, ACTIVATION, OUTPUT, RESERVE = 0, 1, 2, 3, 4
+"""Rows of an estimate: forward seconds, backward seconds, activation bytes, output bytes, and bytes to reserve for a
 pass and its messages."""
 NUM_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """Sizes of some workloads.
+    """Sizes of several workloads.
 
     Attributes
     ----------
     instances, tokens, pairs : array, shape (num_workloads,)
-        Sequences, sum of their lengths, sum of the squares of their lengths.
+        Number of sequences, sum of their lengths, and sum of their squared lengths.
     """
 
     instances: FloatArray
@@ -49,12 +49,11 @@ class CostTable:
     Attributes
     ----------
     tokens : array, shape (num_nodes,)
-        Rising.
+        Total tokens of the grid nodes, increasing.
     mean_length : array, shape (num_nodes, num_lengths)
-        Token-weighted mean length at each probe, rising along the row.
+        Token-weighted mean length at each probe, increasing along each row.
     values : array, shape (num_chunks, NUM_ROWS, num_nodes, num_lengths)
-        Without what single sequences cost.
-    per_instance : array, shape (num_chunks, NUM_ROWS)
+        Costs at each probe without the cost per sequence.
     """
 
     tokens: FloatArray
@@ -63,7 +62,7 @@ class CostTable:
     per_instance: FloatArray
 
     def estimate(self, features: Features) -> FloatArray:
-        """Costs of many workloads, shape (num_chunks, NUM_ROWS, num_workloads); empty workloads cost nothing."""
+        """Return the costs of many workloads, shape (num_chunks, NUM_ROWS, num_workloads). Empty workloads cost 0."""
         out = np.empty((*self.per_instance.shape, len(features.tokens)))
         interpolate(
             self.tokens,
@@ -86,27 +85,25 @@ def tabulate(
     num_nodes: int = 32,
     num_messages: int | None = None,
 ) -> CostTable:
-    """Probe chunks of one module.
+    """Tabulate the costs of the chunks of one module.
 
     Parameters
     ----------
-    costs : CostModel
-    chunks : sequence of Chunk
     max_tokens : int
-        Largest workload expected.
+        Maximum number of tokens in a workload.
     lengths : sequence of int
-        Two or more rising lengths of sequences, from short to the longest expected.
+        Two or more increasing sequence lengths up to the maximum length.
     num_nodes : int
-        Probes along the tokens, denser where workloads are small.
+        Number of grid nodes along the tokens, denser for small workloads.
     num_messages : int or None
-        Outputs for which a pass puts bytes aside, beside those that it uses; None: it puts none aside at all.
+        Number of outputs to reserve memory for, in addition to the workspace of a pass. None: no reserve.
     """
 
     def probe(lengths: tuple[int, ...]) -> FloatArray:
         return _probe(costs, chunks, Workload(lengths), num_messages)
 
     unit = max(1, round(float(np.mean(lengths))) // 6)
-    # Three sequences of 4 units, or one of 6 and three of 2: equal tokens and squares, another number.
+    # Three sequences of 4 units, or one of 6 and three of 2: equal tokens and squares, but different numbers.
     even, uneven = (4 * unit,) * 48, ((6 * unit,) + (2 * unit,) * 3) * 16
     per_instance = np.maximum((probe(uneven) - probe(even)) / 16, 0.0)
     smallest = max(2, min(32, max_tokens // 2))
@@ -118,7 +115,7 @@ def tabulate(
             workload = _sequences(tokens, length)
             mean_length[i, j] = sum(n * n for n in workload) / tokens
             values[:, :, i, j] = probe(workload) - per_instance * len(workload)
-        # Short totals allow no long sequences; equal probes would leave no slope to interpolate by.
+        # Small totals have no long sequences. Equal probes would give no slope for the interpolation.
         for j in range(1, len(lengths)):
             if mean_length[i, j] <= mean_length[i, j - 1]:
                 mean_length[i, j] = mean_length[i, j - 1] + 1e-3
@@ -136,7 +133,7 @@ def _probe(costs: CostModel, chunks: Sequence[Chunk], workload: Workload, num_me
     for row, chunk in zip(rows, chunks, strict=True):
         base = costs.chunk_costs(chunk, workload)[0]
         output = costs.boundary_bytes(chunk, workload)
-        row[:ASIDE] = base.forward_s, base.backward_s, base.activation_bytes, output
+        row[:RESERVE] = base.forward_s, base.backward_s, base.activation_bytes, output
         if num_messages is not None:
-            row[ASIDE] = costs.workspace_bytes(chunk, workload) + num_messages * output
+            row[RESERVE] = costs.workspace_bytes(chunk, workload) + num_messages * output
     return rows

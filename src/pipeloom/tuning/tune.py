@@ -1,4 +1,4 @@
-"""Tune one batch: microbatch size, packing, order and encoder pre-computation, decided together by simulation."""
+"""Tune one batch: choose microbatch size, packing, order and encoder pre-computation together by simulation."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from pipeloom.units import size_text
 
 _NEVER = int(np.iinfo(np.int64).max // 4)
 _RUNS_PER_SAMPLE = 240
-"""Microbatches simulated for each sample: what bounds tuning time, and keeps it linear."""
+"""Number of microbatches simulated for each sample, so that the tuning time is linear in the batch size."""
 _FINALISTS = 3
 _ROUNDS = 3
-"""Of local search that moves samples, between two estimates of all costs."""
+"""Rounds of local search that moves samples. All costs are estimated again after each round."""
 _HEAT = 0.1
-"""How much slower a change may make an iteration at first, in mean times from one microbatch to the next."""
+"""Initial annealing temperature, in mean times between consecutive microbatches."""
 _SLOWER, _MISSES = 1.015, 2
-"""So many numbers of microbatches that much slower than the best end the row of larger ones."""
+"""Stop increasing the number of microbatches after ``_MISSES`` consecutive numbers slower than the best by
+``_SLOWER``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuned:
-    """What was decided for one batch.
+    """The tuning result of one batch.
 
     Attributes
     ----------
     groups : tuple of tuple of int
-        Samples of every microbatch, in running order.
+        Samples of every microbatch, in execution order.
     events : array, shape (num_events, 2)
-        Rank 0's order: (kind, microbatch or encoder part), in the numbering of ``groups``.
+        Order of rank 0: (kind, microbatch or encoder part), numbered as in ``groups``.
     extra : int
-        Forwards ahead beyond 1F1B's.
+        Number of forwards ahead in addition to those of 1F1B.
     num_early : int
-        Encoder parts that run before their microbatch's turn.
+        Number of encoder parts that run before the turn of their microbatch.
     planned_ns : int
-        Makespan by the cost tables.
+        Makespan estimated from the cost tables, in ns.
     evaluations : int
-        Orders simulated.
+        Number of simulated orders.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -80,27 +81,24 @@ def tune(
     seed: int = 0,
     budget: StoppingRule | None = None,
 ) -> Tuned:
-    """Decide how a batch runs.
+    """Tune one batch.
 
     Parameters
     ----------
-    pipeline : TunedPipeline
-    batch : Batch
     token_budget : int
-        Tokens of a microbatch at most.
+        Maximum number of tokens in a microbatch.
     spec : TuningSpec or None
-        None: all techniques, at their best.
-    seed : int
+        Techniques to use. None: all techniques with the default settings.
     budget : StoppingRule or None
-        Given, and orders are searched: go on with that until the rule says stop. None: the usual number of
-        simulations, some milliseconds for a hundred samples.
+        Continue the search of orders until this rule stops it. None: the default number of simulations, some
+        milliseconds for a hundred samples.
 
     Raises
     ------
     InputError
-        When a sample exceeds the budget; it is named.
+        When a sample exceeds the token budget.
     NothingFoundError
-        When not even the smallest microbatches fit into memory.
+        When even the smallest microbatches do not fit into memory.
     """
     return _Tuning(pipeline, batch, token_budget, spec or TuningSpec(), seed, budget).run()
 
@@ -150,7 +148,7 @@ class _Tuning:
     # ---------------------------------------------------------------- microbatch sizes
 
     def _any_number(self) -> list[_Candidate]:
-        """Simulate packings of more and more microbatches, until more are clearly slower."""
+        """Simulate packings with increasing numbers of microbatches until more are clearly slower."""
         loads = self.sizes.loads
         best = _NEVER
         found: list[_Candidate] = []
@@ -165,12 +163,12 @@ class _Tuning:
         return [*found, *self._candidates(filled_groups(loads, self.packing))]
 
     def _candidates(self, packings: Iterable[Groups]) -> list[_Candidate]:
-        """Simulate packings; those that do not fit into memory are left out."""
+        """Simulate packings and return those that fit into memory."""
         made = (self._candidate(_bins(groups, len(self.batch.samples))) for groups in packings)
         return [candidate for candidate in made if candidate is not None]
 
     def _candidate(self, bin_of: IntArray) -> _Candidate | None:
-        """Simulate a packing in a few orders; None where it does not fit into memory."""
+        """Simulate a packing in a few orders. Return None if it does not fit into memory."""
         chain = chain_of(self.pipeline, self.sizes, bin_of)
         scratch = kernels.make_scratch(chain)
         orders = simple_orders(chain)[: 1 if self.spec.order == "given" else None]
@@ -185,7 +183,7 @@ class _Tuning:
         return None if i < 0 else _Candidate(bin_of, chain, scratch, orders[i], settings[j], makespan)
 
     def _settings(self) -> IntArray:
-        """Ways to run encoders: as they come, and where wished early and late; one a row."""
+        """Return one setting per row: encoders in order and, if enabled, forwards early and backwards late."""
         rows = np.zeros((3 if self.early else 1, NUM_SETTINGS), np.int64)
         rows[1:, EARLY], rows[1:, LATE] = 1, self.late
         rows[2:, OVERRUN] = 50
@@ -203,10 +201,10 @@ class _Tuning:
         runs = _RUNS_PER_SAMPLE * len(self.batch.samples) * self.spec.effort
         short = [self._anneal(candidate, 0.5 * runs / len(finalists)) for candidate in finalists]
         best = self._anneal(min(short, key=lambda candidate: candidate.makespan), 0.5 * runs)
-        return best if self.watch is None else self._go_on(best, short, 0.5 * runs)
+        return best if self.watch is None else self._continue(best, short, 0.5 * runs)
 
-    def _go_on(self, best: _Candidate, others: list[_Candidate], runs: float) -> _Candidate:
-        """Anneal by turns from the best and from other packings, longer every time, while the budget lasts."""
+    def _continue(self, best: _Candidate, others: list[_Candidate], runs: float) -> _Candidate:
+        """Anneal alternately from the best and from other packings, longer each time, within the budget."""
         assert self.watch is not None
         before = self.watch.share(self.evaluations)
         turn = 0
@@ -214,14 +212,14 @@ class _Tuning:
             runs *= 2
             self.seed += 1
             start = best if turn % 2 == 0 else others[turn // 2 % len(others)]
-            # Where evaluations are counted, a packing into few microbatches has more of them in the same time.
+            # If evaluations are counted, a packing with few microbatches has more of them in the same time.
             most = self.watch.left(self.evaluations, _NEVER) * len(start.order)
             found = self._anneal(start, min(runs, most))
             if found.makespan < best.makespan:
                 best = found
             now = self.watch.share(self.evaluations)
             spent = now - before
-            # No turn is begun that would not come to its end.
+            # Do not start a turn that would not complete.
             if spent <= 0 or now + spent >= 1:
                 return best
             if now + 2 * spent > 1:
@@ -231,13 +229,13 @@ class _Tuning:
         return best
 
     def _permute(self, candidate: _Candidate) -> _Candidate:
-        """PipeTune's search: permutations of clusters, each with and without pre-computation."""
+        """Search permutations of clusters, each with and without pre-computation, as in PipeTune."""
         orders = cluster_orders(candidate.chain)
         better = self._best_of(candidate.bin_of, candidate.chain, candidate.scratch, orders, candidate.makespan)
         return better or candidate
 
     def _anneal(self, candidate: _Candidate, runs: float) -> _Candidate:
-        """Search order and samples; costs are estimated anew after each of a few rounds."""
+        """Anneal order and samples in a few rounds. Costs are estimated again after each round."""
         best = candidate
         goal = bound_ns(best.chain)
         samples = balances(self.spec.pack) and self.spec.micro_batch == "any"
@@ -273,7 +271,7 @@ class _Tuning:
         return best
 
     def _finish(self, best: _Candidate) -> Tuned:
-        """Number microbatches and parts in running order."""
+        """Number microbatches and parts in execution order."""
         makespan, count = kernels.run(best.chain, best.order, best.settings, best.scratch, _NEVER)
         turn = np.empty(len(best.order), np.int64)
         turn[best.order] = np.arange(len(best.order))
@@ -291,7 +289,7 @@ class _Tuning:
 
 
 def bound_ns(chain: Chain) -> int:
-    """No order of these microbatches is faster: the fullest rank's work, with the least before and after it."""
+    """Return a lower bound for any order in ns: the work of a rank plus its minimum warm-up and cool-down."""
     work = (chain.forward + chain.backward).sum(axis=0)
     work[0] += chain.part_forward.sum() + chain.part_backward.sum()
     ahead = np.cumsum(chain.forward + chain.delay, axis=1)
@@ -302,7 +300,7 @@ def bound_ns(chain: Chain) -> int:
 
 
 def _num_early(events: IntArray, first: IntArray) -> int:
-    """Encoder parts that run before the backbone's forward of an earlier microbatch."""
+    """Count encoder parts that run before the backbone forward of an earlier microbatch."""
     turn = -1
     early = 0
     for kind, number in events.tolist():

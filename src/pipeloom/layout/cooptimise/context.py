@@ -1,4 +1,4 @@
-"""What all walks of one joint search share."""
+"""State that all walks of one joint search share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeloom.search.stopping import Watch
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A placement under a rule, from which a walk may begin."""
+    """A placement and rule from which a walk may begin, and its makespan in ns."""
 
     ns: int
     placement: PartitionPlacement
@@ -24,7 +24,7 @@ class Start:
 
 @dataclass(slots=True, eq=False)
 class Best:
-    """The best makespan of all walks, which each of them lowers, and the evaluations that all have made."""
+    """The best makespan of all walks in ns, and their total number of evaluations."""
 
     ns: int
     evaluations: int
@@ -36,21 +36,16 @@ class Context:
 
     Attributes
     ----------
-    chain : LayerChain
     arrays : ChainArrays
-        The same for the kernels.
-    params : CooptimiseParams
-    seed : int
+        The chain in the form of the kernels.
     watch : Watch
-        The budget.
+        Progress against the budget.
     tried : int
-        Evaluations that the starts took.
+        Number of evaluations for the starts.
     target_ns : int
-        Lower bound, at which every walk ends.
+        Lower bound, in ns. Every walk ends when it is reached.
     exchanges : bool
-        Whether single layers may change places.
-    best : Best
-    on_progress : callable or None
+        Whether single layers may be exchanged.
     """
 
     chain: LayerChain

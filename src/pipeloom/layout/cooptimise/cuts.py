@@ -1,4 +1,4 @@
-"""Where a chain of layers is cut: by load, or by count as frameworks do."""
+"""Cut a chain of layers by load, or by count as frameworks do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeloom.taskgraph import IntArray
 
 
 def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tuple[int, ...]:
-    """Cut a chain for a given placement so that ranks, not chunks, have equal loads as nearly as this finds.
+    """Cut a chain so that the ranks (not the chunks) of a given placement have similar loads.
 
-    Chunks of overloaded ranks (one has a heavy head) shrink, the others grow, a few times over; the best is kept.
+    Chunks of overloaded ranks shrink and the others grow for several rounds; the best cuts are returned.
     The first ``thin`` chunks have one layer.
     """
     home = np.array(ranks)
@@ -36,10 +36,10 @@ def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tup
 
 
 def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...], sweeps: int = 200) -> tuple[int, ...]:
-    """Move boundaries by single layers while that lowers the sum of the squares of the ranks' loads.
+    """Move boundaries by single layers while that lowers the sum of the squared rank loads.
 
-    What many ranks with few layers each need: shares alone leave them more than a tenth apart. At
-    most ``sweeps`` times over all boundaries.
+    Needed for many ranks with few layers each, since `balanced_cuts` leaves their loads more than 10 % apart. Stop
+    after ``sweeps`` passes over all boundaries.
     """
     at, sizes = list(cuts), loads.tolist()
     rank = [0] * (max(ranks) + 1)
@@ -49,11 +49,11 @@ def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...],
         moved = False
         for c in range(1, len(ranks)):
             up, down = ranks[c - 1], ranks[c]
-            for giver, taker, layer, step, room in (
+            for giver, taker, layer, step, count in (
                 (up, down, at[c] - 1, -1, at[c] - at[c - 1]),
                 (down, up, at[c], 1, at[c + 1] - at[c]),
             ):
-                if giver != taker and room > 1 and rank[giver] - rank[taker] > sizes[layer]:
+                if giver != taker and count > 1 and rank[giver] - rank[taker] > sizes[layer]:
                     rank[giver] -= sizes[layer]
                     rank[taker] += sizes[layer]
                     at[c] += step
@@ -65,36 +65,37 @@ def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...],
 
 
 def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
-    """Cut into one stage a rank with the least possible largest sum of load, head and tail: what 1F1B needs at least.
+    """Cut into one stage per rank and minimize the largest sum of load, warm-up and cool-down, a lower bound of 1F1B.
 
-    Filling each stage as far as a limit allows is optimal for that limit, since a stage that begins a layer later
-    has at most as much less room as it has less to do; the least limit is found by halving.
+    Filling each stage up to a limit is optimal for that limit: a stage that begins one layer later loses at most as
+    much of its limit as it has less work. Bisection finds the minimum limit.
     """
     p, n = chain.num_ranks, chain.num_layers
     work, before, hop = _work_and_ends(chain)
 
-    def fill(limit: int) -> tuple[int, ...] | None:
+    def cuts_for(limit: int) -> tuple[int, ...] | None:
         cuts = [0]
         for k in range(p):
-            room = limit - before[cuts[-1]] - k * hop + work[cuts[-1]]
-            end = min(int(np.searchsorted(work, room, side="right")) - 1, n - (p - k - 1))
+            free = limit - before[cuts[-1]] - k * hop + work[cuts[-1]]
+            end = min(int(np.searchsorted(work, free, side="right")) - 1, n - (p - k - 1))
             if end <= cuts[-1]:
                 return None
             cuts.append(end)
         return tuple(cuts) if cuts[-1] == n else None
 
-    found = fill(_least(lambda limit: fill(limit) is not None, int(work[-1] + before[-1]) + p * hop, 1))
+    found = cuts_for(_least(lambda limit: cuts_for(limit) is not None, int(work[-1] + before[-1]) + p * hop, 1))
     if found is None:
         raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
     return found
 
 
 def folded(chain: LayerChain, ends: float = 1.0) -> PartitionPlacement:
-    """Two chunks a rank, down the ranks and up again, with the least possible largest sum of load, head and tail.
+    """Place two chunks per rank, down the ranks and up again, and minimize the largest sum of load, warm-up and
+    cool-down.
 
-    Heads and tails count ``ends`` times. The limit is found to 1/100,000; for a limit,
-    `pipeloom.layout.cooptimise.kernels.fold` is exact. Where a rank's second chunk would have no layer, it has one
-    chunk, and so has the last rank.
+    Warm-up and cool-down are weighted by ``ends``. The limit is found with a relative precision of 1e-5; for a given
+    limit, `pipeloom.layout.cooptimise.kernels.fold` is exact. The last rank, and ranks whose second chunk would be
+    empty, have one chunk.
     """
     p, n = chain.num_ranks, chain.num_layers
     work, before, hop = _work_and_ends(chain)
@@ -115,7 +116,7 @@ def folded(chain: LayerChain, ends: float = 1.0) -> PartitionPlacement:
 
 
 def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
-    """Running sums of all microbatches' work and of heads and tails, and what a boundary transfer adds to these."""
+    """Return cumulative sums of work and of warm-up plus cool-down, and what a boundary transfer adds to the latter."""
     work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * chain.num_microbatches
     fillable = bool(chain.weight_ns.any())
     ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
@@ -123,7 +124,7 @@ def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
 
 
 def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
-    """Least limit that is enough, to ``step``; ``high`` where none below it is."""
+    """Return the minimum sufficient limit with precision ``step``, or ``high`` if no lower limit suffices."""
     low = 0
     while low < high:
         middle = (low + high) // 2
@@ -135,7 +136,7 @@ def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
 
 
 def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:
-    """Cut where the cumulated load comes nearest to the cumulated shares, every chunk having a layer."""
+    """Cut where the cumulative load is closest to the cumulative shares, with at least one layer per chunk."""
     total = np.concatenate([[0], np.cumsum(loads)])
     wanted = np.cumsum(shares) / shares.sum() * total[-1]
     num = len(shares)
@@ -149,7 +150,7 @@ def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int,
 
 
 def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Cut into chunks of equally many layers; where they do not divide, the first chunks have one more."""
+    """Cut into chunks with equal numbers of layers. If they do not divide evenly, the first chunks have one more."""
     if not 1 <= num_chunks <= num_layers:
         raise InputError(
             "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
@@ -159,11 +160,11 @@ def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
 
 
 EMBEDDING, HEAD = "embedding", "head"
-"""Names of first and last layers that standard partitions add to the first and last chunk, uncounted."""
+"""Names of first and last layers that standard partitions add to the first and last chunk without counting them."""
 
 
 def equal_cuts(chain: LayerChain, num_chunks: int) -> tuple[int, ...]:
-    """Cut as frameworks do: equally many layers a chunk, where embedding and head are no layers."""
+    """Cut as frameworks do: equal numbers of layers per chunk, not counting embedding and head."""
     first, last = chain.layer_names[0] == EMBEDDING, chain.layer_names[-1] == HEAD
     counted = chain.num_layers - first - last
     if counted < num_chunks:

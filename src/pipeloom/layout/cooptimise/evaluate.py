@@ -1,4 +1,4 @@
-"""Judge one placement under one rule: the kernels as functions of named types."""
+"""Evaluate a placement under a rule: typed wrappers of the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = kernels.NEVER
 
 
 def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.ChainArrays:
-    """Lay a chain out for the kernels; as many chunks as layers, if not said otherwise."""
+    """Convert a chain for the kernels. By default, ``most_chunks`` is the number of layers."""
     return kernels.ChainArrays(
         forward_ns=np.ascontiguousarray(chain.forward_ns),
         backward_ns=np.ascontiguousarray(chain.backward_ns),
@@ -33,7 +33,7 @@ def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.Chai
 
 
 def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
-    """Working memory of one thread."""
+    """Allocate the scratch arrays of one thread."""
     num_ranks = len(arrays.capacity_bytes)
     width = arrays.most_chunks + 2
 
@@ -71,7 +71,7 @@ def make_scratch(arrays: kernels.ChainArrays) -> kernels.Scratch:
 
 
 class Judge:
-    """Run many placements of one chain; counts them."""
+    """Evaluate many placements of one chain and count them."""
 
     def __init__(self, chain: LayerChain, most_chunks: int) -> None:
         self.arrays = arrays_of(chain, most_chunks)
@@ -82,9 +82,9 @@ class Judge:
     def ns(
         self, placement: PartitionPlacement, rule: PriorityRule, cutoff: int = NEVER, record: IntArray | None = None
     ) -> int:
-        """When all ranks have updated, in ns; `NEVER` where memory or ``cutoff`` rules it out.
+        """Return the end of the iteration in ns, or `NEVER` if memory or ``cutoff`` rules it out.
 
-        ``record`` is that of `kernels.run`.
+        ``record`` is passed to `kernels.run`.
         """
         self.evaluations += 1
         draft = to_draft(placement, rule, self.arrays.most_chunks)
@@ -93,14 +93,14 @@ class Judge:
 
 
 def evaluate(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, cutoff: int = NEVER) -> int:
-    """When all ranks have updated under a rule, in ns; `NEVER` where memory or ``cutoff`` rules the placement out."""
+    """Return the end of the iteration in ns, or `NEVER` if memory or ``cutoff`` rules the placement out."""
     return Judge(chain, placement.num_chunks).ns(placement, rule, cutoff)
 
 
 def schedule_of(
     chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, *, name: str | None = None, method: str = ""
 ) -> tuple[TaskGraph, Schedule]:
-    """Write out the graph of a placement and the order in which the rule runs it.
+    """Return the task graph of a placement and the schedule that the rule gives.
 
     Raises
     ------
@@ -113,12 +113,12 @@ def schedule_of(
         raise ValueError("one microbatch of each chunk does not fit on some rank")
     graph = graph_of(chain, placement, name)
     codes = record[record >= 0]
-    # Codes number the weight gradients of all chunks; tasks only those that there are.
+    # Codes number weight gradients of all chunks, tasks only those of chunks that have them.
     split = np.zeros(num, bool)
     split[np.unique(graph.pair[graph.kind == 3] // m)] = True
     number = np.full(3 * num * m, -1, np.int64)
-    there = np.concatenate([np.ones(2 * num, bool), split]).repeat(m)
-    number[there] = np.arange(there.sum())
+    exists = np.concatenate([np.ones(2 * num, bool), split]).repeat(m)
+    number[exists] = np.arange(exists.sum())
     tasks = number[codes]
     home = graph.rank[tasks]
     order = tuple(tasks[home == rank] for rank in range(chain.num_ranks))

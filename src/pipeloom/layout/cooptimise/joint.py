@@ -1,4 +1,4 @@
-"""The joint search: partition, placement, order and strategies of a chain, annealed together."""
+"""The joint search: anneal partition, placement, order and strategies of a chain together."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from pipeloom.units import size_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CooptimisedPipeline:
-    """An answer: where the layers lie and in which order their tasks run, and how far that can be from the best.
+    """The result of the joint search, with a lower bound.
 
     Attributes
     ----------
     lower_bound : LowerBound
-        Over all partitions, placements and orders, not only this placement's.
+        Bound over all partitions, placements and orders, not only for this placement.
     moves : dict
-        By name: how often proposed, accepted, and a new best.
+        Number of times that each move was proposed, was accepted and gave a new best, by name.
     """
 
     chain: LayerChain
@@ -55,17 +55,17 @@ class CooptimisedPipeline:
 
     @property
     def gap(self) -> float:
-        """Makespan above the lower bound, relative to it."""
+        """Makespan divided by the lower bound, minus one."""
         return gap(self.timeline.makespan_ns, self.lower_bound.ns)
 
     @property
     def order_rule(self) -> OrderRule:
-        """The rule as it goes with the layout, for batches to come."""
+        """The priority rule in the form that is stored with the layout."""
         return order_rule(self.chain, self.placement, self.rule)
 
     @property
     def strategies(self) -> list[str]:
-        """Name of every layer's strategy."""
+        """Strategy name of every layer."""
         chosen = self.placement.strategies or (0,) * self.chain.num_layers
         return [names[index] for names, index in zip(self.chain.strategies, chosen, strict=True)]
 
@@ -79,7 +79,7 @@ def cooptimise(
     params: CooptimiseParams | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> CooptimisedPipeline:
-    """Choose partition, placement, order and strategies of a chain of layers together: the best of `every_walk`."""
+    """Return the best result of `every_walk`."""
     return every_walk(chain, budget=budget, seed=seed, threads=threads, params=params, on_progress=on_progress)[0]
 
 
@@ -92,24 +92,21 @@ def every_walk(
     params: CooptimiseParams | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> tuple[CooptimisedPipeline, ...]:
-    """Choose partition, placement, order and strategies of a chain of layers together, several times over.
+    """Choose partition, placement, order and strategies of a chain of layers together, in several walks.
 
     Parameters
     ----------
     chain : LayerChain
-        With its memory limit; split where its weight times are not 0.
+        The layers and the memory limit. Layers with nonzero weight times have split backwards.
     budget : StoppingRule
-        Under `pipeloom.search.Evaluations` and one thread the answer depends on the seed alone.
-    seed : int
-    threads : int
-    params : CooptimiseParams, optional
+        With `pipeloom.search.Evaluations` and one thread, the result depends only on the seed.
     on_progress : callable, optional
-        Called now and then, from whichever thread.
+        Called regularly, from any thread.
 
     Returns
     -------
     tuple of CooptimisedPipeline
-        What each walk came to, the fastest first, each placement once.
+        Results with distinct placements, the fastest first.
 
     Raises
     ------
@@ -145,7 +142,7 @@ def every_walk(
         later = _again(context, Until(whole, used, 1.0).start())
         walks += _walk(later, _ends(walks)[: params.again.walks], threads)
     ends = _ends(walks)
-    if starts[0].ns < ends[0].ns:  # the coarser start was not walked from
+    if starts[0].ns < ends[0].ns:  # no walk began from this coarser start
         ends.insert(0, starts[0])
     counts = np.sum([walk.counts for walk in walks], axis=0)
     moves = {move.name: (int(a), int(b), int(c)) for move, a, b, c in zip(MOVES, *counts, strict=True)}
@@ -162,9 +159,10 @@ def every_walk(
 
 
 def _fewer_walks(params: CooptimiseParams, arrays: ChainArrays, tried: int, share: float) -> CooptimiseParams:
-    """Where evaluations are slow, so few walks that each gets enough: one long walk ends better than many short ones.
+    """Reduce the number of walks if evaluations are slow, since one long walk gives better results than many short
+    ones.
 
-    The starts took ``share`` of the budget to try, which says how many evaluations it has.
+    The number of evaluations in the budget is estimated from the ``share`` that the starts took.
     """
     annealing = params.annealing
     if not share or steps_at_once(annealing, arrays) >= annealing.fewest_steps:
@@ -175,7 +173,7 @@ def _fewer_walks(params: CooptimiseParams, arrays: ChainArrays, tried: int, shar
 
 
 def _ends(walks: list[Walk]) -> list[Start]:
-    """What walks came to, the fastest first, each placement once."""
+    """Return the results of walks with distinct placements, the fastest first."""
     each: dict[PartitionPlacement, Start] = {}
     for walk in sorted(walks, key=lambda walk: (walk.best_ns, walk.seed)):
         placement, rule = from_draft(walk.best)
@@ -184,7 +182,7 @@ def _ends(walks: list[Walk]) -> list[Start]:
 
 
 def _again(context: Context, watch: Watch) -> Context:
-    """The same search with what is left of the budget, for walks that go on from where others ended."""
+    """Return the context of the second round: the rest of the budget, for walks that continue from previous results."""
     params = context.params
     again = msgspec.structs.replace(
         params,
@@ -194,12 +192,12 @@ def _again(context: Context, watch: Watch) -> Context:
             params.annealing, hot=params.again.hot, cold=min(params.annealing.cold, params.again.hot)
         ),
     )
-    # Other random numbers than those of the first round.
+    # Different random numbers from the first round.
     return replace(context, params=again, watch=watch, tried=0, seed=~context.seed)
 
 
 def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
-    """Walk from the best starts: thread t runs walks t, t + threads, ..., each for an equal part of its time."""
+    """Walk from the best starts. Thread t runs walks t, t + threads, ..., with equal parts of its time."""
     params, num_ranks = context.params, context.chain.num_ranks
     if context.exchanges:
         fine = params.starts.fine_chunks * num_ranks
@@ -226,7 +224,7 @@ def _walk(context: Context, starts: list[Start], threads: int) -> list[Walk]:
 def answer(
     chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule, bound: LowerBound, method: str
 ) -> CooptimisedPipeline:
-    """Write a placement out as a schedule, and have the checker confirm that it can run."""
+    """Convert a placement into a schedule and check that it is feasible."""
     graph, schedule = schedule_of(chain, placement, rule, method=method)
     timeline = simulate(graph, schedule)
     require_feasible(graph, schedule, timeline)
@@ -236,7 +234,9 @@ def answer(
 def _try_starts(
     chain: LayerChain, arrays: ChainArrays, watch: Watch, params: CooptimiseParams
 ) -> tuple[list[Start], int]:
-    """Judge the starts until their time is over; give the best rule of each placement, best placement first."""
+    """Evaluate starts within their share of the budget. Return the best rule of each placement, best placement
+    first.
+    """
     found: dict[PartitionPlacement, Start] = {}
     judge, tried, uniform = Judge(chain, arrays.most_chunks), 0, uniform_strategies(chain)
     for loads in loads_to_cut_by(chain):
@@ -255,7 +255,7 @@ def _try_starts(
 
 
 def _loads_decide(chain: LayerChain, params: CooptimiseParams) -> bool:
-    """Whether few ranks have memory enough that what is on the fullest rank counts, not what fits."""
+    """Return whether loads rather than memory limit the makespan: few ranks with ample memory."""
     if not chain.num_ranks <= min(params.starts.many_ranks, chain.num_layers):
         return False
     if chain.capacity_bytes is None:
@@ -264,22 +264,22 @@ def _loads_decide(chain: LayerChain, params: CooptimiseParams) -> bool:
 
 
 def uniform_strategies(chain: LayerChain) -> list[tuple[int, ...]]:
-    """All layers by their first candidate, and all by their leanest."""
+    """Return the first candidate for all layers, and the minimum-memory candidate for all layers."""
     counts = [len(row) for row in chain.strategies]
     if max(counts) == 1:
         return [()]
-    leanest = tuple(int(chain.activation_bytes[i, : counts[i]].argmin()) for i in range(chain.num_layers))
-    return [(), leanest] if any(leanest) else [()]
+    smallest = tuple(int(chain.activation_bytes[i, : counts[i]].argmin()) for i in range(chain.num_layers))
+    return [(), smallest] if any(smallest) else [()]
 
 
 def nothing_fits(chain: LayerChain) -> InfeasibleError:
-    """Say what the layers need and what there is."""
+    """Return the error with the bytes that the layers need and that the ranks have."""
     assert chain.capacity_bytes is not None
     static = int(chain.static_bytes.sum())
-    lean = int(chain.activation_bytes.min(axis=1).sum())
-    # What is held before training is held wherever it lies.
+    activation = int(chain.activation_bytes.min(axis=1).sum())
+    # Static bytes do not depend on the placement.
     kind = InfeasibleError if static > int(chain.capacity_bytes.sum()) else NothingFoundError
-    before, each, together = map(size_text, (static, lean, int(chain.capacity_bytes.sum())))
+    before, each, together = map(size_text, (static, activation, int(chain.capacity_bytes.sum())))
     return kind(
         f"no placement found that fits: the layers hold {before} before training and {each} for one microbatch, the "
         f"{chain.num_ranks} ranks have {together} together; use more ranks or smaller microbatches"
@@ -287,7 +287,7 @@ def nothing_fits(chain: LayerChain) -> InfeasibleError:
 
 
 def warm_up() -> None:
-    """Compile the kernels, so that no budget pays for it."""
+    """Compile the kernels before any budget starts."""
     one = np.ones((2, 1), np.int64)
     chain = LayerChain(
         "warm", ("a", "b"), 1, 1, 0, one, one, one * 0, one, one, np.zeros(2, np.int64), (("keep",), ("keep",))

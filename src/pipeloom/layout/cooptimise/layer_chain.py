@@ -1,4 +1,4 @@
-"""A chain of layers as numbers, an answer to it, and the task graph that both make."""
+"""A chain of layers as arrays, its partition and placement, and their task graph."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ from pipeloom.taskgraph.build import number_runs
 from pipeloom.totals import check_work
 
 MODULE = "lm"
-"""The one module of a layer table in layouts, instances and plans."""
+"""Name of the single module of a layer table in layouts, instances and plans."""
 NO_LIMIT = 2**60
-"""Bytes of a rank without a limit."""
+"""Capacity in bytes of a rank without a limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerChain:
-    """Layers x strategies as integer arrays, and the pipeline that they shall run on.
+    """Costs of layers by strategy as integer arrays, and the pipeline to run them on.
 
     Attributes
     ----------
     forward_ns, backward_ns, weight_ns : array, shape (num_layers, num_strategies)
-        ``backward_ns`` is the input gradient of layers that are split, else the whole backward; ``weight_ns`` is
-        0 for layers that are not split.
+        ``backward_ns`` is the input gradient of split layers, and the whole backward of others. ``weight_ns`` is 0 for
+        layers that are not split.
     activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
-        Held from forward to (input) backward, and from there to the weight gradient.
-    static_bytes : array, shape (num_layers,)
-    capacity_bytes : array, shape (num_ranks,), or None
+        Bytes held from the forward to the (input) backward, and from there to the weight gradient.
     delay_ns : int
-        Of a boundary transfer between ranks.
+        Time of a boundary transfer between ranks.
     strategies : tuple of tuple of str
-        Names of every layer's candidates; rows are padded by repeating the first.
+        Strategy names of the candidates of every layer. Array rows are padded with the first candidate.
     update_ns : array, shape (num_layers,), or None
-        What a layer adds to the end of an iteration on its rank, after the rank's last task; None: nothing.
+        Time that a layer adds after the last task of its rank. None: 0.
     """
 
     name: str
@@ -81,28 +79,28 @@ class LayerChain:
 
     @property
     def total_ns(self) -> IntArray:
-        """Forward and whole backward of every layer and strategy on one microbatch."""
+        """Time of forward and whole backward of one microbatch, by layer and strategy."""
         return self.forward_ns + self.backward_ns + self.weight_ns
 
     @property
     def room_bytes(self) -> IntArray:
-        """Capacity per rank; `NO_LIMIT` where there is none."""
+        """Capacity of each rank; `NO_LIMIT` if there is none."""
         if self.capacity_bytes is None:
             return np.full(self.num_ranks, NO_LIMIT, np.int64)
         return self.capacity_bytes
 
     @property
     def end_ns(self) -> IntArray:
-        """What every layer adds to the end of an iteration."""
+        """Time that every layer adds after the last task of its rank."""
         return np.zeros(self.num_layers, np.int64) if self.update_ns is None else self.update_ns
 
     @property
     def stride_ns(self) -> int:
-        """What a microbatch adds to its keys: the work of one on the mean rank."""
+        """Key difference between consecutive microbatches: the mean work per rank of one microbatch."""
         return max(1, int(self.total_ns[:, 0].sum()) // self.num_ranks)
 
     def with_capacity(self, capacity_bytes: npt.ArrayLike | None) -> LayerChain:
-        """Return the chain under another memory limit: one number for all ranks, one per rank, or None."""
+        """Return the chain with another memory limit: one number for all ranks, one per rank, or None."""
         if capacity_bytes is None:
             return replace(self, capacity_bytes=None)
         cap = np.asarray(capacity_bytes, dtype=np.int64)
@@ -111,7 +109,7 @@ class LayerChain:
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlacement:
-    """Where the layers lie, and how each holds its activations.
+    """The chunks, ranks and strategies of the layers.
 
     Attributes
     ----------
@@ -120,7 +118,7 @@ class PartitionPlacement:
     ranks : tuple of int
         Rank of every chunk.
     strategies : tuple of int
-        Index of every layer's candidate; empty: the first everywhere.
+        Index of the candidate of every layer. Empty: the first candidate of all layers.
     """
 
     cuts: tuple[int, ...]
@@ -133,12 +131,12 @@ class PartitionPlacement:
         return len(self.ranks)
 
     def layers_of(self, rank: int) -> list[tuple[int, int]]:
-        """First and last layer of every chunk on a rank."""
+        """Return the first and last layer of every chunk on a rank."""
         runs = zip(pairwise(self.cuts), self.ranks, strict=True)
         return [(first, end - 1) for (first, end), home in runs if home == rank]
 
     def merged(self) -> PartitionPlacement:
-        """Join neighbouring chunks that lie on one rank."""
+        """Join adjacent chunks on the same rank."""
         keep = [i for i in range(self.num_chunks) if i == 0 or self.ranks[i] != self.ranks[i - 1]]
         cuts = (*(self.cuts[i] for i in keep), self.cuts[-1])
         return replace(self, cuts=cuts, ranks=tuple(self.ranks[i] for i in keep))
@@ -157,13 +155,12 @@ class ChunkCosts:
 
 
 def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
-    """Turn a layer table into arrays, rounding every time once.
+    """Convert a layer table into arrays. Every time is rounded once.
 
     Parameters
     ----------
-    table : LayerTable
     split : bool
-        Split backwards into input and weight gradient where a layer gives both parts.
+        Whether to split backwards into input and weight gradient where a layer has both parts.
 
     Raises
     ------
@@ -177,7 +174,7 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     for i, row in enumerate(rows):
         for option in row:
             if sum(option[1:4]) * table.num_microbatches >= NO_LIMIT or max(option[4:6]) >= NO_LIMIT:
-                raise InputError(f"layers[{i}]", "takes too long, or too many bytes, to count")
+                raise InputError(f"layers[{i}]", "has times or bytes that exceed the supported range")
     most = max(len(row) for row in rows)
     cube = np.array([[c[1:6] for c in (*row, *[row[0]] * (most - len(row)))] for row in rows], dtype=np.int64)
     forward, backward, weight, activation, gradient = (np.ascontiguousarray(cube[:, :, i]) for i in range(5))
@@ -200,10 +197,10 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     )
     total = int(chain.total_ns.max(axis=1).sum())
     if total * table.num_microbatches + sum(chain.end_ns.tolist()) >= NO_LIMIT:
-        raise InputError("layers", f"sum to {total / 1e9:g} s a microbatch, which is too long to count")
+        raise InputError("layers", f"sum to {total / 1e9:g} s a microbatch, which exceeds the supported range")
     held = int(chain.activation_bytes.max(axis=1).sum() + chain.gradient_bytes.max(axis=1).sum())
     if held * table.num_microbatches + int(chain.static_bytes.sum()) >= NO_LIMIT:
-        raise InputError("layers", f"hold {held} bytes a microbatch, which is too many to count")
+        raise InputError("layers", f"hold {held} bytes a microbatch, which exceeds the supported range")
     return chain
 
 
@@ -222,7 +219,7 @@ def _strategies(layer: LayerCost, split: bool, where: str) -> list[Candidate]:
         if entry.backward_s is not None:
             parts = (entry.backward_s, 0.0)
         elif inputs is None or weights is None:
-            raise InputError(f"{where}.candidates[{i}].backward_s", "is missing", "give it, or both of its parts")
+            raise InputError(f"{where}.candidates[{i}].backward_s", "is missing", "set it, or both of its parts")
         else:
             whole = not split or layer.backward_s is not None
             parts = (inputs + weights, 0.0) if whole else (inputs, weights)
@@ -256,29 +253,28 @@ def chunk_costs(chain: LayerChain, placement: PartitionPlacement) -> ChunkCosts:
 
 
 def rank_static_bytes(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
-    """Bytes of weights, gradients and optimiser state on every rank."""
+    """Return the bytes of weights, gradients and optimizer state on every rank."""
     static = np.zeros(chain.num_ranks, np.int64)
     np.add.at(static, np.array(placement.ranks), chunk_costs(chain, placement).static_bytes)
     return static
 
 
 def rank_work_ns(chain: LayerChain, placement: PartitionPlacement) -> IntArray:
-    """Work of one microbatch on every rank."""
+    """Return the work of one microbatch on every rank."""
     costs, work = chunk_costs(chain, placement), np.zeros(chain.num_ranks, np.int64)
     np.add.at(work, np.array(placement.ranks), costs.forward_ns + costs.backward_ns + costs.weight_ns)
     return work
 
 
 def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | None = None) -> Layout:
-    """Write a placement as `pipeloom.layout/1`.
+    """Convert a placement into a `Layout`.
 
     Parameters
     ----------
-    num_ranks : int
     placement : PartitionPlacement
-        No chunk has layers of two modules.
+        Placement in which no chunk has layers of two modules.
     model : ModelSpec or None
-        Whose layers, module after module, are those placed; None: one module of all layers.
+        Model whose layers, in model order, are the layers of the chain. None: one module with all layers.
     """
     modules: tuple[ModuleLayout, ...] = (ModuleLayout(MODULE),)
     ends = {MODULE: placement.cuts[-1]}
@@ -295,9 +291,9 @@ def layout_of(num_ranks: int, placement: PartitionPlacement, model: ModelSpec | 
 
 
 def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_microbatches: int) -> int:
-    """Number of a task in `graph_of`; ``kind`` is 0 for F, 1 for B or I, 2 for W.
+    """Return the number of a task in `graph_of`. ``kind`` is 0 for F, 1 for B or I, 2 for W.
 
-    Weight gradients have numbers of their own even where a chunk has none; `graph_of` closes the gaps.
+    Weight gradients are numbered even for chunks without them; `graph_of` removes these gaps.
     """
     return (kind * num_chunks + chunk) * num_microbatches + microbatch
 
@@ -305,12 +301,12 @@ def task_number(kind: int, chunk: int, microbatch: int, num_chunks: int, num_mic
 def graph_of(
     chain: LayerChain, placement: PartitionPlacement, name: str | None = None, *, delays_ns: Sequence[int] | None = None
 ) -> TaskGraph:
-    """Make one iteration's task graph: every microbatch through all chunks and back.
+    """Return the task graph of one iteration: every microbatch through all chunks and back.
 
-    ``delays_ns`` has the delay behind each chunk but the last; None: the chain's.
+    ``delays_ns`` has the delay after each chunk but the last. None: the delay of the chain.
 
-    Tasks come by kind, chunk and microbatch (`task_number`). Where a layer does not use its first strategy, pairs
-    have two candidates: all layers with their first, and the placement's choice.
+    Tasks are ordered by kind, chunk and microbatch (`task_number`). If a layer does not use its first strategy, pairs
+    have two candidates: the first strategy for all layers, and the strategies of the placement.
     """
     num, m = placement.num_chunks, chain.num_microbatches
     costs = chunk_costs(chain, placement)
@@ -328,7 +324,7 @@ def graph_of(
     duration = np.concatenate([plain.forward_ns, plain.backward_ns, plain.weight_ns[split]])
     microbatch = np.tile(np.arange(m), len(chunk))
     runs = np.array(number_runs(placement.ranks), np.int64)
-    # Segments: a pass of one kind of a microbatch through a run of chunks in which no rank comes twice.
+    # Segments: a pass of one kind of a microbatch through a run of chunks in which no rank occurs twice.
     segment = ((kind * (runs.max() + 1) + runs[chunk]).repeat(m) * m + microbatch).astype(np.int64)
     segment = np.unique(segment, return_inverse=True)[1]
     pair = chunk.repeat(m) * m + microbatch

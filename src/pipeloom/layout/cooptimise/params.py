@@ -1,6 +1,6 @@
-"""Everything that tunes the joint search, with defaults chosen on measured models (``docs/notes/cooptimise.md``).
+"""Parameters of the joint search, with defaults tuned on measured models (``docs/notes/cooptimise.md``).
 
-A TOML file of the same names sets any of it: ``pipeloom arrange --params FILE``, `pipeloom.io.read_spec`.
+``pipeloom arrange --params FILE`` and `pipeloom.io.read_spec` read them from a TOML file with the same names.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from pipeloom.layout.cooptimise.kernels import MOVES, TUNABLE
 
 
 class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where walks begin."""
+    """Starts of the walks."""
 
     budget_share: Share = 0.3
-    """Part of the budget that may go into trying starts."""
+    """Fraction of the budget for trying starts."""
     walked: Count = 4
-    """So many of the best starts are walked from, in turns."""
+    """Number of best starts that walks begin from, in turn."""
     spreads: tuple[Count, ...] = (2, 3)
-    """Keys are also tried at so many times a lone microbatch's times: later chunks then run older microbatches, so that
-    unlike chunks keep each other supplied."""
+    """Multiples of a single microbatch's times at which keys are also tried. Later chunks then run older microbatches,
+    so that unequal chunks keep each other supplied."""
     many_ranks: Count = 16
-    """Beyond, annealing moves too few boundaries to balance the loads itself; starts need the best there is."""
+    """Number of ranks above which starts need balanced loads, because annealing moves too few boundaries to balance
+    them."""
     fine_chunks: Count = 3
-    """Chunks a rank, at least, of starts that are annealed where memory is ample: they are mostly not the best to begin
-    with, but they end best."""
+    """Minimum number of chunks per rank of the starts that are annealed where memory is ample. They are rarely the best
+    starts, but give the best results."""
     ample_memory: Magnitude = 1.75
-    """Memory is ample at so many times what 1F1B holds."""
+    """Memory is ample at this multiple of the peak memory of 1F1B."""
 
     def __post_init__(self) -> None:
-        """Refuse starts that are none."""
+        """Raise `InputError` for invalid values."""
         check_share("budget_share", self.budget_share)
         for spread in self.spreads:
             check_count("spreads", spread)
@@ -44,19 +45,21 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Timetables of many ranks (`pipeloom.layout.cooptimise.timetables`); all combinations are tried."""
+    """Timetables for many ranks (`pipeloom.layout.cooptimise.timetables`). All combinations are tried."""
 
     ends: tuple[Magnitude, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
-    """How much late begins and early ends count against loads: it depends on the chain which idles least."""
+    """Weights of late starts and early ends relative to loads. The best weight depends on the chain."""
     buffers: tuple[Magnitude, ...] = (0.0, 0.15, 0.25, 0.5)
-    """Periods by which microbatches are further ahead at every boundary transfer: stock against whatever is late."""
+    """Number of periods by which microbatches are further ahead at every boundary transfer, as a buffer against
+    delays."""
     waits: tuple[Magnitude, ...] = (0.0, 0.25)
-    """How long a rank may wait for the task that is next by timetable, in periods."""
+    """Maximum number of periods that a rank may wait for the next task of the timetable."""
     ahead: Magnitude = 1.25
-    """Times the planned microbatches in flight there may be at most, so that early ones do not fill the memory."""
+    """Maximum number of microbatches in flight, as a multiple of the planned number. The limit keeps early microbatches
+    from filling the memory."""
 
     def __post_init__(self) -> None:
-        """Refuse negative times."""
+        """Raise `InputError` for invalid values."""
         for name in ("ends", "buffers", "waits"):
             for value in getattr(self, name):
                 check_not_negative(name, value)
@@ -64,23 +67,24 @@ class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Annealing of all that may be tuned."""
+    """Annealing of everything that may be tuned."""
 
     hot: Factor = 0.005
     """First temperature, relative to the makespan of the start."""
     cold: Factor = 0.0003
-    """Last temperature."""
+    """Last temperature, relative to the makespan of the start."""
     most_steps: Count = 1000
-    """Proposals between two looks at the clock, fewer where they take long."""
+    """Maximum number of proposals between two checks of the clock."""
     tasks: Count = 200_000
-    """So many tasks are run between two looks at the clock."""
+    """Maximum number of tasks that are run between two checks of the clock."""
     fewest_steps: Count = 100
-    """Fewer than these between two looks leave no time to cool down, nor to refine: such walks begin cold."""
+    """Below this number of proposals between two checks, there is no time to cool down or refine. Such walks begin
+    cold."""
     slow_evaluations: Count = 40_000
-    """Evaluations that each of such walks gets at least: where the budget has fewer, there are fewer walks."""
+    """Minimum number of evaluations for each of such walks. Smaller budgets have fewer walks."""
 
     def __post_init__(self) -> None:
-        """Refuse annealing that does not cool."""
+        """Raise `InputError` for invalid values."""
         if not 0 < self.cold <= self.hot:
             raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
         for name in ("most_steps", "tasks", "fewest_steps", "slow_evaluations"):
@@ -88,26 +92,27 @@ class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Refining: the best of some partitions with less on the fullest rank is ordered anew.
+    """Refining: the best of several partitions with less load on the fullest rank is reordered.
 
-    A partition that is better by loads is mostly worse under the order so far, so annealing rejects it.
+    A partition with better loads is usually worse under the current order, so annealing rejects it.
     """
 
     partitions: Count = 20
-    """Partitions that are tried under the order so far."""
+    """Number of partitions that are tried under the current order."""
     reach: Share = 0.7
-    """How far from the best makespan towards the bound they may aim."""
+    """Maximum fraction of the gap between the best makespan and the bound that a partition may aim to close."""
     steps: Count = 1500
-    """Changes of the order of the best of them."""
+    """Number of changes to the order of the best partition."""
     stages: Count = 4
-    """In so many parts, after each of which it may be given up."""
+    """Number of stages of the ordering. It may be abandoned after each stage."""
     heat: Factor = 0.004
-    """First temperature of the ordering, relative to the best makespan; the last is a tenth."""
+    """First temperature of the ordering, relative to the best makespan. The last temperature is a tenth of it."""
     hope: Magnitude = 0.004
-    """How far behind the best it may be for each part that is left."""
+    """Maximum distance to the best makespan for each remaining stage, relative to it. A partition beyond it is
+    abandoned."""
 
     def __post_init__(self) -> None:
-        """Refuse refining that does nothing."""
+        """Raise `InputError` for invalid values."""
         for name in ("partitions", "steps", "stages"):
             check_count(name, getattr(self, name))
         check_share("reach", self.reach)
@@ -117,21 +122,21 @@ class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Balancing by loads alone, no order being run (`pipeloom.layout.cooptimise.kernels.balance`)."""
+    """Balancing by loads alone, without scheduling (`pipeloom.layout.cooptimise.kernels.balance`)."""
 
     tries: Count = 40
-    """Tries of a move that relieves the fullest rank."""
+    """Number of attempts of a move that relieves the fullest rank."""
     exchanges: Count = 100
-    """Tries of a move by which single layers change places."""
+    """Number of attempts of a move that exchanges single layers."""
     steps: Count = 300
-    """Changes by which a partition is found."""
+    """Number of changes to find a partition."""
     hot: Factor = 0.005
-    """First temperature of these, of the largest load."""
+    """First temperature, relative to the largest load."""
     cold: Factor = 0.0005
-    """Last temperature."""
+    """Last temperature, relative to the largest load."""
 
     def __post_init__(self) -> None:
-        """Refuse balancing that does nothing."""
+        """Raise `InputError` for invalid values."""
         for name in ("tries", "exchanges", "steps"):
             check_count(name, getattr(self, name))
         if not 0 < self.cold <= self.hot:
@@ -142,16 +147,16 @@ class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The lower bound's integer program (`pipeloom.layout.cooptimise.placement_bound`)."""
 
     most_ranks: Count = 16
-    """With more ranks it is left out."""
+    """The program is skipped for more ranks."""
     most_layers: Count = 1024
-    """With more layers it is left out."""
+    """The program is skipped for more layers."""
     nodes: Count = 100
-    """Nodes, not seconds, end long searches, so that the answer does not depend on the machine."""
+    """Maximum number of nodes. A limit on nodes, unlike one on time, gives the same answer on every machine."""
     seconds: Budget = 10.0
-    """A limit for machines on which nodes take too long; what is proven by then is valid too."""
+    """Time limit for slow machines, in s. The bound proven by then is still valid."""
 
     def __post_init__(self) -> None:
-        """Refuse negative limits."""
+        """Raise `InputError` for invalid values."""
         for name in ("most_ranks", "most_layers", "nodes"):
             check_count(name, getattr(self, name))
         check_limit("seconds", self.seconds)
@@ -161,27 +166,27 @@ class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One phase of a walk."""
 
     kind: Literal["anneal", "refine"]
-    """``anneal`` changes all that may be tuned; ``refine`` takes better partitions and orders each anew."""
+    """``anneal`` changes everything that may be tuned. ``refine`` takes better partitions and reorders each."""
     until: Share
-    """Part of the walk's budget after which it ends; the last one goes on to the end."""
+    """Fraction of the walk's budget at which the phase ends. The last phase continues to the end."""
 
     def __post_init__(self) -> None:
-        """Refuse phases beyond the end."""
+        """Raise `InputError` for invalid values."""
         check_share("until", self.until)
 
 
 class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A second round, in which only the best walks go on: many short ones are tried, and few get the rest."""
+    """A second round in which only the best walks continue: many short walks are tried, and few get the rest."""
 
     walks: Number = 0
-    """How many go on; 0: there is one round."""
+    """Number of walks that continue. 0 disables the second round."""
     share: Share = 0.45
-    """Of the budget, for the second round."""
+    """Fraction of the budget for the second round."""
     hot: Factor = 0.004
-    """Its first temperature, relative to the makespan that a walk goes on from."""
+    """First temperature of the second round, relative to the makespan from which a walk continues."""
 
     def __post_init__(self) -> None:
-        """Refuse rounds of nothing."""
+        """Raise `InputError` for invalid values."""
         check_not_negative("walks", self.walks)
         check_share("share", self.share)
         if not self.hot > 0:
@@ -189,18 +194,18 @@ class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How partition, placement and schedule are searched."""
+    """Parameters of the joint search of partition, placement and schedule."""
 
     chunks_per_rank: Count = 4
-    """Most chunks, per rank."""
+    """Maximum number of chunks per rank."""
     walks: Count = 4
-    """Walks, each from a start of its own; at least one a thread."""
+    """Number of walks, each with its own start; at least one per thread."""
     phases: tuple[WalkPhase, ...] = (WalkPhase(kind="anneal", until=0.5), WalkPhase(kind="refine", until=1.0))
-    """What a walk does one after the other. Refining is left out where a thousand evaluations take too long, or where
-    partition and schedule may not both be tuned."""
+    """Consecutive phases of a walk. Refining is skipped where a thousand evaluations take too long, or where partition
+    and schedule may not both be tuned."""
     tuned: tuple[str, ...] = TUNABLE
-    """What may be tuned, for ablations. Without ``partition`` chunks have equally many layers at the start; without
-    ``placement`` there is one stage on each rank; without ``schedule`` backwards go first."""
+    """What may be tuned, for ablations. Without ``partition``, chunks start with equal numbers of layers. Without
+    ``placement``, each rank has one stage. Without ``schedule``, backwards go first."""
     starts: StartParams = StartParams()
     timetables: TimetableParams = TimetableParams()
     annealing: AnnealParams = AnnealParams()
@@ -209,10 +214,10 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     again: AgainParams = AgainParams()
     bound: BoundParams = BoundParams()
     move_weights: dict[str, Magnitude] = {}
-    """How often moves are tried, by name, where it shall be otherwise than in the table of moves."""
+    """Frequency of moves by name, where it differs from the table of moves."""
 
     def __post_init__(self) -> None:
-        """Refuse a search of nothing."""
+        """Raise `InputError` for invalid values."""
         for name in ("chunks_per_rank", "walks"):
             check_count(name, getattr(self, name))
         if not self.phases:

@@ -1,4 +1,4 @@
-"""Rules, by which a rank takes its next task, and their form as the kernels' drafts."""
+"""Priority rules, which choose the next task of a rank, and their conversion to and from drafts of the kernels."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from pipeloom.taskgraph import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PriorityRule:
-    """Which task a rank takes next; see ``docs/cooptimise.md``.
+    """A rule that chooses the next task of a rank; see ``docs/cooptimise.md``.
 
     Attributes
     ----------
     keys : array, shape (3, num_chunks)
-        Rows F, B or I, W: the least key goes first.
+        Keys of F, B or I, and W. The task with the lowest key runs first.
     waits : array, shape (3, num_chunks)
-        How long a rank may wait for a task of the chunk, in ns.
+        Maximum time that a rank waits for a task of the chunk, in ns.
     period : int
-        How many microbatches take turns before the next ones come.
+        Number of consecutive microbatches that share a key.
     limits : array, shape (num_chunks,), or None
-        Most microbatches of a chunk between F and B or I, at least 1; None: as many as memory has room for.
+        Maximum number of microbatches of a chunk between F and B or I, at least 1. None: limited by memory only.
     spread : int
-        Keys of F and B or I get so many sixteenths of a lone microbatch's start of F, and of B or I, added: they follow
+        Sixteenths of the starts of F and B or I of a single microbatch that are added to their keys, so that keys adapt
         when layers move.
     """
 
@@ -54,7 +54,7 @@ class PriorityRule:
 
 
 def to_draft(placement: PartitionPlacement, rule: PriorityRule, most_chunks: int) -> Draft:
-    """Write a placement and its rule as the arrays that the kernels change."""
+    """Convert a placement and its rule into arrays that the kernels change."""
     num, num_layers = placement.num_chunks, placement.cuts[-1]
     chunks = np.zeros((NUM_ROWS, most_chunks + 2), np.int64)
     chunks[FIRST, : num + 1] = placement.cuts
@@ -69,7 +69,7 @@ def to_draft(placement: PartitionPlacement, rule: PriorityRule, most_chunks: int
 
 
 def from_draft(draft: Draft) -> tuple[PartitionPlacement, PriorityRule]:
-    """Read a draft back."""
+    """Convert a draft into a placement and its rule."""
     chunks, strategy = draft.chunks, draft.strategy
     num = int(chunks[SCALARS, NUM_CHUNKS])
     placement = PartitionPlacement(
@@ -88,14 +88,14 @@ def from_draft(draft: Draft) -> tuple[PartitionPlacement, PriorityRule]:
 
 
 def copy_of(draft: Draft) -> Draft:
-    """Copy a draft, so that either may be changed alone."""
+    """Return a deep copy of a draft."""
     return Draft(draft.chunks.copy(), draft.strategy.copy())
 
 
 def cut_at(
     placement: PartitionPlacement, rule: PriorityRule, boundaries: Collection[int]
 ) -> tuple[PartitionPlacement, PriorityRule]:
-    """Cut chunks in two where a layer of ``boundaries`` is inside; both parts stay on the rank, under the same keys."""
+    """Split chunks at the layers in ``boundaries``. Both parts keep their rank and keys."""
     cuts = sorted({*placement.cuts, *boundaries})
     of = np.searchsorted(placement.cuts, cuts[:-1], side="right") - 1
     limits = None if rule.limits is None else rule.limits[of]
@@ -104,14 +104,14 @@ def cut_at(
 
 
 def order_rule(chain: LayerChain, placement: PartitionPlacement, rule: PriorityRule) -> OrderRule:
-    """Write a rule so that it can travel with the layout: without a unit of time, and spread over its chunks."""
+    """Convert a rule into an `OrderRule`: without units of time, and with ``spread`` included in the keys."""
     unit = chain.stride_ns
-    # Waits are times of the tasks as they are under the strategies; keys have but an order.
+    # Waits are scaled by the task times under the strategies. Of keys, only the order matters.
     whole = float(rank_work_ns(chain, placement).sum()) / chain.num_ranks or 1.0
     costs = chunk_costs(chain, placement)
     hop = np.array([chain.delay_ns * (a != b) for a, b in pairwise(placement.ranks)] + [0], np.int64)
-    # When a lone microbatch would begin each forward and backward, as `kernels.evaluate` counts it: a backward begins
-    # once the later ones are done, and what they send has come.
+    # Starts of each forward and backward of a single microbatch, as in `kernels.evaluate`: a backward begins when the
+    # later ones are complete and their gradients have arrived.
     before = np.cumsum(costs.forward_ns + hop) - costs.forward_ns - hop
     after = np.cumsum((costs.backward_ns + hop)[::-1])[::-1] - costs.backward_ns
     lone = int(before[-1] + costs.forward_ns[-1]) + after

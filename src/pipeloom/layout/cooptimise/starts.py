@@ -1,4 +1,4 @@
-"""Where the joint search starts: interleaved and zigzag placements under a few simple rules."""
+"""Starts of the joint search: interleaved and zigzag placements under a few simple rules."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pipeloom.layout.cooptimise.timetables import folded_starts
 from pipeloom.taskgraph import IntArray
 
 ONCE = 16
-"""Spread of keys that is a lone microbatch's times."""
+"""Spread of keys that corresponds to the times of a single microbatch."""
 _HELD_SHARES = (0.25, 0.5, 0.75, 1.0)
 _WHOLE = 10**9
-"""Of mixed loads, the sum of all layers."""
+"""Sum of the mixed loads of all layers."""
 
 
 def interleaved(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
-    """Chunk j on rank j mod p."""
+    """Place chunk j on rank j mod p."""
     return tuple(j % num_ranks for j in range(num_chunks))
 
 
 def zigzag(num_chunks: int, num_ranks: int) -> tuple[int, ...]:
-    """Down the ranks and up again, so that turns are two chunks on one rank (V with two chunks a rank, wave)."""
+    """Place chunks down the ranks and up again, with two chunks on the rank of each turn (V, wave)."""
     there = range(num_ranks)
     lap = [*there, *reversed(there)]
     return tuple(lap[j % len(lap)] for j in range(num_chunks))
 
 
 def natural_keys(chain: LayerChain, placement: PartitionPlacement, stride: int, early: float) -> IntArray:
-    """Keys in the order in which a lone microbatch would meet its tasks, backwards ``early`` strides sooner."""
+    """Return keys in the task order of a single microbatch, with backwards ``early`` strides earlier."""
     costs = chunk_costs(chain, placement)
     forward = np.concatenate([[0], np.cumsum(costs.forward_ns)])
     after = costs.backward_ns[::-1].cumsum()[::-1] - costs.backward_ns
@@ -43,8 +43,9 @@ def natural_keys(chain: LayerChain, placement: PartitionPlacement, stride: int, 
 
 
 def loads_to_cut_by(chain: LayerChain) -> Iterator[IntArray]:
-    """What layers weigh where a chain is cut: their time; and, for memory in which no such cut fits, more and more what
-    they hold before training, which layers of little time may have most of.
+    """Yield loads by which a chain is cut: first times, then mixtures with increasing weight on the static bytes.
+
+    The mixtures are for memory limits under which no cut by times fits.
     """
     seconds = chain.total_ns[:, 0]
     yield seconds
@@ -59,7 +60,7 @@ def loads_to_cut_by(chain: LayerChain) -> Iterator[IntArray]:
 def starts(
     chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimiseParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
-    """Every placement with every simple rule, few chunks first; before them, with many ranks, the one by timetable."""
+    """Yield every placement with every simple rule, few chunks first. With many ranks, timetables come first."""
     p, m = chain.num_ranks, chain.num_microbatches
     many = p > params.starts.many_ranks
     if many and most_chunks >= 2 * p and chain.num_layers >= p:
@@ -73,13 +74,13 @@ def starts(
             if many:
                 found.add(PartitionPlacement(settled_cuts(loads, ranks, cuts), ranks))
             if num > p:
-                # One layer on each rank first, so that all ranks begin and end early.
+                # The first chunk of each rank has one layer, so that all ranks begin and end early.
                 found.add(PartitionPlacement(balanced_cuts(loads, ranks, p), ranks))
         if many and num == p:
             found.add(PartitionPlacement(stage_cuts(chain), interleaved(p, p)))
         for placement in sorted(found, key=lambda a: (a.cuts, a.ranks)):
             waits = np.zeros((3, num), np.int64)
-            # With many ranks, more forwards first keep unlike stages from waiting for each other.
+            # With many ranks, more forwards first reduce the waiting between unequal stages.
             for early in (0.0, float(p), 4.0 * m, *((-float(p),) if many else ())):
                 for period in sorted({1, min(p, m), min(2 * p, m)}):
                     yield placement, PriorityRule(_even_keys(num, m, stride, early), waits, period, spread=ONCE)
@@ -89,7 +90,7 @@ def starts(
 
 
 def _even_keys(num_chunks: int, num_microbatches: int, stride: int, early: float) -> IntArray:
-    """Keys to which those of a lone microbatch are added, backwards ``early`` strides sooner."""
+    """Return keys to which those of a single microbatch are added, with backwards ``early`` strides earlier."""
     keys = np.zeros((3, num_chunks), np.int64)
     keys[1] = -int(early * stride)
     keys[2] = stride * num_microbatches * 4
@@ -99,7 +100,7 @@ def _even_keys(num_chunks: int, num_microbatches: int, stride: int, early: float
 def allowed_starts(
     chain: LayerChain, loads: IntArray, most_chunks: int, stride: int, params: CooptimiseParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
-    """Give the starts that what is tuned leaves open (`pipeloom.layout.cooptimise.CooptimiseParams.tuned`)."""
+    """Yield the starts that are allowed by `pipeloom.layout.cooptimise.CooptimiseParams.tuned`."""
     p = chain.num_ranks
     for placement, rule in starts(chain, loads, most_chunks, stride, params):
         num = placement.num_chunks
@@ -108,7 +109,7 @@ def allowed_starts(
         even = equal_cuts(chain, num)
         if "partition" not in params.tuned:
             if placement.cuts != balanced_cuts(loads, placement.ranks):
-                continue  # of every placement and rule, one with equal layers
+                continue  # one start with equal layers for every placement and rule
             placement = PartitionPlacement(even, placement.ranks)
         if "schedule" not in params.tuned:
             if rule.period != min(p, chain.num_microbatches):

@@ -1,10 +1,9 @@
-"""Timetables: when every chunk runs in a steady state in which no rank ever waits, as the keys of a rule.
+"""Timetables: the starts of every chunk in a steady state without idle time, as the keys of a rule.
 
-In a steady state each rank repeats its tasks once a period, which is the work of the fullest rank. Any order of a
-rank's tasks does, if microbatches wait long enough between two chunks; what has to be small is the time that a
-microbatch takes altogether, since as many are in flight as periods fit into it. Down the ranks and up again with two
-chunks each, every wait is between neighbouring ranks, so orders and phases of least waiting are found one rank after
-the other.
+In a steady state, each rank repeats its tasks once per period, the work of the fullest rank. Any order of the tasks of
+a rank is feasible if microbatches wait long enough between two chunks. The total time of a microbatch should be short,
+because it determines how many microbatches are in flight. With two chunks per rank, down the ranks and up again, all
+waits are between adjacent ranks. Orders and phases with minimum waiting are thus found rank by rank.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pipeloom.layout.cooptimise.rules import PriorityRule
 from pipeloom.taskgraph import IntArray
 
 _ORDERS = np.array([(0, *rest) for rest in permutations((1, 2, 3))])
-"""Orders of a rank's tasks in a period: F of its first chunk, F and B of its second, B of its first."""
+"""Orders of the tasks of a rank in a period: F of its first chunk, F and B of its second, B of its first."""
 
 Times = npt.NDArray[np.float64]
 
@@ -30,9 +29,9 @@ Times = npt.NDArray[np.float64]
 def folded_starts(
     chain: LayerChain, stride: int, params: TimetableParams
 ) -> Iterator[tuple[PartitionPlacement, PriorityRule]]:
-    """Give the best placements with two chunks a rank, down and up again, under their timetables.
+    """Yield the best placements with two chunks per rank, down and up again, with their timetables.
 
-    ``stride`` is the kernels' (`pipeloom.layout.cooptimise.evaluate.arrays_of`).
+    ``stride`` is that of the kernels (`pipeloom.layout.cooptimise.evaluate.arrays_of`).
     """
     for ends in params.ends:
         yield from _under_timetable(chain, folded(chain, ends), stride, params)
@@ -47,7 +46,7 @@ def _under_timetable(
     hops[1] = hops[1, ::-1]
     weights = np.full(num, stride * chain.num_microbatches * 4, dtype=np.int64)
     for buffer in params.buffers:
-        # Whole periods, so that tasks keep their places in them.
+        # Whole periods, so that tasks keep their places within a period.
         planned = starts / period + np.floor(hops * buffer)
         keys = np.concatenate([(planned * stride).astype(np.int64), weights[None]])
         ahead = planned[1] - planned[0] + chunk_costs(chain, placement).backward_ns / period
@@ -58,26 +57,27 @@ def _under_timetable(
 
 
 def fitting_limits(chain: LayerChain, placement: PartitionPlacement, wanted: Times) -> IntArray:
-    """Limits of what is in flight, shape (num_chunks,), at least 1, less on ranks whose memory has no room for them."""
+    """Return limits on microbatches in flight, shape (num_chunks,), at least 1. Limited memory of a rank lowers
+    them.
+    """
     costs, home = chunk_costs(chain, placement), np.array(placement.ranks)
     held = np.maximum(costs.activation_bytes, costs.gradient_bytes * (costs.weight_ns > 0))
-    room = chain.room_bytes.astype(np.float64)
-    np.subtract.at(room, home, costs.static_bytes)
+    free = chain.room_bytes.astype(np.float64)
+    np.subtract.at(free, home, costs.static_bytes)
     use = np.zeros(chain.num_ranks)
     np.add.at(use, home, wanted * held)
-    share = np.minimum(1.0, np.maximum(room, 0.0) / np.maximum(use, 1.0))
+    share = np.minimum(1.0, np.maximum(free, 0.0) / np.maximum(use, 1.0))
     limits: IntArray = np.maximum(1, np.floor(wanted * share[home])).astype(np.int64)
     return limits
 
 
 def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Times, int]:
-    """Plan the starts of one microbatch, shape (2, num_chunks), F and B or I, in ns; and the period.
+    """Return the starts of F and B or I of one microbatch in ns, shape (2, num_chunks), and the period.
 
     Parameters
     ----------
-    chain : LayerChain
     placement : PartitionPlacement
-        Ranks down, each with a chunk, and up again, where ranks may have none.
+        Down the ranks with one chunk on each, and up again, where ranks may have none.
     """
     costs, p = chunk_costs(chain, placement), chain.num_ranks
     chunks = np.full((p, 2), -1)
@@ -91,7 +91,7 @@ def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Tim
     length = np.zeros((p, 4))
     length[:, 0], length[:, 3] = both[0, chunks[:, 0]], both[1, chunks[:, 0]]
     length[second, 1], length[second, 2] = both[0, chunks[second, 1]], both[1, chunks[second, 1]]
-    # Place of every task in its rank's period, for every order: the lengths of those before it.
+    # Offset of every task in its period, for every order: the total length of the tasks before it.
     place = np.zeros((p, len(_ORDERS), 4))
     for i, order in enumerate(_ORDERS):
         place[:, i, order] = length[:, order].cumsum(axis=1) - length[:, order]
@@ -114,13 +114,15 @@ def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Tim
 def _least_waiting(
     length: Times, place: Times, second: npt.NDArray[np.bool_], period: int, delay: float
 ) -> tuple[IntArray, Times]:
-    """Every rank's order and phase, such that a microbatch waits least between neighbouring ranks together."""
+    """Return the order and phase of every rank that minimize the total waiting of a microbatch between adjacent
+    ranks.
+    """
     num, p = len(_ORDERS), len(length)
     waited = (place[0, :, 2] - place[0, :, 1] - length[0, 1]) % period * second[0]
     came, turned = np.zeros((p, num), np.int64), np.zeros((p, num))
     for r in range(1, p):
         old, new, a, b = place[r - 1][:, None], place[r][None], length[r - 1], length[r]
-        # Shifts of the rank's phase that let one of the four messages be used at once; shape (orders, orders, 4).
+        # Phase shifts with which one of the four messages is used without waiting, shape (orders, orders, 4).
         shift = np.stack(
             np.broadcast_arrays(
                 old[..., 0] + a[0] + delay - new[..., 0],
@@ -130,7 +132,7 @@ def _least_waiting(
             ),
             axis=-1,
         )
-        # The waits are those shifts' distances from the one that is made, two of them backwards.
+        # Each wait is the distance of its shift from the chosen shift; two of them are negated.
         gap = (shift[..., :, None] - shift[..., None, :]) * np.array([1, -1, 1, -1])
         counts = np.array([1, second[r], second[r], 1])
         cost = waited[:, None, None] + (gap % period * counts).sum(axis=-1)

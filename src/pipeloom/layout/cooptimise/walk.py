@@ -1,4 +1,4 @@
-"""One walk of the joint search: a draft that changes step by step, phase after phase."""
+"""One walk of the joint search, which changes a draft step by step in several phases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pipeloom.taskgraph import IntArray
 
 _NOTHING = np.empty(0, np.int64)
 _SHOW_S = 0.2
-"""Seconds between two reports of progress."""
+"""Seconds between two progress reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalkReport:
-    """One walk: where it began, where it ended."""
+    """The start and result of one walk."""
 
     start: PartitionPlacement
     start_ns: int
@@ -41,9 +41,9 @@ class Span:
     Attributes
     ----------
     begin, end : float
-        Of the whole budget's time.
+        Fractions of the time of the whole budget.
     place, count : int
-        The walk's number among all, which get equal quotas of evaluations.
+        Number of this walk and of all walks, which get equal quotas of evaluations.
     """
 
     begin: float
@@ -53,7 +53,7 @@ class Span:
 
 
 class Walk:
-    """A draft from one start, the best one that it has been, and how it got there."""
+    """The present and best draft of a walk from one start, and counts of its moves."""
 
     def __init__(self, context: Context, start: Start, number: int) -> None:
         self.start = start
@@ -87,16 +87,16 @@ class Walk:
 
     @property
     def best_ns(self) -> int:
-        """Its makespan."""
+        """Makespan of the best draft, in ns."""
         return int(self._moves.values[BEST])
 
     @property
     def report(self) -> WalkReport:
-        """What this walk did."""
+        """Start, result and number of evaluations of this walk."""
         return WalkReport(self.start.placement, self.start.ns, self.best_ns, self.evaluations)
 
     def run(self, span: Span) -> None:
-        """Go on until the walk's part of the budget is spent, or any walk is at the lower bound."""
+        """Run until this walk's part of the budget is spent, or any walk reaches the lower bound."""
         context, shown = self._context, 0.0
         quota = self._quota(span)
         phases = list(self._phases())
@@ -118,7 +118,7 @@ class Walk:
                 context.on_progress(Progress(shown, context.best.evaluations, context.best.ns, context.target_ns))
 
     def _quota(self, span: Span) -> int | None:
-        """Evaluations of this walk, where the budget counts them."""
+        """Return the number of evaluations for this walk, or None if the budget does not count them."""
         context = self._context
         if context.watch.evaluations is None:
             return None
@@ -126,7 +126,7 @@ class Walk:
         return left * (span.place + 1) // span.count - left * span.place // span.count
 
     def _spent(self, span: Span, quota: int | None) -> float:
-        """Part of the walk's budget that is spent, by time or by its quota, whichever is further."""
+        """Return the spent fraction of the walk's budget, by time or quota, whichever is larger."""
         watch, part = self._context.watch, 0.0
         if watch.seconds is not None:
             spent = watch.share(self.evaluations) - span.begin
@@ -136,7 +136,7 @@ class Walk:
         return part
 
     def _phases(self) -> Iterator[tuple[float, WalkPhase]]:
-        """Where each phase begins, and the phase, without those that cannot be; the last goes on to the end."""
+        """Yield the beginning of each possible phase, and the phase. The last phase continues to the end."""
         params = self._context.params
         refines = {"partition", "schedule"} <= set(params.tuned) and self._steps >= params.annealing.fewest_steps
         phases = [phase for phase in params.phases if refines or phase.kind != "refine"]
@@ -149,9 +149,9 @@ class Walk:
                 begin = until
 
     def _anneal(self, left: int, part: float) -> None:
-        """Some steps of annealing all, at the temperature of this part of the phase."""
+        """Run some annealing steps at the temperature for this part of the phase."""
         params = self._context.params.annealing
-        # Few evaluations leave no time to cool down.
+        # With few evaluations there is no time to cool down.
         hot = params.hot if self._steps >= params.fewest_steps else params.cold
         heat = self.start.ns * hot * (params.cold / hot) ** max(part, 0.0)
         cooling = kernels.Cooling(min(self._steps, left), heat, heat * 0.999)
@@ -160,9 +160,9 @@ class Walk:
         self.evaluations += max(ran, 1)
 
     def _refine(self, left: int) -> None:
-        """Take the best of some partitions with less on the fullest rank, order it anew, keep it if it is better.
+        """Reorder the best of several partitions with less load on the fullest rank, and keep it if it is better.
 
-        As long as the best one's own order can be better, that partition is among them, and stays the best of them.
+        If none of them is feasible, the best partition so far is reordered.
         """
         present, best, values = self._drafts.present, self._drafts.best, self._moves.values
         before = self.best_ns
@@ -181,7 +181,7 @@ class Walk:
         present.chunks[:], present.strategy[:], values[PRESENT] = best.chunks, best.strategy, values[BEST]
 
     def _repartition(self, most: int) -> tuple[int, int]:
-        """Leave the best of at most so many partitions in the present draft: evaluations made, and its makespan."""
+        """Write the best of up to ``most`` partitions to the present draft. Return the evaluations and its makespan."""
         context, moves, trial = self._context, self._moves, self._drafts.trial
         arrays, rng, target, best_ns = context.arrays, self._moves.rng, context.target_ns, self.best_ns
         may_place = "placement" in context.params.tuned
@@ -189,11 +189,11 @@ class Walk:
         runs, found = 0, NEVER
         while runs < most:
             runs += 1
-            # How ambitious: anywhere from a little below the best makespan to most of the way to the bound.
+            # A random goal between the best makespan and a point close to the bound.
             goal = target + int((best_ns - target) * context.params.refining.reach * uniform(rng))
             trial.chunks[:] = self.best.chunks
             if context.exchanges and may_place and below(rng, 2) == 0:
-                # Least is changed, so the order so far suits best, where a few layers change places.
+                # Exchanging a few layers changes least, so the current order remains suitable.
                 if not kernels.exchange_layers(draft, arrays, moves.balance, goal, rng):
                     continue
             elif kernels.repartition(draft, arrays, moves.balance, may_place, goal, rng) >= best_ns:
@@ -205,14 +205,14 @@ class Walk:
         return runs, found
 
     def _order(self, best: kernels.Draft, values: IntArray, left: int) -> int:
-        """Anneal the present draft's order alone, the best into ``best`` and ``values``; return how many were run."""
+        """Anneal only the order of the present draft into ``best`` and ``values``. Return the number of evaluations."""
         params, target, before = self._context.params.refining, self._context.target_ns, self.best_ns
         drafts = self._drafts._replace(best=best, weights=self._order_weights)
         moves = self._moves._replace(values=values)
         runs = 0
         for stage in range(params.stages):
             steps = min(params.steps // params.stages, left - runs)
-            # Far from the best after some of the work, it is given up.
+            # Abandon an order that is too far from the best.
             if steps < 1 or (stage and values[BEST] > before * (1 + params.hope * (params.stages - stage))):
                 break
             heat = params.heat * before * 0.1 ** (stage / params.stages)
@@ -223,13 +223,13 @@ class Walk:
 
 
 def steps_at_once(annealing: AnnealParams, arrays: kernels.ChainArrays) -> int:
-    """How many proposals run between two looks at the clock."""
+    """Return the number of proposals between two checks of the clock."""
     tasks = 2 * arrays.most_chunks * arrays.num_microbatches
     return max(1, min(annealing.most_steps, annealing.tasks // tasks))
 
 
 def _weights(context: Context, *, ordering: bool) -> npt.NDArray[np.float64]:
-    """Running sums of how often each move is tried: all that is tuned, or while a given partition is ordered."""
+    """Return cumulative weights of the moves, for all that is tuned or for ordering a given partition."""
     params = context.params
     have = {"strategies": int(context.arrays.num_strategies.max()) > 1, "exchanges": context.exchanges, "": True}
     weights = [

@@ -18,11 +18,11 @@ from pipeloom.compiled.random import below
 from pipeloom.search.kernels.terms import Terms, allowance
 
 Array = npt.NDArray[Any]
-REFUSED = -1
+REJECTED = -1
 
 
-class Deck(NamedTuple):
-    """What annealing reads and writes, int64.
+class AssignmentArrays(NamedTuple):
+    """Arrays that annealing reads and writes, int64.
 
     ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
     in compressed rows, with their delays in columns, of which ``column`` says which holds for any two ranks;
@@ -55,8 +55,8 @@ class Deck(NamedTuple):
 
 
 @callee
-def retime(d: Deck, limit: int) -> Any:
-    """Makespan of the list under the assignment; `REFUSED` where it does not fit, or is ``limit`` or more."""
+def retime(d: AssignmentArrays, limit: int) -> Any:
+    """Return the makespan of the list, or `REJECTED` if it does not fit or reaches ``limit``."""
     for r in range(len(d.capacity)):
         d.clock[r] = 0
         d.allocated[r] = 0
@@ -71,11 +71,11 @@ def retime(d: Deck, limit: int) -> Any:
             begin = max(begin, d.end[other] + delay)
         end = begin + d.duration[task, rank]
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
-            return REFUSED
+            return REJECTED
         d.allocated[rank] += d.at_start[task] + d.at_end[task]
-        # What a split backward leaves for its second half may be more than what it was made of.
+        # A split backward may leave more for its weight gradient than it frees.
         if d.allocated[rank] > d.capacity[rank]:
-            return REFUSED
+            return REJECTED
         d.end[task] = end
         d.clock[rank] = end
         makespan = max(makespan, end)
@@ -83,8 +83,8 @@ def retime(d: Deck, limit: int) -> Any:
 
 
 @callee
-def shift(d: Deck, source: int, goal: int) -> None:
-    """Move the task at place ``source`` to place ``goal``, those between by one."""
+def shift(d: AssignmentArrays, source: int, goal: int) -> None:
+    """Move the task at place ``source`` to place ``goal`` and shift the tasks between by one."""
     task = d.listed[source]
     step = 1 if source < goal else -1
     for i in range(source, goal, step):
@@ -95,8 +95,8 @@ def shift(d: Deck, source: int, goal: int) -> None:
 
 
 @callee
-def wander(d: Deck, task: int, random: Array) -> Any:
-    """Move a task some places in the list, as far as edges allow; return the place it had."""
+def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
+    """Move a task several places in the list, as far as edges allow; return its previous place."""
     source = d.place[task]
     length = 1 + below(random, 4)
     while below(random, 2) == 0 and length < len(d.listed):
@@ -115,8 +115,8 @@ def wander(d: Deck, task: int, random: Array) -> Any:
 
 
 @allocating
-def anneal(d: Deck, state: Array, random: Array, terms: Terms) -> int:
-    """Try changes, and keep those that do not lengthen the makespan much; return how many were tried.
+def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
+    """Try changes and keep those that do not increase the makespan much; return how many were tried.
 
     ``state`` is the current and the best makespan; ``best_home`` and ``best_listed`` get what gave the best.
     """

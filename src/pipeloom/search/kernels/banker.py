@@ -1,4 +1,4 @@
-"""Banker's admission: a task may take memory only if every job that has begun can still finish."""
+"""Banker's admission: a task may take memory only if every component that has begun can still finish."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pipeloom.search.packed import PackedGraph
 class Bank(NamedTuple):
     """Pointers to what the banker reads and writes; see `bank`.
 
-    ``free`` to ``ready`` are arrays of a rollout (`Scratch` or `Ranks`), the others of `PackedGraph`. ``size`` are its
-    ``bytes``.
+    ``free`` to ``ready`` are arrays of list scheduling (`Scratch` or `Ranks`), the others of `PackedGraph`. ``size``
+    are its ``bytes``.
     """
 
     free: Any
     available: Any
     demand: Any
     allocated: Any
-    job_left: Any
+    component_left: Any
     active: Any
     ready: Any
     size: Any
-    job_of: Any
-    job_size: Any
+    component_of: Any
+    component_size: Any
     scan_start: Any
     scan_cell: Any
     num_ranks: int
@@ -32,18 +32,18 @@ class Bank(NamedTuple):
 
 @inlined
 def bank(p: PackedGraph, s: Any) -> Any:
-    """Collect the `Bank` of a rollout, whose arrays are in ``s`` and must outlive it."""
+    """Collect the `Bank` from the arrays in ``s``, which must outlive it."""
     return Bank(
         pointer(s.free),
         pointer(s.available),
         pointer(s.demand),
         pointer(s.allocated),
-        pointer(s.job_left),
+        pointer(s.component_left),
         pointer(s.active),
         pointer(s.ready),
         pointer(p.bytes),
-        pointer(p.job),
-        pointer(p.job_size),
+        pointer(p.component),
+        pointer(p.component_size),
         pointer(p.scan_start),
         pointer(p.scan_cell),
         len(s.free),
@@ -52,29 +52,29 @@ def bank(p: PackedGraph, s: Any) -> Any:
 
 @inlined
 def open_bank(k: Bank, p: PackedGraph) -> None:
-    """Nothing has begun: no job has taken anything."""
+    """Reset the bank: no component holds memory."""
     full = pointer(p.demand)
-    num_jobs = len(p.job_size)
-    for i in range(num_jobs * k.num_ranks):
+    num_components = len(p.component_size)
+    for i in range(num_components * k.num_ranks):
         k.demand[i] = full[i]
         k.allocated[i] = 0
-    for job in range(num_jobs):
-        k.job_left[job] = k.job_size[job]
+    for component in range(num_components):
+        k.component_left[component] = k.component_size[component]
 
 
 @inlined
 def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
-    """Whether every job that has begun can still finish after a task that takes memory.
+    """Return whether every started component can still finish after a task that takes memory.
 
-    Its own job must be able to finish with what is free; if not at once, then after other jobs have finished
-    and given back what they hold. The jobs left over are then as they were before the task, with more free,
-    so they need no second look. A job that has been passed is marked by a negative number in ``active``.
+    Its own component must be able to finish with what is free; if not at once, then after other components have
+    finished and given back what they hold. The components left over are then as they were before the task, with more
+    free, so they need no second look. A component that has been passed is marked by a negative number in ``active``.
     """
     free, available, demand, allocated, active = k.free, k.available, k.demand, k.allocated, k.active
     num_ranks = k.num_ranks
-    job = int64(k.job_of[cell])
+    component = int64(k.component_of[cell])
     net = k.size[2 * cell + 1]
-    first = job * num_ranks
+    first = component * num_ranks
     row = first + rank
     after = demand[row] - net
     if k.scan_start[row + 1] > k.scan_start[row]:
@@ -92,7 +92,7 @@ def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
         moved = False
         for i in range(num_active):
             other = active[i]
-            if other < 0 or other == job:
+            if other < 0 or other == component:
                 continue
             fits = True
             theirs = other * num_ranks
@@ -116,7 +116,7 @@ def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
 
 @inlined
 def scan_demand(k: Bank, cell: int, row: int) -> int:
-    """Most that a job needs on a rank above what it holds, once a task has run, along its reference order."""
+    """Return the peak of a component on a rank above what it holds, after a task, along its reference order."""
     allocated = 0
     most = 0
     for i in range(k.scan_start[row], k.scan_start[row + 1]):
@@ -130,16 +130,16 @@ def scan_demand(k: Bank, cell: int, row: int) -> int:
 
 @inlined
 def grant(k: Bank, cell: int, rank: int, num_active: int) -> int:
-    """Book what a task takes or gives back; return how many jobs are under way then."""
+    """Record the memory change of a task; return the number of components in progress."""
     active = k.active
-    job = int64(k.job_of[cell])
+    component = int64(k.component_of[cell])
     net = k.size[2 * cell + 1]
-    row = job * k.num_ranks + rank
-    left = k.job_left[job]
-    if left == k.job_size[job]:
-        active[num_active] = job
+    row = component * k.num_ranks + rank
+    left = k.component_left[component]
+    if left == k.component_size[component]:
+        active[num_active] = component
         num_active += 1
-    k.job_left[job] = left - 1
+    k.component_left[component] = left - 1
     k.allocated[row] += net
     if k.scan_start[row + 1] > k.scan_start[row]:
         k.demand[row] = scan_demand(k, cell, row)
@@ -147,7 +147,7 @@ def grant(k: Bank, cell: int, rank: int, num_active: int) -> int:
         k.demand[row] -= net
     if left == 1:
         for i in range(num_active):
-            if active[i] == job:
+            if active[i] == component:
                 num_active -= 1
                 active[i] = active[num_active]
                 break

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 class Blocks(NamedTuple):
-    """An order of tasks for every rank, and what is known of it, int64; see `make_blocks`.
+    """An order of tasks for every rank and its measurements, int64; see `make_blocks`.
 
     Attributes
     ----------
@@ -66,8 +66,8 @@ class Blocks(NamedTuple):
     before_delay: Array
 
 
-class Sheet(NamedTuple):
-    """Pointers to the arrays of `Blocks`, and of the graph that they are of; see `sheet`.
+class BlockPointers(NamedTuple):
+    """Pointers to the arrays of `Blocks` and of its graph; see `block_pointers`.
 
     A function that gets arrays counts references to each of them, which took two thirds of the tabu search's time.
     ``task`` has rows of `COLUMNS` entries, ``successor`` of two.
@@ -99,9 +99,9 @@ class Sheet(NamedTuple):
 
 
 @inlined
-def sheet(p: PackedGraph, b: Blocks) -> Any:
-    """Collect the `Sheet` of an order; the arrays must outlive it."""
-    return Sheet(
+def block_pointers(p: PackedGraph, b: Blocks) -> Any:
+    """Collect the `BlockPointers` of an order; the arrays must outlive it."""
+    return BlockPointers(
         pointer(p.task),
         pointer(p.successor),
         pointer(p.capacity),
@@ -129,25 +129,25 @@ def sheet(p: PackedGraph, b: Blocks) -> Any:
 
 
 @inlined
-def entry(s: Sheet, number: int, column: int) -> Any:
-    """What the graph says of a task."""
+def entry(s: BlockPointers, number: int, column: int) -> Any:
+    """Return a property of a task."""
     return s.task[number * COLUMNS + column]
 
 
 @inlined
-def length_of(s: Sheet, number: int) -> Any:
-    """Nanoseconds of a task."""
+def length_of(s: BlockPointers, number: int) -> Any:
+    """Return the duration of a task, in ns."""
     return s.task[number * COLUMNS + DURATION]
 
 
 @inlined
-def rank_of(s: Sheet, number: int) -> Any:
-    """Where a task runs."""
+def rank_of(s: BlockPointers, number: int) -> Any:
+    """Return the rank of a task."""
     return s.task[number * COLUMNS + PLACE] >> 2
 
 
 def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
-    """Arrays with the order that a sequence of all tasks gives, not yet measured."""
+    """Return arrays with the order of a sequence of all tasks, without measurements."""
     num_tasks, num_ranks = len(packed.waiting), len(packed.capacity)
     rank = packed.task[sequence, PLACE] >> 2
     order = sequence[np.argsort(rank, kind="stable")]
@@ -166,7 +166,7 @@ def make_blocks(packed: PackedGraph, sequence: Array) -> Blocks:
 
 
 def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
-    """One sequence that all ranks can follow, of an order that is measured; ties keep every rank's order."""
+    """Return a topological sequence of a measured order. Ties keep the order of each rank."""
     ends = blocks.start + packed.task[:-1, DURATION]
     sequence: Array = np.lexsort((blocks.place, ends, blocks.start))
     return sequence
@@ -174,7 +174,7 @@ def sequence_of(packed: PackedGraph, blocks: Blocks) -> Array:
 
 @kernel
 def measure(p: PackedGraph, b: Blocks) -> int:
-    """Makespan of the order at hand, with its starts, tails and levels; `DEADLOCK` where ranks wait for each other."""
+    """Measure the order: return its makespan and write starts, tails and levels, or return `DEADLOCK`."""
     task, successor, order, row, place = p.task, p.successor, b.order, b.row, b.place
     start, released, waiting = b.start, b.released, b.waiting
     top = 0
@@ -225,13 +225,13 @@ def measure(p: PackedGraph, b: Blocks) -> int:
     b.window[1] = done
     for r in range(len(row) - 1):
         b.begin[r] = row[r]
-    backwards(sheet(p, b), done, done - 1)
+    backwards(block_pointers(p, b), done, done - 1)
     return makespan
 
 
 @callee
-def open_window(s: Sheet, low: int, high: int) -> int:
-    """Let only the tasks of some turns move from now on; return the longest path through these.
+def open_window(s: BlockPointers, low: int, high: int) -> int:
+    """Restrict moves to the tasks of some turns; return the longest path through them.
 
     A start depends only on what comes before, and a tail only on what comes after: while the window is open, starts
     before it and tails behind it stay right. The others are made right here, as far as this window needs them.
@@ -263,8 +263,8 @@ def open_window(s: Sheet, low: int, high: int) -> int:
 
 
 @callee
-def replace_window(s: Sheet, sequence: Array) -> int:
-    """Give the window another order, that of its turns in a sequence; return the longest path through it."""
+def replace_window(s: BlockPointers, sequence: Array) -> int:
+    """Reorder the window by the turns of a sequence; return the longest path through it."""
     low, high = s.window[0], s.window[1]
     for i in range(low, high):
         number = sequence[i]
@@ -284,8 +284,8 @@ def replace_window(s: Sheet, sequence: Array) -> int:
 
 
 @callee
-def backwards(s: Sheet, first: int, last: int) -> int:
-    """Tails of the window's tasks up to ``last``; return the longest path through those before ``first``, if any."""
+def backwards(s: BlockPointers, first: int, last: int) -> int:
+    """Compute tails of the window's tasks up to ``last``; return the longest path through those before ``first``."""
     order, row, place = s.order, s.row, s.place
     makespan = 0
     for i in range(last, s.window[0] - 1, -1):
@@ -306,8 +306,8 @@ def backwards(s: Sheet, first: int, last: int) -> int:
 
 
 @callee
-def forwards(s: Sheet, first: int) -> int:
-    """Starts of the window's tasks from ``first`` on; return the longest path through these."""
+def forwards(s: BlockPointers, first: int) -> int:
+    """Compute starts of the window's tasks from ``first`` on; return the longest path through them."""
     order, row, place, start = s.order, s.row, s.place, s.start
     makespan = 0
     for i in range(first, s.window[1]):
@@ -327,8 +327,8 @@ def forwards(s: Sheet, first: int) -> int:
 
 
 @callee
-def remeasure(s: Sheet, source: int, goal: int) -> int:
-    """The longest path through the window after a task has moved from one place to another, which makes no circle.
+def remeasure(s: BlockPointers, source: int, goal: int) -> int:
+    """Return the longest path through the window after a task has moved, if the move creates no cycle.
 
     If all is in the window, that is the same as `measure`.
     In the order that all ranks can follow, only the task and what depends on it (or what it depends on, if it moved
@@ -390,8 +390,8 @@ def remeasure(s: Sheet, source: int, goal: int) -> int:
 
 
 @callee
-def longest_path(s: Sheet, makespan: int, random: Array) -> int:
-    """Write a longest path, within the window, into ``s.path``; return its length. Where several meet, one is drawn."""
+def longest_path(s: BlockPointers, makespan: int, random: Array) -> int:
+    """Write a longest path within the window into ``s.path`` and return its length. Ties are broken at random."""
     low, at = s.window[0], s.window[1] - 1
     while at >= low and s.start[s.sorted[at]] + length_of(s, s.sorted[at]) + s.tail[s.sorted[at]] < makespan:
         at -= 1

@@ -1,7 +1,7 @@
-"""The rollout of an order of tasks per rank, taken as priorities: what is ready and admitted first goes first.
+"""List scheduling of an order of tasks per rank, taken as priorities: what is ready and admitted first goes first.
 
-Whereas `rollout` knows priorities of groups, here every task has its own place in its rank's order. Without a
-memory limit, an order that a rollout gave comes back as it was. One that was changed, or that stems from the
+Whereas `decode` knows priorities of groups, here every task has its own place in its rank's order. Without a
+memory limit, an order that list scheduling returned comes back as it was. One that was changed, or that stems from the
 reverse of the graph, is mended: memory is respected, and gaps are filled with what is ready.
 """
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 class Ranks(NamedTuple):
-    """What the rollout writes, int64; see `make_ranks`.
+    """What list scheduling writes, int64; see `make_ranks`.
 
     ``row``: the order of rank r stands at ``row[r]`` to ``row[r + 1]``. ``bits`` are ready tasks by place in
     that order, ``late`` those that will be ready at a known time (time and task). ``start`` are the starts.
@@ -47,13 +47,13 @@ class Ranks(NamedTuple):
     available: Array
     demand: Array
     allocated: Array
-    job_left: Array
+    component_left: Array
     active: Array
 
 
 def make_ranks(packed: PackedGraph) -> Ranks:
-    """Arrays for rollouts of one problem; one set per thread."""
-    num_tasks, num_ranks, num_jobs = len(packed.waiting), len(packed.capacity), len(packed.demand)
+    """Return arrays for list scheduling of one problem; one set per thread."""
+    num_tasks, num_ranks, num_components = len(packed.waiting), len(packed.capacity), len(packed.demand)
     per_rank = np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks)
     row = np.zeros(num_ranks + 1, np.int64)
     np.cumsum(per_rank, out=row[1:])
@@ -83,18 +83,18 @@ def make_ranks(packed: PackedGraph) -> Ranks:
         ready=ints(len(packed.number)),
         free=ints(num_ranks),
         available=ints(num_ranks),
-        demand=ints(num_jobs, num_ranks),
-        allocated=ints(num_jobs, num_ranks),
-        job_left=ints(num_jobs),
-        active=ints(num_jobs),
+        demand=ints(num_components, num_ranks),
+        allocated=ints(num_components, num_ranks),
+        component_left=ints(num_components),
+        active=ints(num_components),
     )
 
 
 @kernel
-def rollout_by_rank(
+def decode_by_rank(
     p: PackedGraph, s: Ranks, order: Array, place: Array, made: Array, lookahead: int, bound: int
 ) -> int:
-    """Makespan under the banker's admission; `DEADLOCK`; or `ABORTED` at ``bound``.
+    """Return the makespan under banker's admission, `DEADLOCK`, or `ABORTED` at ``bound``.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def rollout_by_rank(
 
 @callee
 def begin_by_rank(p: PackedGraph, s: Ranks, shift: int) -> None:
-    """Begin a rollout: nothing has run, and tasks without predecessors are expected at once."""
+    """Begin list scheduling: nothing has run, and tasks without predecessors are expected at once."""
     # One by one: an assignment to all of an array takes long to compile, for it tests shapes.
     for r in range(len(s.key)):
         for word in range(s.bits.shape[1]):
@@ -229,7 +229,7 @@ def begin_by_rank(p: PackedGraph, s: Ranks, shift: int) -> None:
 
 @inlined
 def expect(s: Ranks, rank: int, number: int, when: int, shift: int) -> None:
-    """Note that a task will be ready at a known time."""
+    """Register a task that becomes ready at a known time."""
     last = s.num_late[rank]
     s.late[rank, last, 0] = when
     s.late[rank, last, 1] = number
@@ -240,7 +240,7 @@ def expect(s: Ranks, rank: int, number: int, when: int, shift: int) -> None:
 
 @callee
 def take_ready(s: Ranks, place: Array, rank: int, now: int) -> None:
-    """Mark what is ready at ``now`` on a rank."""
+    """Mark the tasks of a rank that are ready at ``now``."""
     soonest = NEVER
     kept = 0
     for i in range(s.num_late[rank]):

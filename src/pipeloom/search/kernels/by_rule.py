@@ -1,8 +1,8 @@
-"""The rollout of a priority rule: each task has a key, and a rank may wait a little for one of lesser key.
+"""List scheduling by a priority rule: each task has a key, and a rank may wait briefly for a task with a lower key.
 
-What `pipeloom.layout.cooptimise.kernels.run` does with microbatches that are all alike, on any task graph. Limits of
-what is in flight, and room left for later chunks, are wishes here: where they hold all ranks up, they are passed over.
-What fits into memory is the banker's decision, so nothing deadlocks.
+`pipeloom.layout.cooptimise.kernels.run` does this for equal microbatches; this module does it for any task graph.
+Limits on pairs in flight and headroom for later chunks are soft here: a limit that would stall all ranks is ignored.
+The banker decides what fits into memory, so nothing deadlocks.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from pipeloom.search.packed import DURATION, FIRST_SUCCESSOR, PLACE, PackedGraph
 Array = npt.NDArray[Any]
 
 REACH = 256
-"""Ready tasks that a rank looks at before it waits."""
+"""Number of ready tasks that a rank examines before it waits."""
 
 
-class Wishes(NamedTuple):
-    """What a rule says of tasks and chunks, int64; chunks have numbers here by rank, in model order.
+class Priorities(NamedTuple):
+    """A rule written out for the tasks and chunks of a graph, int64. Chunks are numbered by rank, in model order.
 
     Attributes
     ----------
     order, place : array, shape (num_tasks,)
-        Tasks rank after rank, the most urgent first, and the inverse.
+        Tasks grouped by rank, the most urgent first, and the inverse permutation.
     key, wait : array, shape (num_tasks,)
-        Least key first; how long a rank may wait for the task, negative: not at all.
+        Sort key, lowest first; and how many ns a rank may wait for the task. Negative: the rank does not wait.
     chunk, flight, take : array, shape (num_tasks,)
-        The task's chunk; what it adds to the microbatches in flight there, and to the bytes that the chunk holds.
+        The chunk of each task; what the task adds to the number of pairs in flight and to the bytes held there.
     chunk_row : array, shape (num_ranks + 1,)
         Chunks of rank r are ``chunk_row[r]`` to ``chunk_row[r + 1]``.
     limit, later : array, shape (num_chunks,)
-        Most microbatches in flight, and bytes to leave free for the later chunks of the rank.
-    in_flight, held, room : array, shape (num_chunks,)
+        Maximum number of pairs in flight, and bytes reserved for the later chunks of the rank.
+    in_flight, held, headroom : array, shape (num_chunks,)
         Scratch.
     made : array, shape (num_tasks,)
-        Gets the tasks as they were begun.
+        Receives the tasks in starting order.
     """
 
     order: Array
@@ -57,20 +57,20 @@ class Wishes(NamedTuple):
     later: Array
     in_flight: Array
     held: Array
-    room: Array
+    headroom: Array
     made: Array
 
 
 @inlined
-def welcome(w: Wishes, number: int) -> Any:
-    """Whether the rule lets a task begin: one that puts nothing in flight always may."""
+def admits(w: Priorities, number: int) -> Any:
+    """Return whether the rule admits a task. A task that adds nothing in flight is always admitted."""
     chunk = w.chunk[number]
-    return w.flight[number] <= 0 or (w.in_flight[chunk] < w.limit[chunk] and w.take[number] <= w.room[chunk])
+    return w.flight[number] <= 0 or (w.in_flight[chunk] < w.limit[chunk] and w.take[number] <= w.headroom[chunk])
 
 
 @callee
-def leave_room(p: PackedGraph, w: Wishes, rank: int) -> None:
-    """Count anew how many bytes each chunk of a rank may take."""
+def update_headroom(p: PackedGraph, w: Priorities, rank: int) -> None:
+    """Recompute how many bytes each chunk of a rank may take."""
     used = int64(0)
     for chunk in range(w.chunk_row[rank], w.chunk_row[rank + 1]):
         used += w.held[chunk]
@@ -78,14 +78,14 @@ def leave_room(p: PackedGraph, w: Wishes, rank: int) -> None:
     chunk = w.chunk_row[rank + 1] - 1
     while chunk >= w.chunk_row[rank]:
         room = min(room, p.capacity[rank] - used - w.later[chunk])
-        w.room[chunk] = room
+        w.headroom[chunk] = room
         used -= w.held[chunk]
         chunk -= 1
 
 
 @kernel
-def rollout_by_rule(p: PackedGraph, s: Ranks, w: Wishes) -> int:
-    """Makespan of what a rule gives, its tasks as they were begun into ``w.made``; or `DEADLOCK`."""
+def decode_by_rule(p: PackedGraph, s: Ranks, w: Priorities) -> int:
+    """Schedule by a rule and return the makespan, or `DEADLOCK`; ``w.made`` receives the tasks in starting order."""
     task, successor, row, waiting, start = p.task, p.successor, s.row, s.waiting, s.start
     bits, num_ready, soonest, key, free_at = s.bits, s.num_ready, s.soonest, s.key, s.free_at
     blocked, free = s.blocked, s.free
@@ -101,7 +101,7 @@ def rollout_by_rule(p: PackedGraph, s: Ranks, w: Wishes) -> int:
         w.in_flight[chunk] = 0
         w.held[chunk] = 0
     for r in range(num_ranks):
-        leave_room(p, w, r)
+        update_headroom(p, w, r)
     num_active = 0
     makespan = 0
     done = 0
@@ -112,9 +112,9 @@ def rollout_by_rule(p: PackedGraph, s: Ranks, w: Wishes) -> int:
         now = first >> shift
         first_rank = first & ((1 << shift) - 1)
         last_rank = first_rank
-        held_up = first == NEVER
-        if held_up:
-            # Wishes or memory hold every rank up; the banker always has a task somewhere.
+        stalled = first == NEVER
+        if stalled:
+            # The rule or memory stalls every rank; the banker always has a task that fits.
             first_rank = 0
             last_rank = num_ranks - 1
         elif soonest[first_rank] <= now:
@@ -130,36 +130,36 @@ def rollout_by_rule(p: PackedGraph, s: Ranks, w: Wishes) -> int:
             seen = 0
             for word in range(num_words):
                 left = bits[rank, word]
-                while left != 0 and (seen < REACH or held_up):
+                while left != 0 and (seen < REACH or stalled):
                     bit = (word << 6) + int64(trailing_zeros(left))
                     left &= left - 1
                     seen += 1
                     number = order[row[rank] + bit]
                     cell = s.cell[number]
-                    if (held_up or welcome(w, number)) and k.size[2 * cell] <= free[rank]:
+                    if (stalled or admits(w, number)) and k.size[2 * cell] <= free[rank]:
                         if k.size[2 * cell + 1] <= 0 or can_finish(k, cell, rank, num_active):
                             chosen = number
                             break
                         unsafe = True
-                if chosen >= 0 or (seen >= REACH and not held_up):
+                if chosen >= 0 or (seen >= REACH and not stalled):
                     break
             if chosen >= 0:
                 break
-        if chosen < 0 and held_up:
+        if chosen < 0 and stalled:
             return DEADLOCK
-        patient = False
-        if not held_up:
+        waits = False
+        if not stalled:
             best = int64(NEVER) if chosen < 0 else w.key[chosen]
             for i in range(s.num_late[rank]):
                 number = s.late[rank, i, 1]
-                near = s.late[rank, i, 0] - now <= w.wait[number]
-                patient |= near and w.key[number] < best and welcome(w, number)
-        if chosen < 0 or patient:
+                due = s.late[rank, i, 0] - now <= w.wait[number]
+                waits |= due and w.key[number] < best and admits(w, number)
+        if chosen < 0 or waits:
             key[rank] = NEVER if s.num_late[rank] == 0 else soonest[rank] << shift | rank
             blocked[rank] = int64(unsafe)
             continue
         begin = max(free_at[rank], start[chosen])
-        if not held_up:
+        if not stalled:
             begin = max(begin, now)
         end = begin + task[chosen, DURATION]
         bits[rank, bit >> 6] &= ~(int64(1) << (bit & 63))
@@ -182,7 +182,7 @@ def rollout_by_rule(p: PackedGraph, s: Ranks, w: Wishes) -> int:
         chunk = w.chunk[chosen]
         w.in_flight[chunk] += w.flight[chosen]
         w.held[chunk] += w.take[chosen]
-        leave_room(p, w, rank)
+        update_headroom(p, w, rank)
         for e in range(task[chosen, FIRST_SUCCESSOR], task[chosen + 1, FIRST_SUCCESSOR]):
             other = successor[e, 0]
             when = max(start[other], end + successor[e, 1])

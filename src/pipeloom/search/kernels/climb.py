@@ -1,4 +1,4 @@
-"""One order's makespan, and local search over orders."""
+"""Makespan of one order, and local search over orders."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeloom.compiled.arrays import assign, assign_run
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.codes import ALL_URGENT, LOOKAHEAD, POLICY, RULE, UNLIMITED, URGENT, WEIGHTS
 from pipeloom.search.kernels.expand import arrange
-from pipeloom.search.kernels.limited import rollout_limited
+from pipeloom.search.kernels.limited import decode_limited
 from pipeloom.search.kernels.moves import mutate, mutate_microbatch
 from pipeloom.search.kernels.queues import list_tasks
 from pipeloom.search.kernels.terms import Moves, Terms, Walk, allowance
-from pipeloom.search.kernels.unlimited import rollout_unlimited
+from pipeloom.search.kernels.unlimited import decode_unlimited
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import Scratch
 
@@ -23,14 +23,14 @@ Array = npt.NDArray[Any]
 
 
 @inlined
-def rollout(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
-    """Makespan of the schedule that the positions in ``s`` give; `DEADLOCK`; or `ABORTED` at ``bound``.
+def decode(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
+    """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED` at ``bound``.
 
     ``s.run`` gets the cells of tasks in the order in which they were scheduled.
     """
     if rule == UNLIMITED:
-        return rollout_unlimited(p, s, policy, weights, bound)
-    return rollout_limited(p, s, policy, weights, rule, lookahead, bound)
+        return decode_unlimited(p, s, policy, weights, bound)
+    return decode_limited(p, s, policy, weights, rule, lookahead, bound)
 
 
 @inlined
@@ -41,13 +41,13 @@ def urgent_of(choice: Array) -> Any:
 
 @kernel
 def evaluate(p: PackedGraph, s: Scratch, order: Array, choice: Array, bound: int) -> int:
-    """`arrange`, then `rollout`; ``choice`` is policy, weights, rule, lookahead and perhaps the urgent backwards.
+    """`arrange`, then `decode`; ``choice`` is policy, weights, rule, lookahead and perhaps the urgent backwards.
 
     ``s.sequence`` gets the tasks in the order in which they were scheduled (on each rank its running order), unless
-    the rollout ended early.
+    list scheduling ended early.
     """
     arrange(p, s, order, urgent_of(choice))
-    makespan = rollout(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], bound)
+    makespan = decode(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], bound)
     if makespan >= 0:
         list_tasks(p, s)
     return makespan
@@ -55,7 +55,7 @@ def evaluate(p: PackedGraph, s: Scratch, order: Array, choice: Array, bound: int
 
 @callee
 def change_policy(p: PackedGraph, choice: Array, random: Array) -> None:
-    """Change one of the choices beside the order."""
+    """Change one of the choices other than the order."""
     what = draw(random) % 4
     if what == 0 and p.class_start[3] > p.class_start[2]:
         choice[WEIGHTS] = 1 - choice[WEIGHTS]
@@ -73,7 +73,7 @@ def change_policy(p: PackedGraph, choice: Array, random: Array) -> None:
 
 @kernel
 def climb(p: PackedGraph, s: Scratch, w: Walk, backup: Array, terms: Terms, moves: Moves) -> int:
-    """Local search where memory is limited; see `climb_two`. Return the evaluations used.
+    """Local search with limited memory; see `climb_two`. Return the number of evaluations.
 
     ``backup`` is scratch, as long as the order.
     """
@@ -98,7 +98,7 @@ def climb(p: PackedGraph, s: Scratch, w: Walk, backup: Array, terms: Terms, move
         # The change before may have been taken back; then the positions are still those of the rejected order.
         arrange(p, s, order, urgent_of(choice))
         limit = state[0] + 1 + allowance(terms, random)
-        makespan = rollout_limited(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], limit)
+        makespan = decode_limited(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], limit)
         if makespan >= 0:
             state[0] = makespan
             if makespan < state[1]:

@@ -1,4 +1,4 @@
-"""Local search over orders where memory does not matter: two changes are tried side by side."""
+"""Local search over orders without memory limits; two changes are tried at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.search.kernels.codes import POLICY, WEIGHTS
 from pipeloom.search.kernels.expand import arrange
 from pipeloom.search.kernels.moves import mutate, mutate_microbatch
 from pipeloom.search.kernels.terms import Moves, Terms, Walk, allowance
-from pipeloom.search.kernels.unlimited import rollout_two, rollout_unlimited
+from pipeloom.search.kernels.unlimited import decode_two, decode_unlimited
 from pipeloom.search.packed import PackedGraph
 from pipeloom.search.scratch import Scratch
 
@@ -39,7 +39,7 @@ class Two(NamedTuple):
 
 @kernel
 def climb_two(p: PackedGraph, one: Scratch, two: Scratch, w: Walk, t: Two, terms: Terms, moves: Moves) -> int:
-    """Local search from an order: change it a little, keep what is not worse. Return the evaluations used.
+    """Local search from an order: keep changes that are not worse. Return the number of evaluations.
 
     Of two changes of the same order the second is compared with what the first has left.
     """
@@ -62,9 +62,9 @@ def climb_two(p: PackedGraph, one: Scratch, two: Scratch, w: Walk, t: Two, terms
         arrange(p, one, orders[0], urgent_of(choices[0]))
         if pair:
             arrange(p, two, orders[1], urgent_of(choices[1]))
-            made[0, 0], made[1, 0] = rollout_two(p, one, two, choices, limit + made[0, 1], limit + made[1, 1])
+            made[0, 0], made[1, 0] = decode_two(p, one, two, choices, limit + made[0, 1], limit + made[1, 1])
         else:
-            made[0, 0] = rollout_unlimited(p, one, choices[0, POLICY], choices[0, WEIGHTS], limit + made[0, 1])
+            made[0, 0] = decode_unlimited(p, one, choices[0, POLICY], choices[0, WEIGHTS], limit + made[0, 1])
         n += 2 if pair else 1
         for lane in range(2 if pair else 1):
             makespan = made[lane, 0]

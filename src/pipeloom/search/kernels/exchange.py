@@ -15,7 +15,7 @@ NO_LIMIT = 1 << 62
 
 @kernel
 def exchange(o: Options, w: Work) -> None:
-    """Give any two pairs the candidates that take the least time together, until no two can be improved.
+    """Give any two pairs the candidates with the least total time, until no two can be improved.
 
     Changes the choice in ``w.best``, which fits, and ``w.allocated`` with it.
     """

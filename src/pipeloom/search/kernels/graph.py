@@ -1,4 +1,4 @@
-"""Compiled loops over a task graph, for making a problem of it."""
+"""Compiled loops over a task graph, to prepare a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def join(start: Array, successor: Array, parent: Array) -> None:
-    """Write for every task the least task of its connected part; ``parent`` is every task itself on entry."""
+    """Write the smallest task of its connected component for every task; ``parent`` is the identity on entry."""
     for task in range(len(parent)):
         for e in range(start[task], start[task + 1]):
             one, other = task, successor[e]
@@ -91,7 +91,7 @@ def depths(
     predecessor: Array,
     depth: Array,
 ) -> Array:
-    """Longest chain of segments of the same microbatch, module and class before each segment."""
+    """Compute the longest chain of segments of the same microbatch, module and class before each segment."""
     for task in topological:
         here = segment[task]
         for e in range(start[task], start[task + 1]):
@@ -118,7 +118,7 @@ def mark_implied(
     implied: Array,
     limit: int,
 ) -> None:
-    """Mark those of the ``edges`` whose ends another path joins, too; stop after ``limit`` steps."""
+    """Mark the ``edges`` that another path implies; stop after ``limit`` steps."""
     steps = 0
     for edge in edges:
         first = position[source[edge]]

@@ -1,4 +1,4 @@
-"""The rollout under limited memory: what is not admitted is passed over."""
+"""List scheduling under limited memory. A task that is not admitted is skipped."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipeloom.search.kernels.queues import (
     SLACK,
     SUMMARY,
     TIME,
-    Board,
-    board,
+    QueuePointers,
     clear,
     expected,
     first_key,
     first_word,
     pass_on_all,
+    queue_pointers,
     take_expected,
     take_late,
     trailing_zeros,
@@ -39,10 +39,10 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 
 @inlined
-def admit(b: Board, k: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
-    """The first of a queue's first ``reach`` tasks that may take memory.
+def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
+    """Return the first of a queue's first ``reach`` tasks that may take memory.
 
-    Its cell (-1: none is admitted), its position, and whether one would fit but leave some job unable to finish.
+    Its cell (-1: none is admitted), its position, and whether one would fit but leave some component unable to finish.
     """
     rank = place >> 2
     which = place & 3
@@ -73,8 +73,8 @@ def admit(b: Board, k: Bank, place: int, rule: int, reach: int, num_active: int)
 
 
 @inlined
-def take_out(b: Board, place: int, position: int) -> None:
-    """Take a task out of its queue."""
+def take_out(b: QueuePointers, place: int, position: int) -> None:
+    """Remove a task from its queue."""
     word = position >> 6
     queue = place << b.word_shift
     left = b.bits[queue + word] & ~(1 << (position & 63))
@@ -89,17 +89,15 @@ def take_out(b: Board, place: int, position: int) -> None:
 
 
 @callee
-def rollout_limited(
-    p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int
-) -> int:
-    """Makespan of the schedule that the positions in ``s`` give, `DEADLOCK`, or `ABORTED`; see `rollout`.
+def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
+    """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED`; see `decode`.
 
     Of a rank's classes in turn, the first ``lookahead`` tasks are tried; a rank where none is admitted waits
     until something arrives or, where other ranks are in the way, is freed.
     """
     if not clear(p, s, bound):
         return ABORTED
-    b, k = board(p, s), bank(p, s)
+    b, k = queue_pointers(p, s), bank(p, s)
     node, key, free = b.node, b.key, k.free
     num_tasks, num_ranks = len(s.run), len(s.free)
     num_classes = 3 if b.has_weights else 2

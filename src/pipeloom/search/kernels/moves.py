@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @callee
 def mutate(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
-    """Swap two groups, or move a run of them; mostly not far. ``backup`` is a copy of the order."""
+    """Swap two groups or move a run of them, mostly by a few places. ``backup`` is a copy of the order."""
     num_forward = p.num_groups[0]
     low = 0
     size = num_forward

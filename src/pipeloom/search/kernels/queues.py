@@ -1,11 +1,11 @@
-"""Ready queues, expected tasks and clocks of a rollout: the steps that all rollouts share.
+"""Ready queues, expected tasks and clocks of list scheduling: the steps that all variants share.
 
 A rank has a queue of ready tasks per class (0 F, 1 B or I, 2 W): a bit per position, and a summary with a bit
 per word, so that the first is found by counting trailing zeros twice. A task that will be ready at a known
 time, when its last predecessor ends, is *expected*. Usually there is one at most per queue, which has its own
 place in ``node``; what comes beside it goes into the rank's row of ``late``.
 
-The functions that are inlined read pointers (`pipeloom.compiled.pointer`), which `board` collects.
+The functions that are inlined read pointers (`pipeloom.compiled.pointer`), which `queue_pointers` collects.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PLACE = (1 << PLACE_BITS) - 1
 SEGMENT_SHIFT = JOIN_BITS + PLACE_BITS
 
 
-class Board(NamedTuple):
-    """Pointers to what a rollout reads and writes, and the sizes of its fields; see `board`.
+class QueuePointers(NamedTuple):
+    """Pointers to what list scheduling reads and writes, and the sizes of its fields; see `queue_pointers`.
 
     ``bits`` to ``ready`` are arrays of `Scratch` (``where`` its positions), ``record`` to ``base`` of `PackedGraph`.
     ``never`` is later than any time and fits beside a rank in a key; ``urgent`` masks the part of a backward queue's
@@ -68,10 +68,10 @@ class Board(NamedTuple):
 
 
 @inlined
-def board(p: PackedGraph, s: Scratch) -> Any:
-    """Collect the `Board` of a rollout; the arrays must outlive it."""
+def queue_pointers(p: PackedGraph, s: Scratch) -> Any:
+    """Collect the `QueuePointers` of a run; the arrays must outlive it."""
     urgent = -1 if s.sizes[NUM_URGENT] >= 64 else (1 << s.sizes[NUM_URGENT]) - 1
-    return Board(
+    return QueuePointers(
         pointer(s.bits),
         pointer(s.node),
         pointer(s.late),
@@ -97,7 +97,7 @@ def board(p: PackedGraph, s: Scratch) -> Any:
 
 
 @inlined
-def enqueue(b: Board, place: int, position: int) -> None:
+def enqueue(b: QueuePointers, place: int, position: int) -> None:
     """Put a ready task into its queue."""
     word = position >> 6
     b.bits[(place << b.word_shift) + word] |= 1 << (position & 63)
@@ -105,8 +105,8 @@ def enqueue(b: Board, place: int, position: int) -> None:
 
 
 @inlined
-def first_key(b: Board) -> Any:
-    """Least of the keys; four at a time, so that comparisons do not wait for each other."""
+def first_key(b: QueuePointers) -> Any:
+    """Return the lowest key; four at a time, so that comparisons are independent."""
     key = b.key
     w, x, y, z = key[0], key[1], key[2], key[3]
     for i in range(4, b.num_keys, 4):
@@ -118,8 +118,8 @@ def first_key(b: Board) -> Any:
 
 
 @inlined
-def take_late(b: Board, rank: int, now: int) -> None:
-    """Move what is ready at ``now`` from ``late`` into the queues."""
+def take_late(b: QueuePointers, rank: int, now: int) -> None:
+    """Move tasks that are ready at ``now`` from ``late`` into the queues."""
     node, late = b.node, b.late
     row = rank << NODE_SHIFT
     first = node[row + LATE]
@@ -140,7 +140,7 @@ def take_late(b: Board, rank: int, now: int) -> None:
 
 
 @inlined
-def take_expected(b: Board, rank: int, which: int, now: int) -> Any:
+def take_expected(b: QueuePointers, rank: int, which: int, now: int) -> Any:
     """Move the expected task of a class into its queue if it is ready; return the queue's summary and when the
     next one is expected. Without branches, which could not be foreseen.
     """
@@ -160,8 +160,8 @@ def take_expected(b: Board, rank: int, which: int, now: int) -> Any:
 
 
 @inlined
-def expected(b: Board, row: int) -> Any:
-    """When the next task that is not ready yet will be."""
+def expected(b: QueuePointers, row: int) -> Any:
+    """Return the time at which the next expected task becomes ready."""
     node = b.node
     when = min(min(node[row + TIME], node[row + TIME + 1]), node[row + TIME + 3])
     if b.has_weights:
@@ -170,8 +170,8 @@ def expected(b: Board, row: int) -> Any:
 
 
 @inlined
-def first_word(b: Board, queue: int, summary: int) -> Any:
-    """First word of a queue that is not zero, given its summary."""
+def first_word(b: QueuePointers, queue: int, summary: int) -> Any:
+    """Return the first nonzero word of a queue, given its summary."""
     word = int64(trailing_zeros(summary)) << b.group_shift
     while b.bits[queue + word] == 0:
         word += 1
@@ -179,8 +179,8 @@ def first_word(b: Board, queue: int, summary: int) -> Any:
 
 
 @inlined
-def take_first(b: Board, queue: int, word: int, summary: int) -> Any:
-    """Take the first task out of a queue, given its word; return its position and the new summary."""
+def take_first(b: QueuePointers, queue: int, word: int, summary: int) -> Any:
+    """Remove the first task of a queue, given its word; return its position and the new summary."""
     left = b.bits[queue + word]
     position = (word << 6) + int64(trailing_zeros(left))
     left &= left - 1
@@ -194,8 +194,8 @@ def take_first(b: Board, queue: int, word: int, summary: int) -> Any:
 
 
 @inlined
-def pass_on(b: Board, link: int, when: int, settled: int, keep: bool) -> None:
-    """Tell a successor that a predecessor lets it start at ``when``; once all have, queue it or expect it.
+def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
+    """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last one.
 
     ``settled``: no rank will look at its queues for an earlier time. ``keep``: note in ``ready`` when it is ready.
     """
@@ -237,8 +237,8 @@ def pass_on(b: Board, link: int, when: int, settled: int, keep: bool) -> None:
 
 
 @inlined
-def pass_on_all(b: Board, cell: int, end: int, settled: int, keep: bool) -> None:
-    """Tell all successors of a task that it ends at ``end``; see `pass_on`."""
+def pass_on_all(b: QueuePointers, cell: int, end: int, settled: int, keep: bool) -> None:
+    """Update all successors of a task that ends at ``end``; see `pass_on`."""
     link = b.record[2 * cell + 1]
     more = 0
     delay = 0
@@ -257,11 +257,11 @@ def pass_on_all(b: Board, cell: int, end: int, settled: int, keep: bool) -> None
 
 @callee
 def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
-    """Begin a rollout; whether the bound can be kept at all."""
+    """Begin list scheduling; return whether the bound can be met at all."""
     node, key, joins, bits, join_waiting = s.node, s.key, s.joins, s.bits, p.join_waiting
     # No time on a clock is as late; what is packed with a rank still fits.
     never = NEVER >> s.sizes[RANK_BITS]
-    b = board(p, s)
+    b = queue_pointers(p, s)
     for i in range(len(bits)):
         bits[i] = 0
     for i in range(len(node)):
@@ -293,7 +293,7 @@ def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
 
 @callee
 def list_tasks(p: PackedGraph, s: Scratch) -> None:
-    """Write the tasks of a finished rollout into ``s.sequence``."""
+    """Write the tasks of a complete run into ``s.sequence``."""
     run, sequence, number = s.run, s.sequence, p.number
     for i in range(len(run)):
         sequence[i] = number[int64(run[i])]

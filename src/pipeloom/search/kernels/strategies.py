@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeloom.compiled import callee, kernel
 from pipeloom.compiled.arrays import assign
 from pipeloom.search.kernels.exchange import exchange
-from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Desk, Options, Tables, Work
+from pipeloom.search.kernels.tables import BEGIN, END, GRADIENT, Ascent, Options, Tables, Work, Workspace
 from pipeloom.search.kernels.tighten import tighten
 
 Array = npt.NDArray[Any]
@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def fill_allocated(o: Options, choice: Array, allocated: Array) -> None:
-    """Bytes held while the task at each place runs, under a choice."""
+    """Compute the bytes held while the task at each place runs, under a choice."""
     span, activation, gradient = o.span, o.activation, o.gradient
     for k in range(len(allocated)):
         allocated[k] = 0
@@ -37,7 +37,7 @@ def fill_allocated(o: Options, choice: Array, allocated: Array) -> None:
 
 @callee
 def change(o: Options, choice: Array, allocated: Array, i: int, j: int) -> None:
-    """Give pair i candidate j."""
+    """Assign candidate j to pair i."""
     more = o.activation[i, j] - o.activation[i, choice[i]]
     for k in range(o.span[i, BEGIN], o.span[i, GRADIENT] + 1):
         allocated[k] += more
@@ -53,7 +53,7 @@ def change(o: Options, choice: Array, allocated: Array, i: int, j: int) -> None:
 
 @callee
 def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
-    """The faster candidate of pair i that fits and is worth most as the prices have it; (0, -1): none."""
+    """Return the faster candidate of pair i that fits and has the most value by the prices; (0, -1): none."""
     time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
     allocated = w.allocated
     spare = np.int64(1) << 62
@@ -88,10 +88,10 @@ def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
 
 @kernel
 def repair(o: Options, w: Work, choice: Array) -> None:
-    """Make a choice fit, then use what is left.
+    """Make a choice fit, then use the remaining memory.
 
     Place by place, pairs that are held where too much is held step down, the cheapest per byte first, at
-    worst to their leanest candidate; then, the best first as the prices have it, whatever fits steps up.
+    worst to their minimum-memory candidate; then, the best first as the prices have it, whatever fits steps up.
     """
     time, activation, gradient, span, lean = o.time, o.activation, o.gradient, o.span, o.lean
     allocated, gain, move = w.allocated, w.gain, w.move
@@ -141,7 +141,7 @@ def repair(o: Options, w: Work, choice: Array) -> None:
 
 @callee
 def leave_host(o: Options, allocated: Array, choice: Array) -> None:
-    """Place by place, let pairs leave the host where too much lies there, the cheapest per byte first."""
+    """Move pairs off the host at places where it is overfull, the cheapest per byte first."""
     time, host, span = o.time, o.host, o.span
     for place in range(len(o.capacity) - o.host_begin):
         k = o.host_begin + place
@@ -162,7 +162,7 @@ def leave_host(o: Options, allocated: Array, choice: Array) -> None:
 
 @callee
 def total_of(choice: Array, time: Array) -> int:
-    """Nanoseconds of all pairs."""
+    """Return the total time of all pairs, in ns."""
     total = 0
     for i in range(len(choice)):
         total += time[i, choice[i]]
@@ -171,7 +171,7 @@ def total_of(choice: Array, time: Array) -> int:
 
 @callee
 def lagrangian(o: Options, w: Work, ascent: Ascent) -> float:
-    """Write the best choice into ``w.best``, return a lower bound of the total time of any choice that fits.
+    """Write the best choice into ``w.best``; return a lower bound of the total time of any choice that fits.
 
     From `Ascent.thorough_rounds` on, ``o.capacity`` is lowered to what candidates can fill.
     """
@@ -286,7 +286,7 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
 
 
 @kernel
-def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
+def lay_out(t: Tables, d: Workspace, order: Array, rank: int) -> int:
     """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are.
 
     Where a rank stages something, the capacities are those of a rank that does.
@@ -311,7 +311,7 @@ def lay_out(t: Tables, d: Desk, order: Array, rank: int) -> int:
 
 
 @callee
-def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
+def choose_way(t: Tables, d: Workspace, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
     """Choose for a rank whose pairs keep off the host, or may offload; the bound, and whether the choice fits."""
     a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
     places = lay_out(t, d, order, rank)
@@ -344,7 +344,7 @@ def choose_way(t: Tables, d: Desk, order: Array, rank: int, staying: bool, ascen
 
 
 @kernel
-def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
+def choose_rank(t: Tables, d: Workspace, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
     """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound, and whether it fits.
 
     Where a rank stages something if a pair offloads, there are two ways: all pairs keep off the host and have all of
@@ -373,8 +373,8 @@ def choose_rank(t: Tables, d: Desk, order: Array, rank: int, ascent: Ascent) -> 
 
 
 @callee
-def finish(t: Tables, d: Desk, sequence: Array) -> int:
-    """Makespan of a sequence that all ranks can follow, under the choice in ``d.choice``."""
+def finish(t: Tables, d: Workspace, sequence: Array) -> int:
+    """Return the makespan of a topological sequence under the choice in ``d.choice``."""
     assign(d.duration, t.duration)
     for i in range(len(t.pair)):
         for which in range(3):
@@ -394,7 +394,9 @@ def finish(t: Tables, d: Desk, sequence: Array) -> int:
 
 
 @kernel
-def choose_all(t: Tables, d: Desk, sequence: Array, orders: Array, counts: Array, ascent: Ascent) -> tuple[int, bool]:
+def choose_all(
+    t: Tables, d: Workspace, sequence: Array, orders: Array, counts: Array, ascent: Ascent
+) -> tuple[int, bool]:
     """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them, and whether
     they fit.
 

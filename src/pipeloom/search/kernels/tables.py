@@ -16,7 +16,7 @@ both included, and from there to ``END`` what its weight gradient needs."""
 
 
 class Tables(NamedTuple):
-    """Candidates of all pairs, sorted by rank, and what the choice is for.
+    """Candidates of all pairs, sorted by rank, and the parts of the graph that the choice reads.
 
     Attributes
     ----------
@@ -80,8 +80,8 @@ class Tables(NamedTuple):
     predecessor_delay: Array
 
 
-class Desk(NamedTuple):
-    """What choices write, for all ranks; one set per thread."""
+class Workspace(NamedTuple):
+    """Arrays that choices write, for all ranks; one set per thread."""
 
     place: Array
     capacity: Array
@@ -104,7 +104,7 @@ class Desk(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the choice for one rank's pairs reads.
+    """Arrays that the choice for the pairs of one rank reads.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class Options(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the choice for one rank's pairs writes.
+    """Arrays that the choice for the pairs of one rank writes.
 
     Attributes
     ----------

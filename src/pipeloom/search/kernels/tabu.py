@@ -4,7 +4,7 @@ A block is a run of tasks of one rank on a longest path, each right after the on
 on each longest path some task comes before its block's first or behind its last one (Grabowski, Nowicki and Zdrzalka
 1986); so these are the moves. Each is judged by an estimate that looks at the tasks passed alone (Balas and
 Vazacopoulos 1998). The best one that is not forbidden is made, also if the schedule becomes longer, and is not undone
-for some time. Where that leads to nothing better, starts are shifted as in `pipeloom.search.kernels.shake`, and it
+for some time. Where that leads to nothing better, starts are shifted as in `pipeloom.search.kernels.perturb`, and it
 begins again from what comes of that. In large graphs only a window of tasks moves at a time, so that not all must be
 timed after a move, and it begins again in another window.
 """
@@ -20,8 +20,9 @@ from pipeloom.compiled import callee, inlined, kernel, pointer
 from pipeloom.compiled.arrays import assign
 from pipeloom.compiled.random import draw
 from pipeloom.search.kernels.blocks import (
+    BlockPointers,
     Blocks,
-    Sheet,
+    block_pointers,
     entry,
     length_of,
     longest_path,
@@ -30,18 +31,17 @@ from pipeloom.search.kernels.blocks import (
     rank_of,
     remeasure,
     replace_window,
-    sheet,
 )
-from pipeloom.search.kernels.by_rank import Ranks, rollout_by_rank
+from pipeloom.search.kernels.by_rank import Ranks, decode_by_rank
 from pipeloom.search.kernels.codes import DEADLOCK, NEVER
-from pipeloom.search.kernels.shake import Table, wish_for
+from pipeloom.search.kernels.perturb import Table, shift_starts
 from pipeloom.search.kernels.terms import Terms, allowance
 from pipeloom.search.packed import FIRST_SUCCESSOR, NET, PEAK, PackedGraph
 
 Array = npt.NDArray[Any]
 
 FORBIDDEN = 1 << 16
-"""Entries of the table of what is forbidden; a power of two."""
+"""Number of entries of the table of forbidden moves; a power of two."""
 BEST, NOW, SINCE, LOCAL, HOME, OPENED, LOW, HIGH = range(1, 9)
 """Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
 was; the best since; that of the order from which restarts go; windows opened; between which turns the order may differ
@@ -70,7 +70,7 @@ class Rules(NamedTuple):
 
 
 class Tour(NamedTuple):
-    """Where tabu search stands: see the entries of ``state`` above.
+    """The state of tabu search; see the entries of ``state`` above.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class Tour(NamedTuple):
 
 
 def make_tour(b: Blocks, makespan: int) -> Tour:
-    """Begin with an order that is measured, and with all tasks in the window."""
+    """Start from a measured order with all tasks in the window."""
     b.sorted[:] = b.sorted[np.argsort(b.start[b.sorted], kind="stable")]
     b.turn[b.sorted] = np.arange(len(b.sorted))
     state = np.array([makespan, makespan, 0, 0, makespan, makespan, 0, 0, len(b.sorted)], np.int64)
@@ -105,7 +105,7 @@ def slot(first: int, second: int) -> Any:
 
 
 @callee
-def later(s: Sheet, i: int, j: int, most: int) -> int:
+def later(s: BlockPointers, i: int, j: int, most: int) -> int:
     """Estimated makespan where the task at place ``i`` moves behind that at ``j``, at most ``most`` + 1.
 
     `DEADLOCK` where memory forbids it, or where something that waits for the task may be before the one at ``j``. If
@@ -151,7 +151,7 @@ def later(s: Sheet, i: int, j: int, most: int) -> int:
 
 
 @callee
-def earlier(s: Sheet, i: int, j: int, most: int) -> int:
+def earlier(s: BlockPointers, i: int, j: int, most: int) -> int:
     """Estimated makespan where the task at place ``j`` moves before that at ``i``; likewise."""
     order, row = s.order, s.row
     first, moved = order[i], order[j]
@@ -194,8 +194,8 @@ def earlier(s: Sheet, i: int, j: int, most: int) -> int:
 
 
 @callee
-def is_forbidden(s: Sheet, forbidden: Any, now: int, source: int, goal: int) -> bool:
-    """Whether a move would undo one of late, by a pointer to ``Tour.forbidden``."""
+def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
+    """Return whether a move would undo a recent one, by a pointer to ``Tour.forbidden``."""
     moved = s.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
@@ -209,8 +209,8 @@ def is_forbidden(s: Sheet, forbidden: Any, now: int, source: int, goal: int) -> 
 
 
 @callee
-def move(s: Sheet, forbidden: Any, source: int, goal: int, until: int) -> None:
-    """Move a task from one place to another, those between by one, and forbid to undo it."""
+def move(s: BlockPointers, forbidden: Any, source: int, goal: int, until: int) -> None:
+    """Move a task, shift the tasks between by one, and forbid the reverse move."""
     moved = s.order[source]
     step = 1 if source < goal else -1
     i = source
@@ -226,7 +226,7 @@ def move(s: Sheet, forbidden: Any, source: int, goal: int, until: int) -> None:
 
 @callee
 def take(b: Blocks, order: Array) -> None:
-    """Take over an order, not yet measured."""
+    """Load an order without measuring it."""
     assign(b.order, order)
     for i in range(len(order)):
         b.place[order[i]] = i
@@ -234,21 +234,21 @@ def take(b: Blocks, order: Array) -> None:
 
 @callee
 def shifted(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, span: float, lookahead: int) -> int:
-    """Shift starts of the measured order and mend it; return the makespan."""
+    """Shift starts of the measured order and repair it; return the makespan."""
     assign(t.current, b.order)
     assign(t.when, b.start)
-    wish_for(p, t, span)
+    shift_starts(p, t, span)
     assign(t.order, t.made)
     for i in range(len(t.order)):
         t.place[t.order[i]] = i
-    if rollout_by_rank(p, ranks, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
+    if decode_by_rank(p, ranks, t.order, t.place, t.made, 1 + draw(t.random) % lookahead, NEVER) >= 0:
         take(b, t.made)
     return int(measure(p, b))
 
 
 @callee
-def slide(s: Sheet, tour: Tour, width: int) -> None:
-    """Open the next window of up to so many tasks."""
+def slide(s: BlockPointers, tour: Tour, width: int) -> None:
+    """Open the next window of up to ``width`` tasks."""
     state, num_tasks = tour.state, s.num_tasks
     state[OPENED] += 1
     circle = num_tasks if num_tasks < SIDE_BY_SIDE else width
@@ -274,7 +274,7 @@ def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules
 
     From there to another window; or if all tasks are in one, starts are shifted.
     """
-    state, random, s = tour.state, t.random, sheet(p, b)
+    state, random, s = tour.state, t.random, block_pointers(p, b)
     note(s, tour)
     if state[LOCAL] <= state[HOME] + allowance(terms, random):
         state[HOME] = state[LOCAL]
@@ -290,14 +290,14 @@ def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules
 
 
 @callee
-def copy_window(s: Sheet, source: Any, target: Any) -> None:
-    """Copy of a sequence what is in the window."""
+def copy_window(s: BlockPointers, source: Any, target: Any) -> None:
+    """Copy the part of a sequence in the window."""
     for i in range(s.window[0], s.window[1]):
         target[i] = source[i]
 
 
 @callee
-def note(s: Sheet, tour: Tour) -> None:
+def note(s: BlockPointers, tour: Tour) -> None:
     """Note the best schedule since the last restart, if it is the best of all by what is known of the window."""
     state = tour.state
     if state[LOCAL] < state[BEST]:
@@ -311,8 +311,8 @@ def note(s: Sheet, tour: Tour) -> None:
 
 @kernel
 def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> int:
-    """Make so many moves or restarts; return how many were made."""
-    state, random, s = tour.state, t.random, sheet(p, b)
+    """Make up to the given number of moves or restarts; return how many were made."""
+    state, random, s = tour.state, t.random, block_pointers(p, b)
     order, path, forbidden = s.order, s.path, pointer(tour.forbidden)
     if s.window[1] - s.window[0] > rules.width:
         slide(s, tour, rules.width)
@@ -392,6 +392,6 @@ def follows(number: int, alone: Any, all_in_all: Any) -> Any:
 
 
 @inlined
-def on_one_rank(s: Sheet, at: int) -> Any:
-    """Whether the task at a place and the one before it are of one rank."""
+def on_one_rank(s: BlockPointers, at: int) -> Any:
+    """Return whether the task at a place and the previous one are on the same rank."""
     return rank_of(s, s.order[at]) == rank_of(s, s.order[at - 1])

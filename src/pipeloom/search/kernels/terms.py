@@ -1,4 +1,4 @@
-"""What every local search is told: how boldly to go on and for how long, and what it goes on from."""
+"""Settings of every local search: temperature, length, target and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 class Terms(NamedTuple):
-    """How long a local search goes on, and how much worse a change may be.
+    """The length of a local search, and how much worse a change may be.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Moves(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where a local search of group orders stands.
+    """The state of a local search of group orders.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Walk(NamedTuple):
 
 @callee
 def allowance(terms: Terms, random: Array) -> Any:
-    """How much longer than the current makespan a changed schedule may be."""
+    """Draw how much longer than the current makespan a changed schedule may be."""
     if terms.temperature > 0.0:
         return np.int64(-np.log(fraction(random)) * terms.temperature)
     return np.int64(0)

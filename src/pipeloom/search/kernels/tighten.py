@@ -66,7 +66,7 @@ def tighten(o: Options, w: Work, most_steps: int) -> None:
 
 @callee
 def largest(amounts: Array) -> Any:
-    """The largest of some amounts."""
+    """Return the largest of several amounts."""
     most = amounts[0]
     for amount in amounts:
         most = max(most, amount)

@@ -1,6 +1,6 @@
-"""The rollout where memory does not matter, alone or two side by side.
+"""List scheduling without memory limits, alone or two side by side.
 
-What a step takes is waiting for what the step before has written. Of two rollouts side by side, one waits while the
+What a step takes is waiting for what the step before has written. Of two runs side by side, one waits while the
 other goes on, so that both together take about one and a half times as long as one.
 """
 
@@ -18,12 +18,12 @@ from pipeloom.search.kernels.queues import (
     SLACK,
     SUMMARY,
     TIME,
-    Board,
-    board,
+    QueuePointers,
     clear,
     first_key,
     first_word,
     pass_on_all,
+    queue_pointers,
     take_expected,
     take_first,
     take_late,
@@ -44,12 +44,12 @@ class Policy(NamedTuple):
 
 @inlined
 def policy_of(policy: int, weights: int) -> Any:
-    """The `Policy` of two codes."""
+    """Return the `Policy` of two codes."""
     return Policy(weights == WEIGHT_AT_ONCE, int64(policy == ALTERNATE), int64(policy == BACKWARD_FIRST))
 
 
 @inlined
-def step(done: int, b: Board, policy: Policy) -> Any:
+def step(done: int, b: QueuePointers, policy: Policy) -> Any:
     """Start one task at the least key: its rank is free then, and everything in its queues is ready.
 
     Its end; `ABORTED` if the rank has been idle too long for the bound.
@@ -112,8 +112,8 @@ def step(done: int, b: Board, policy: Policy) -> Any:
 
 @callee
 def finish(p: PackedGraph, s: Scratch, policy: Policy, done: int, makespan: int, bound: int) -> int:
-    """Go on with a rollout of which ``done`` tasks have been started, the last of them ending at ``makespan``."""
-    b = board(p, s)
+    """Continue list scheduling after ``done`` tasks have been started, the last of them ending at ``makespan``."""
+    b = queue_pointers(p, s)
     for i in range(done, len(s.run)):
         end = step(i, b, policy)
         if end < 0:
@@ -123,18 +123,18 @@ def finish(p: PackedGraph, s: Scratch, policy: Policy, done: int, makespan: int,
 
 
 @callee
-def rollout_unlimited(p: PackedGraph, s: Scratch, policy: int, weights: int, bound: int) -> int:
-    """Makespan of the schedule that the positions in ``s`` give, or `ABORTED`; see `rollout`."""
+def decode_unlimited(p: PackedGraph, s: Scratch, policy: int, weights: int, bound: int) -> int:
+    """Return the makespan of the positions in ``s``, or `ABORTED`; see `decode`."""
     if not clear(p, s, bound):
         return ABORTED
     return finish(p, s, policy_of(policy, weights), 0, 0, bound)
 
 
 @callee
-def rollout_two(
+def decode_two(
     p: PackedGraph, one: Scratch, two: Scratch, choices: Array, bound: int, other_bound: int
 ) -> tuple[int, int]:
-    """`rollout_unlimited` of two orders side by side; ``choices`` are a row of policy and weights for each."""
+    """`decode_unlimited` of two orders side by side; ``choices`` are a row of policy and weights for each."""
     alive = clear(p, one, bound)
     other_alive = clear(p, two, other_bound)
     policy = policy_of(choices[0, POLICY], choices[0, WEIGHTS])
@@ -143,7 +143,7 @@ def rollout_two(
     other = 0
     done = 0
     if alive and other_alive:
-        b, other_b = board(p, one), board(p, two)
+        b, other_b = queue_pointers(p, one), queue_pointers(p, two)
         num_tasks = len(one.run)
         while alive and other_alive and done < num_tasks:
             end = step(done, b, policy)

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def warm_up() -> None:
-    """Compile all loops for the array types that tuning uses."""
+    """Compile all kernels for the array types that tuning uses."""
     cost, parts, one = np.ones((2, 1), np.int64), np.ones(2, np.int64), np.ones(1, np.int64)
     chain = Chain(
         cost,

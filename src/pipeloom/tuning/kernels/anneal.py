@@ -18,7 +18,7 @@ MOST_EXTRA = 2
 
 
 class Marginal(NamedTuple):
-    """What one sample adds to a microbatch of the usual size: the fields of `Chain`, shape (num_samples, ...)."""
+    """What one sample adds to a microbatch of average size: the fields of `Chain`, shape (num_samples, ...)."""
 
     tokens: Array
     forward: Array
@@ -33,16 +33,16 @@ class Marginal(NamedTuple):
 
 @kernel
 def _place(state: Array, num_microbatches: int, ends: int) -> int:
-    """A place in the order; beginning and end decide most, so half of the draws are from there."""
+    """Draw a place in the order. Half of the draws are from its ends, which matter most."""
     if below(state, 2) == 0:
         return below(state, num_microbatches)
-    near = below(state, ends)
-    return near if below(state, 2) == 0 else num_microbatches - 1 - near
+    offset = below(state, ends)
+    return offset if below(state, 2) == 0 else num_microbatches - 1 - offset
 
 
 @kernel
 def _add(chain: Chain, m: int, marginal: Marginal, sample: int, sign: int) -> None:
-    """Put a sample into a microbatch, or (-1) take it out."""
+    """Add a sample to a microbatch (``sign`` 1) or remove it (-1)."""
     for p in range(chain.forward.shape[1]):
         chain.forward[m, p] += sign * marginal.forward[sample, p]
         chain.backward[m, p] += sign * marginal.backward[sample, p]
@@ -58,13 +58,13 @@ def _add(chain: Chain, m: int, marginal: Marginal, sample: int, sign: int) -> No
 
 @kernel
 def _movable(chain: Chain, m: int, marginal: Marginal, sample: int) -> bool:
-    """Images go only where there are images already: elsewhere there is no encoder part to put them into."""
+    """Return whether a sample can move to a microbatch: images need an encoder part there."""
     return bool(marginal.part_forward[sample] == 0 or chain.part_start[m + 1] > chain.part_start[m])
 
 
 @kernel
 def _exchange(chain: Chain, marginal: Marginal, source: int, target: int, out: int, come: int, sign: int) -> None:
-    """Move a sample from one microbatch to another, and (not -1) one back; sign -1 undoes it."""
+    """Move a sample from one microbatch to another, and ``come`` back unless it is -1. ``sign`` -1 undoes this."""
     _add(chain, source, marginal, out, -sign)
     _add(chain, target, marginal, out, sign)
     if come >= 0:

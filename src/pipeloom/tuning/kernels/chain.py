@@ -56,7 +56,7 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(chain: Chain) -> Scratch:
-    """Room for runs of chains of this size."""
+    """Allocate scratch arrays for chains of this size."""
     m, p = chain.forward.shape
     parts = len(chain.part_forward)
     return Scratch(

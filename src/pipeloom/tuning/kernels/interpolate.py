@@ -60,10 +60,10 @@ def interpolate(
         )
         for table in range(num_tables):
             for row in range(num_rows):
-                near, far = values[table, row, low, left], values[table, row, low + 1, right]
-                near += along * (values[table, row, low, left + 1] - near)
-                far += across * (values[table, row, low + 1, right + 1] - far)
-                value = near + share * (far - near) + per_instance[table, row] * instances[w]
+                lower, upper = values[table, row, low, left], values[table, row, low + 1, right]
+                lower += along * (values[table, row, low, left + 1] - lower)
+                upper += across * (values[table, row, low + 1, right + 1] - upper)
+                value = lower + share * (upper - lower) + per_instance[table, row] * instances[w]
                 out[table, row, w] = max(0.0, value)
 
 

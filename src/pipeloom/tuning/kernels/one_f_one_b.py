@@ -83,7 +83,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                 m = order[back]
                 arrival = free[p] if p == last else backward_end[back, p + 1] + chain.delay[m, p]
                 if p == 0:
-                    # Idle time before a backward of rank 0, whose end nobody else waits for.
+                    # Idle time before a backward of rank 0, on whose end no other rank depends.
                     while free[0] < arrival:
                         while at < num_microbatches and part == chain.part_start[order[at] + 1]:
                             at += 1
@@ -120,7 +120,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
             if i < num_microbatches:
                 m = order[i]
                 if p == 0:
-                    # What has not run early runs now; backwards that wait make room where it is needed.
+                    # Run parts that have not run early. Delayed backwards run if memory is needed.
                     if at < i:
                         at = i
                         part = chain.part_start[m]
