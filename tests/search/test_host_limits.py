@@ -182,6 +182,12 @@ def test_whole_backwards_hold_no_weight_gradients(seed: int) -> None:
     assert finds(pipeline(seed), "default")
 
 
+def test_a_weight_gradient_that_waits_holds_its_bytes() -> None:
+    """It takes no time, but another task comes before it."""
+    graph = tiny(257067, 0)
+    assert finds(graph, "default") == some_schedule_fits(graph)
+
+
 def one_pair(kinds: str, capacity: int, host: int, rows: list[Candidate]) -> TaskGraph:
     """One pair on one rank, under limits of device and host."""
     first = rows[0]

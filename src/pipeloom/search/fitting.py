@@ -27,7 +27,7 @@ class Option(NamedTuple):
     candidate: int
     activation: int
     gradient: int
-    """Bytes held from the input gradient to the weight gradient; 0 if the latter has no duration."""
+    """Bytes held from the input gradient to the weight gradient, unless the latter runs directly after it."""
     host: int
     whole: bool
     """Whether the weight gradient has no duration."""
@@ -159,6 +159,12 @@ class _Search:
             # An edge may be listed twice, so bits are not added.
             for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
                 self.before[task] |= 1 << self.place[before]
+        self.waits = {
+            task
+            for task in tasks
+            if (graph.rank[graph.predecessor[rows[task] : rows[task + 1]]] != graph.rank[task]).any()
+        }
+        """Tasks with an input from another rank, which may arrive later than in the order of the search."""
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.num_ranks = graph.num_ranks
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
@@ -171,9 +177,12 @@ class _Search:
                 self.edges[target] -= allocated
 
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
-        """Return the weight gradient without duration that runs directly after a task; empty if there is none."""
+        """Return the weight gradient without duration that runs directly after a task; empty if there is none.
+
+        It must not have to wait, neither for a task that is not done nor for another rank.
+        """
         weight = self.weight[self.pair[task]]
-        ends = option.whole and task == self.backward[self.pair[task]]
+        ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.waits
         return (weight,) if ends and not self.before[weight] & ~(done | 1 << self.place[task]) else ()
 
     def change(self, task: int, option: Option, done: int) -> _Change:
@@ -185,10 +194,11 @@ class _Search:
         forward = task in self.forward
         ends = task == self.backward[pair] or (forward and self.backward[pair] == NO_TASK)
         first = option.activation if forward else 0
-        last = self.edges[task] + sum(self.edges[weight] for weight in self.joined(task, option, done))
+        joined = self.joined(task, option, done)
+        last = self.edges[task] + sum(self.edges[weight] for weight in joined)
         if ends:
             last -= option.activation
-        if self.weight[pair] != NO_TASK and task == self.backward[pair]:
+        if self.weight[pair] != NO_TASK and task == self.backward[pair] and not joined:
             last += option.gradient
         if task == self.weight[pair]:
             last -= option.gradient
@@ -241,7 +251,7 @@ def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...
         Option(
             i,
             option.activation_bytes,
-            option.weight_gradient_bytes if split and option.weight_ns else 0,
+            option.weight_gradient_bytes if split else 0,
             option.host_bytes if graph.host_capacity_bytes is not None else 0,
             bool(split and not option.weight_ns),
         )
@@ -249,7 +259,17 @@ def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...
         if fits[i]
     ]
     kept: list[Option] = []
-    for option in sorted(every, key=lambda option: option[1:]):
-        if not any(other.gradient <= option.gradient and other.host <= option.host for other in kept):
+    for option in sorted(every, key=lambda option: (option.activation, not option.whole, *option[2:])):
+        if not any(_no_worse(other, option) for other in kept):
             kept.append(option)
     return tuple(kept)
+
+
+def _no_worse(other: Option, option: Option) -> bool:
+    """Whether an option of no more activation bytes takes no more of anything else."""
+    joined = 0 if option.whole else option.gradient
+    return (
+        other.gradient <= option.gradient
+        and (0 if other.whole else other.gradient) <= joined
+        and other.host <= option.host
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
@@ -102,6 +102,7 @@ def test_ranges_that_end_late_change_nothing(
 
 @SOME
 @given(SEEDS, st.booleans())
+@example(34, True)
 def test_no_time_is_negative_whatever_overlaps(
     tmp_path_factory: pytest.TempPathFactory, seed: int, device: bool
 ) -> None:

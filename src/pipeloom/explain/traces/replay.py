@@ -143,7 +143,8 @@ def _kept(run: TracedRun, iteration: Iteration, held: Mapping[Unit, Unit]) -> tu
             if source is not None and (before is None or ends[source] > before.end_ns):
                 moments.append(ends[source])
             if moments or before is None:
-                waited[one.unit] = max(moments, default=one.start_ns)
+                # Clocks of ranks agree only roughly: an input may seem to be made after it was used.
+                waited[one.unit] = min(one.start_ns, max(moments, default=one.start_ns))
             if source is not None:
                 until = waited[one.unit] if one.unit in waited or before is None else before.end_ns
                 latest[source] = min(until, latest.get(source, until))
