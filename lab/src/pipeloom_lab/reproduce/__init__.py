@@ -1,7 +1,7 @@
 """The papers' evaluations as programs: every table and figure again, from seeds, with our own numbers.
 
-One package per paper; each has a tuple ``PARTS`` of what can be run by name, and in its file ``claims`` what the paper
-claims. A part is recorded as data (`record`); pages (`page`) and the index of all claims (`index`) are written from the
+One package per paper. Each has a tuple ``PARTS`` of what can be run by name, and a file ``claims.toml`` with the
+paper's claims. A part is recorded as data (`record`); pages (`page`) and the index of all claims (`index`) are written from the
 records. No published number enters a computation; it may stand beside ours in a column that says so.
 """
 

@@ -1,7 +1,11 @@
-"""What the papers claim, beside what is recorded of ours: looked up, and judged by one rule."""
+"""Claims of the papers: look up the recorded figures that answer them, and judge them by one set of rules.
+
+`claims_file` reads the claims from ``PAPER/claims.toml``.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +20,13 @@ Rule = Literal["at least", "at most", "near", "says", "rises"]
 Verdict = Literal["reached", "partly", "not reached", "not comparable", "not made"]
 VERDICTS: tuple[Verdict, ...] = ("reached", "partly", "not reached", "not comparable", "not made")
 Subject = Literal["Pipeloom", "written again", "setting"]
-"""What a figure of ours is of: Pipeloom; a paper's system or baselines, written again from the paper; or models, data
-and hardware, as sampled and emulated."""
+"""What our figure measures: Pipeloom; a paper's system or baselines, reimplemented from the paper; or models, data and
+hardware, as sampled and emulated."""
 SUBJECTS: tuple[Subject, ...] = ("Pipeloom", "written again", "setting")
-How = Literal["one", "least", "most", "mean"]
+Cause = Literal["", "bound", "stronger baseline", "unknown regime", "unknown"]
+"""Why a claim was not reached: a lower bound excludes it; our baselines are faster than the paper's; the paper does not
+say under which conditions it holds; or the cause is unknown."""
+Reduction = Literal["", "min", "max", "mean"]
 T = TypeVar("T")
 
 RULES = """\
@@ -40,51 +47,53 @@ _GRAIN = 1e-9
 """Decimal figures have no exact form."""
 
 
-_COMES_TO: Mapping[How, Callable[[Sequence[float]], float]] = {
-    "one": max,
-    "least": min,
-    "most": max,
+_REDUCE: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
+    "": max,  # of one cell
+    "min": min,
+    "max": max,
     "mean": statistics.fmean,
 }
 
 
-class NotThereError(LookupError):
-    """A record has no such table, row, column or number."""
+class MissingCellError(LookupError):
+    """A record lacks the table, row, column or number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One figure of ours: where it stands in the records of a paper, or what several cells come to.
+class Cell:
+    """One number of a paper's records: from one cell of a table, or reduced from several.
 
-    Names match whole, or else by how they begin, since some end in what was found ("DIP, best of its forms: ...").
+    Titles, rows and columns match exactly, or else by prefix, since some end in a result ("DIP, best of its forms:
+    ...").
     """
 
     part: str
     column: str
     row: tuple[str | tuple[str, ...], ...] = ()
-    """The first cells of the row; several words in one place: any of them; nothing: every row."""
+    """The first cells of the row. A tuple in one place matches any of its words; empty matches every row."""
     table: str = ""
-    """The title; nothing: every table that has the column."""
-    how: How = "one"
-    nth: int = 0
-    """Which number of the cell."""
+    """The title of the table; empty matches every table that has the column."""
+    reduce: Reduction = ""
+    """Reduces several cells; empty requires exactly one cell."""
+    index: int = 0
+    """Selects a number where the cell has several."""
     negated: bool = False
-    """A change of time is told as what is saved."""
-    minus: Found | None = None
-    """What is taken off."""
+    """Flips the sign, which turns a change of time into the time saved."""
+    minus: Cell | None = None
+    """Subtracts another number."""
 
     def texts(self, records: Mapping[str, Record]) -> list[str]:
         """The cells as they are written.
 
         Raises
         ------
-        NotThereError
+        MissingCellError
             The part is recorded without them.
         """
         tables = _matching(records[self.part].tables, self.table, lambda table: table.title)
         cells = [cell for table in tables for cell in self._cells(table)]
-        if not cells or (self.how == "one" and len(cells) > 1):
-            raise NotThereError(f"{self.part}: {len(cells)} cells are {self.table!r}, {self.row}, {self.column!r}")
+        if not cells or (not self.reduce and len(cells) > 1):
+            raise MissingCellError(f"{self.part}: {len(cells)} cells are {self.table!r}, {self.row}, {self.column!r}")
         return cells
 
     def _cells(self, table: Table) -> list[str]:
@@ -101,15 +110,15 @@ class Found:
 
         Raises
         ------
-        NotThereError
+        MissingCellError
             There are no such cells, or no number in one that stands by itself ("out of memory").
         """
         texts = [text for text in self.texts(records) if _NUMBER.search(text)]
         read = [_numbers(text) for text in texts]
-        if not read or any(len(each) <= self.nth for each in read):
-            raise NotThereError(f"{self.part}: no number {self.nth} in {self.texts(records)}")
-        values = [each[self.nth] for each in read]
-        value = _COMES_TO[self.how]([-each.value if self.negated else each.value for each in values])
+        if not read or any(len(each) <= self.index for each in read):
+            raise MissingCellError(f"{self.part}: no number {self.index} in {self.texts(records)}")
+        values = [each[self.index] for each in read]
+        value = _REDUCE[self.reduce]([-each.value if self.negated else each.value for each in values])
         decimals = max(each.decimals for each in values)
         if self.minus is not None:
             other = self.minus.number(records)
@@ -141,87 +150,105 @@ def _numbers(text: str) -> list[Figure]:
     return [Figure(float(word), len(word.partition("e")[0].partition(".")[2])) for word in _NUMBER.findall(text)]
 
 
-class Looked(Protocol):
-    """A figure that is looked up in records, or reckoned from several."""
+class Quantity(Protocol):
+    """A number that is looked up in records or computed from several cells."""
 
     @property
     def part(self) -> str:
-        """Where it stands."""
+        """The part that records it."""
         ...
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure."""
+        """Return the number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least of figures of several parts; the first part is told to make it."""
+class Minimum:
+    """The smallest number of several parts."""
 
-    of: tuple[Found, ...]
+    cells: tuple[Cell, ...]
 
     @property
     def part(self) -> str:
-        """Of the first."""
-        return self.of[0].part
+        """The part of the first cell."""
+        return self.cells[0].part
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure."""
-        return min((found.number(records) for found in self.of), key=lambda figure: figure.value)
+        """Return the number."""
+        return min((cell.number(records) for cell in self.cells), key=lambda figure: figure.value)
 
 
 @dataclass(frozen=True, slots=True)
+class CompoundGain:
+    """The product of gains, divided by other gains, in per cent.
+
+    If the lower bound is 25 % below the best baseline, which is 20 % faster than another one, then a plan as long as
+    the lower bound is 50 % faster than that one.
+    """
+
+    cells: tuple[Cell, ...]
+    over: tuple[Cell, ...] = ()
+
+    @property
+    def part(self) -> str:
+        """The part of the first cell."""
+        return self.cells[0].part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """Return the number."""
+        gain, over = (
+            math.prod(1 + cell.number(records).value / 100 for cell in cells) for cells in (self.cells, self.over)
+        )
+        return Figure(100 * (gain / over - 1), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A claim of a paper, and what of ours stands against it."""
+    """A claim of a paper, and which of our figures answer it."""
 
     name: str
-    """Of its place in the index, ``PAPER-NAME``, to which texts link that quote it."""
+    """Its anchor in the index is ``PAPER-NAME``; texts that quote it link there."""
     text: str
-    where: str
+    where: str = ""
+    """Paper, figure and section."""
     paper: str
-    """The figures as the paper has them, as many as ``ours``; what there is none for, in words."""
-    ours: tuple[Found, ...]
-    """Empty: not made."""
+    """The paper's figures, as many as ``ours``, or its words where it has no figure."""
+    ours: tuple[Cell, ...] = ()
+    """Empty if we have not measured it."""
     rule: Rule
-    why: str
-    """One line; ``{name}`` is replaced by the figure of ``also``, so that no figure of ours is typed."""
+    reason: str
+    """One line; ``{name}`` stands for a number of ``values``, so that no figure of ours is typed."""
+    values: Mapping[str, Quantity] = field(default_factory=dict)
+    cause: Cause = ""
     unit: str = ""
-    also: Mapping[str, Looked] = field(default_factory=dict)
     speedup: bool = False
-    """Figures are ratios, of which the part above one counts."""
-    of: Subject = "Pipeloom"
-    incomparable: bool = False
-    """``why`` says for which reason."""
+    """Figures are ratios, and the part above one is compared."""
+    subject: Subject = "Pipeloom"
+    comparable: bool = True
+    """If false, ``reason`` says why."""
     command: str = ""
-    """What makes it; nothing: the part that ``ours`` stands in."""
+    """The command that makes ours; by default the one that makes the part of ``ours``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFigure:
-    """A figure of ours that no paper claims and our texts quote."""
+    """A figure of ours that our texts quote and no paper claims."""
 
     name: str
     text: str
-    ours: tuple[Looked, ...]
+    ours: tuple[Quantity, ...]
     unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A claim with ours beside it.
-
-    Attributes
-    ----------
-    claim : Claim
-    ours : str
-    verdict : Verdict
-    why, command : str
-    """
+    """A claim with our figures and the verdict."""
 
     claim: Claim
     ours: str
     verdict: Verdict
-    why: str
+    reason: str
     command: str
 
 
@@ -240,25 +267,25 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
 
     Raises
     ------
-    NotThereError
+    MissingCellError
         A part is recorded, but not what the claim looks for.
     """
     command = command_of(claim, paper)
-    if not claim.ours or any(found.part not in records for found in claim.ours):
+    if not claim.ours or any(cell.part not in records for cell in claim.ours):
         return Judged(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
-        texts = [text for found in claim.ours for text in found.texts(records)]
+        texts = [text for cell in claim.ours for text in cell.texts(records)]
         grades = [2 if claim.paper in text else 0 for text in texts]
         ours = "; ".join(dict.fromkeys(texts))
     else:
-        values = [found.number(records).value for found in claim.ours]
+        values = [cell.number(records).value for cell in claim.ours]
         grades = _rising(values) if claim.rule == "rises" else _compared(claim, values)
-        ours = told(claim.ours, claim.unit, records)
-    verdict: Verdict = "not comparable" if claim.incomparable else _verdict(grades)
+        ours = quantities_text(claim.ours, claim.unit, records)
+    verdict: Verdict = _verdict(grades) if claim.comparable else "not comparable"
     return Judged(claim, ours, verdict, _reason(claim, records), command)
 
 
-def told(ours: Sequence[Looked], unit: str, records: Mapping[str, Record]) -> str:
+def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:
     """Figures and their unit as one text.
 
     Raises
@@ -266,12 +293,12 @@ def told(ours: Sequence[Looked], unit: str, records: Mapping[str, Record]) -> st
     LookupError
         A part is not recorded, or not with these figures.
     """
-    return ", ".join(str(found.number(records)) for found in ours) + f" {unit}".rstrip()
+    return ", ".join(str(quantity.number(records)) for quantity in ours) + f" {unit}".rstrip()
 
 
 def _reason(claim: Claim, records: Mapping[str, Record]) -> str:
-    found = {name: str(each.number(records)) for name, each in claim.also.items() if each.part in records}
-    return claim.why.format_map(dict.fromkeys(claim.also, "not made") | found)
+    found = {name: str(each.number(records)) for name, each in claim.values.items() if each.part in records}
+    return claim.reason.format_map(dict.fromkeys(claim.values, "not made") | found)
 
 
 def _compared(claim: Claim, values: list[float]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 from pipeloom.report import markdown_table
 from pipeloom_lab.reproduce.claims import (
@@ -12,12 +11,13 @@ from pipeloom_lab.reproduce.claims import (
     VERDICTS,
     Claim,
     Judged,
-    NotThereError,
+    MissingCellError,
     OwnFigure,
     command_of,
     judge,
-    told,
+    quantities_text,
 )
+from pipeloom_lab.reproduce.claims_file import paper_claims
 from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of
 from pipeloom_lab.reproduce.record import Record
 
@@ -50,33 +50,18 @@ _CORES, _MOST_MINUTES = 2, 90
 """What the whole evaluation is to take, and on how many cores."""
 
 
-def claims_of(paper: str) -> tuple[Claim, ...]:
-    """All claims of a paper's evaluation, in its order."""
-    claims: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.claims").CLAIMS
-    return claims
-
-
-def own_of(paper: str) -> tuple[OwnFigure, ...]:
-    """Figures that no paper claims, and that our texts quote."""
-    own: tuple[OwnFigure, ...] = getattr(import_module(f"pipeloom_lab.reproduce.{paper}.claims"), "OWN", ())
-    return own
-
-
-def goals_of(paper: str) -> tuple[Claim, ...]:
-    """What we set out to reach in a paper's evaluation, judged as the paper's claims are."""
-    goals: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.goals").GOALS
-    return goals
-
-
 def judged_claims(records: Records) -> dict[str, list[Judged]]:
     """Every claim of every paper with ours beside it; what cannot be looked up is not made."""
-    return {paper: [_judged(claim, paper, records.get(paper, {})) for claim in claims_of(paper)] for paper in PAPERS}
+    return {
+        paper: [_judged(claim, paper, records.get(paper, {})) for claim in paper_claims(paper).claims]
+        for paper in PAPERS
+    }
 
 
 def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
     try:
         return judge(claim, paper, records)
-    except NotThereError as error:  # a part that was made with little, or whose rows have other names now
+    except MissingCellError as error:  # a part that was made with little, or whose rows have other names now
         return Judged(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
 
 
@@ -84,9 +69,9 @@ def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
     """Our own figures by name, told, with the commands that make them."""
     found = {}
     for paper in PAPERS:
-        for own in own_of(paper):
+        for own in paper_claims(paper).own:
             try:
-                text = told(own.ours, own.unit, records.get(paper, {}))
+                text = quantities_text(own.ours, own.unit, records.get(paper, {}))
             except LookupError:
                 text = "not made"
             found[f"{paper}-{own.name}"] = own, text, f"pipeloom reproduce {paper} {own.ours[0].part}"
@@ -117,9 +102,9 @@ def _goals(records: Records) -> str:
     """Our own goals, judged as claims are, and how long all of it takes."""
     rows = list[tuple[str, ...]]()
     for paper in PAPERS:
-        for goal in goals_of(paper):
+        for goal in paper_claims(paper).goals:
             one = _judged(goal, paper, records.get(paper, {}))
-            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.why, f"`{one.command}`"))
+            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.reason, f"`{one.command}`"))
     rows.append(_whole_evaluation(records))
     return markdown_table(("goal", "to reach", "ours", "verdict", "why", "command"), rows, words=True)
 
@@ -158,13 +143,13 @@ def _makings(records: Records) -> str:
 def _row(paper: str, one: Judged) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
-    return name, claim.where, claim.paper, one.ours, claim.of, one.verdict, one.why, f"`{one.command}`"
+    return name, claim.where, claim.paper, one.ours, claim.subject, one.verdict, one.reason, f"`{one.command}`"
 
 
 def _tally(found: Mapping[str, list[Judged]]) -> str:
     every = [one for each in found.values() for one in each]
     groups = {PAPERS[paper]: each for paper, each in found.items()}
-    groups |= {f"*of* {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
+    groups |= {f"*of* {subject}": [one for one in every if one.claim.subject == subject] for subject in SUBJECTS}
     groups["all"] = every
     rows = [
         (name, str(len(each)), *(str(sum(one.verdict == verdict for one in each)) for verdict in VERDICTS))
@@ -177,7 +162,7 @@ def _misses(found: Mapping[str, list[Judged]]) -> str:
     lines = []
     for verdict in ("not reached", "not made"):
         names = [
-            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.of})"
+            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.subject})"
             for paper, each in found.items()
             for one in each
             if one.verdict == verdict

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
-from importlib import import_module
 
 from pipeloom.report import markdown_table
+from pipeloom_lab.reproduce.claims_file import paper_claims
 from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table
 from pipeloom_lab.reproduce.record import Record
 
@@ -60,10 +60,9 @@ _KINDS = {
 def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
     """The picture that a paper's page opens with, drawn from its records; None: what it shows is not recorded."""
     try:
-        figure: Figure = import_module(f"pipeloom_lab.reproduce.{paper}.goals").opening(records)
+        return paper_claims(paper).opening.draw(records)
     except LookupError:
         return None
-    return figure
 
 
 def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
