@@ -6,11 +6,14 @@ import functools
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from pipeloom_lab.reproduce import PAPERS, Outcome, Part, Record, Settings, Table, parts_of
 from pipeloom_lab.reproduce.claims import (
+    SUBJECTS,
+    Cause,
     Cell,
     Claim,
     MissingCellError,
@@ -131,6 +134,9 @@ def test_every_claim_is_whole(paper: str) -> None:
     for claim in claims:
         assert all((claim.text, claim.where, claim.paper, claim.reason)), claim.name
         assert claim.ours or claim.command, f"{claim.name} has no command"
+        assert claim.rule in get_args(Rule), claim.name
+        assert claim.cause in get_args(Cause), claim.name
+        assert claim.subject in SUBJECTS, claim.name
         assert {found.part for found in (*claim.ours, *claim.values.values())} <= names, claim.name
         if claim.ours and claim.rule not in ("says", "rises"):
             assert len(paper_numbers(claim)) == len(claim.ours), claim.name
@@ -144,6 +150,7 @@ def test_every_claim_is_whole(paper: str) -> None:
 def test_every_figure_of_a_claim_stands_in_the_records(paper: str) -> None:
     for claim in paper_claims(paper).claims:
         judged = judge(claim, paper, RECORDS[paper])
+        assert not claim.cause or judged.verdict in ("partly", "not reached"), claim.name
         recorded = all(found.part in RECORDS[paper] for found in claim.ours)
         assert (judged.verdict == "not made") == (not claim.ours or not recorded), claim.name
         beside = all(found.part in RECORDS[paper] for found in claim.values.values())
