@@ -192,11 +192,6 @@ def bubble_share(result: ChainResult) -> float:
     return 1 - float(graph.duration_ns.sum()) / (graph.num_ranks * result.timeline.makespan_ns)
 
 
-def geometric(values: Iterable[float]) -> float:
-    """Geometric mean."""
-    return float(np.exp(np.mean(np.log(list(values)))))
-
-
 def mean(values: Iterable[float]) -> float:
     """Arithmetic mean."""
     return statistics.fmean(values)
@@ -206,8 +201,3 @@ def device() -> tuple[str, ...]:
     """Device table that the times rest on."""
     hardware = load_cluster(CLUSTER)
     return (hardware.device.label,)
-
-
-def with_tokens(setup: PaperSetup, tokens: int) -> PaperSetup:
-    """The same model on other sequences."""
-    return replace(setup, tokens=tokens)

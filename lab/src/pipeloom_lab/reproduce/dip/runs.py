@@ -63,8 +63,6 @@ BASELINE_NAMES = (
 """Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
 somebody adds a system to compare with."""
 BASELINE_TITLES = tuple(BASELINES[name].title for name in BASELINE_NAMES)
-PAPERS_BASELINES = (MEGATRON, NNSCALER, OPTIMUS)
-"""Those that DIP's paper itself compares with."""
 STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
 FROM_UNIFORM = "DIP from the best uniform strategies"
 FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
