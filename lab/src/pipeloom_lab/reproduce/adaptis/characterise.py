@@ -20,7 +20,8 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     run_baseline,
     seconds_of,
 )
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 _FIGURE_1 = {
     "LLaMA-2": ("llama2-7b", (18.0, 2.7, 11.5, 6.8)),
@@ -46,16 +47,16 @@ def figure_1(options: Options) -> Outcome:
         bars["ours"].append(100 * bubble_share(one))
         table.append((*cells, f"{bars[GENERATOR][-1]:.1f} %", f"{bars['ours'][-1]:.1f} %"))
     rows = tuple(table)
-    columns = ("model", *(c for name in BASELINES for c in (name, f"paper: {name}")), GENERATOR, "ours")
-    note = (
-        "AdaPtis is its generator written again from the paper, whose figure does not show it. "
-        "P = 4, T = 2, 16 microbatches as in the paper; sequences of 4096 tokens (not stated). The Nemotron-H of the "
-        "zoo that is nearest to 32 layers has 28. Costs are emulated from a device table, so the shares differ where a "
-        "layer's relative cost does."
-    )
     svg = bar_figure(list(_FIGURE_1), bars, y=Axis("bubble share, %"))
     return Outcome(
-        (Table("Bubble ratio", columns, rows, note),),
+        (
+            make_table(
+                "adaptis/figure-1",
+                rows,
+                systems=(c for name in BASELINES for c in (name, f"paper: {name}")),
+                generator=GENERATOR,
+            ),
+        ),
         (Figure("figure-1", "Bubble ratio by system and model", svg),),
         devices=device(),
     )
@@ -79,12 +80,8 @@ def figure_3(options: Options) -> Outcome:
         rows.append((name, f"{1e3 * value:.1f} ms", f"{start / value:.2f}", f"{theirs:.2f}", paper))
         one = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s, phases)
         tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
-    note = (
-        "Gemma small (32 layers, 256K words), P = 4, 4 microbatches of one sequence of 4096 tokens, T = 2. "
-        "AdaPtis is its generator written again from the paper; timelines are ours."
-    )
     return Outcome(
-        (Table("Speedup, step by step", ("step", "ours, iteration", "ours", GENERATOR, "paper"), tuple(rows), note),),
+        (make_table("adaptis/figure-3", rows, generator=GENERATOR),),
         (Figure("figure-3", "Four timelines", timeline_svg(tracks)),),
         devices=device(),
     )
@@ -120,17 +117,9 @@ def figure_4(options: Options) -> Outcome:
         y=Axis("cases, log10"),
     )
     rows = tuple((f"P = {p}", f"{cut[f'P = {p}'][1][-1]:.0f}", f"{put[f'P = {p}'][1][-1]:.0f}") for p in ranks)
-    orders = Table(
-        "log10 of the orders on one rank",
-        ("microbatches", "orders"),
+    orders = make_table(
+        "adaptis/figure-4-orders",
         tuple((str(n), f"{log:.0f}") for n, log in zip(microbatches, order["P = 1"][1], strict=True)),
     )
-    table = Table(
-        "log10 of the cases at 80 layers or stages",
-        ("ranks", "partitions", "placements"),
-        rows,
-        "The paper does not say how it counts: here a partition is a set of cuts, a placement a set of non-empty "
-        "groups of stages, an order keeps F before B before W of a microbatch. Its curves end near 10^23, 10^109 and "
-        "10^100.",
-    )
+    table = make_table("adaptis/figure-4-cases", rows)
     return Outcome((table, orders), (Figure("figure-4", "Size of the search space", svg),))

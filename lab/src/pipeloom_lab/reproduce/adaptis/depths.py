@@ -28,6 +28,7 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     seconds_of,
 )
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_table
 
 TOKENS = 4096
 SEARCH = 1.25
@@ -146,34 +147,14 @@ def _headline(groups: Sequence[tuple[str, str, list[Cell]]]) -> Table:
                 _PAPER["Mist"] if pipeline == "all" else "",
             )
         )
-    columns = (
-        "P",
-        "microbatches a rank",
-        "over Mist, average",
-        "over Mist, largest",
-        f"{GENERATOR} over Mist, average",
-        f"over {GENERATOR}, average",
-        f"over {GENERATOR}, least",
-        f"over {GENERATOR}, largest",
-        f"{GENERATOR} over the lower bound, average",
-        "paper: over Mist, average",
-    )
-    note = (
-        f"Nine models (three families, three sizes), T = 2, microbatches of one sequence of {TOKENS} tokens. The paper "
-        "evaluates P = 4, 8 and 16 and does not say which of them its figure has. AdaPtis is its generator written "
-        "again from the paper, with as much time as ours, which is of the first seed. No placement is shorter than "
-        "the lower bound, so that the "
-        "last column but one is the most that anything can be ahead of that generator."
-    )
-    return Table("Over Mist, and over AdaPtis' own generator", columns, tuple(rows), note)
+    return make_table("adaptis/figure-8-depths-mist", rows, tokens=TOKENS, generator=GENERATOR)
 
 
 def _all_systems(groups: Sequence[tuple[str, str, list[Cell]]]) -> Table:
     names = (*BASELINES, _BEST)
     rows = [(p, r, *(_text(_average(cells, name)) for name in names)) for p, r, cells in groups]
     rows.append(("paper", "not stated", *(_PAPER.get(name, "") for name in names)))
-    note = "A system is left out where it does not fit or has too few layers."
-    return Table("Our throughput over each system, average", ("P", "microbatches a rank", *names), tuple(rows), note)
+    return make_table("adaptis/figure-8-depths-systems", rows, names=names)
 
 
 def _each(cells: Sequence[Cell]) -> Table:
@@ -190,13 +171,4 @@ def _each(cells: Sequence[Cell]) -> Table:
         )
         for cell in cells
     )
-    columns = (
-        "model",
-        "P",
-        "microbatches a rank",
-        *names,
-        "ours over the best of eight",
-        "which that is",
-        "ours over the lower bound",
-    )
-    return Table("Throughput over S-1F1B", columns, rows, "Empty: it does not fit, or has too few layers.")
+    return make_table("adaptis/figure-8-depths-models", rows, names=names)

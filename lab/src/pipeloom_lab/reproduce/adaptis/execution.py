@@ -33,7 +33,8 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     seconds_of,
     setup_of,
 )
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _MEAN_MS = 40
 """Of a task on sleeping ranks."""
@@ -62,10 +63,8 @@ def figure_11(options: Options) -> Outcome:
             )
         )
     svg = timeline_svg(tracks)
-    note = "P = 8, T = 4, 64 microbatches of one sequence of 4096 tokens. Planned; the paper has real traces too."
-    columns = ("system", "iteration", "bubbles", "chunks", "fullest rank")
     return Outcome(
-        (Table("The four timelines", columns, tuple(rows), note),),
+        (make_table("adaptis/figure-11", rows),),
         (Figure("figure-11", "S-1F1B, Mist, AdaPtis and ours", svg),),
         devices=device(),
     )
@@ -98,32 +97,14 @@ def figure_12(options: Options) -> Outcome:
             )
         )
     sizes = [abs(took / planned - 1) for planned, took, _ in slept]
-    note = (
-        f"On sleeping ranks the error is {100 * statistics.fmean(sizes):.2f} % on average, "
-        f"{100 * statistics.median(sizes):.2f} % in the median and {100 * max(sizes):.2f} % at most; the goal is 2 %, "
-        "the paper has 2.12 % on average on real devices (its largest errors are shown). On the virtual clock messages "
-        "carry time and nothing waits, so that the difference is nothing where what was planned is what runs, "
-        "deadlock-free and in order; that is all it shows."
+    slept_note = make_note("adaptis/figure-12", mean_ms=_MEAN_MS, repeats=_REPEATS)
+    table = make_table(
+        "adaptis/figure-12",
+        rows,
+        average=100 * statistics.fmean(sizes),
+        median=100 * statistics.median(sizes),
+        largest=100 * max(sizes),
     )
-    slept_note = (
-        "Each of the four sleeping ranks is a process of this machine that sleeps where it would compute; every time "
-        f"is made longer alike, until a task takes {_MEAN_MS} ms on average. Of {_REPEATS} runs the median counts. "
-        "Messages are real, on gloo, so none are in what is planned for them. Woken late is what the sleeps alone that "
-        "ended late add: the machine's share of the error, which other work on it makes larger. Neither shows what "
-        "kernels cost."
-    )
-    columns = (
-        "size",
-        "system",
-        "planned",
-        "difference on the virtual clock",
-        "planned for sleeping ranks",
-        "they took",
-        "error",
-        "of it: woken late",
-        "paper: largest error",
-    )
-    table = Table("Prediction against execution, Nemotron-H, 4096 tokens", columns, tuple(rows), note)
     return Outcome((table,), notes=(slept_note,), devices=device())
 
 

@@ -12,7 +12,8 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, gpipe
 from pipeloom_lab.adaptis import tune_phases
 from pipeloom_lab.reproduce.adaptis.setups import GENERATOR, PaperSetup, chains, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers.milp import milp
 
 _COUNTS = (4, 8, 16, 32, 64, 128, 256)
@@ -67,24 +68,11 @@ def figure_13(options: Options) -> Outcome:
                 (f"S, P = {ranks}, {x:g} microbatches", f"{t:.2g} s", "extrapolated")
                 for x, t in zip(beyond, times, strict=True)
             ]
-    note = (
-        f"Each of ours tries {_TRIED} placements; AdaPtis, its generator written again, runs until no phase can be "
-        f"improved, {options.solver_s:g} s at most as the integer program; the paper needs up to 100 s at 256 "
-        "microbatches. Gaps are to the lower bound over all placements."
-    )
-    solver_note = (
-        f"HiGHS, cut after {options.solver_s:g} s of the clock, orders the tasks of one fixed placement (equal "
-        "stages, whole backwards), without a bound or a hint of ours; partition and placement are not put to it. S is "
-        f"Nemotron-H small. Where {ENOUGH} or more sizes were solved, an exponential fit to their times continues "
-        "them, marked as extrapolated; in the paper most points are of that kind."
-    )
     svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("processor seconds", log=True))
     return Outcome(
         (
-            Table(
-                "Generation time", ("case", "ours", "gap of ours", GENERATOR, f"gap of {GENERATOR}"), tuple(rows), note
-            ),
-            Table("Integer program", ("case", "processor time", "result"), tuple(solver_rows), solver_note),
+            make_table("adaptis/figure-13-search", rows, tried=_TRIED, solver_s=options.solver_s, generator=GENERATOR),
+            make_table("adaptis/figure-13-program", solver_rows, solver_s=options.solver_s, enough=ENOUGH),
         ),
         (Figure("figure-13", "Generation time", svg),),
         devices=device(),

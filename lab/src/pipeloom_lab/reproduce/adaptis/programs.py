@@ -17,7 +17,8 @@ from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
 from pipeloom_lab.reproduce.adaptis.generation import ENOUGH, MODELS, continued
 from pipeloom_lab.reproduce.adaptis.setups import PaperSetup, chains, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 from pipeloom_lab.solvers.milp import milp
 from pipeloom_lab.solvers.whole_program import whole_program
 
@@ -39,7 +40,7 @@ def figure_13_programs(options: Options) -> Outcome:
     """Put ever more microbatches to both programs, on all three sizes, until each is cut."""
     limit, lines = SHARE * options.solver_s, dict[str, tuple[list[float], list[float]]]()
     tables = []
-    for title, solve in (("the schedule alone", _schedule), (_WHOLE, _whole)):
+    for title, note, solve in (("the schedule alone", "schedule", _schedule), (_WHOLE, "whole", _whole)):
         rows, ends = list[tuple[str, ...]](), list[tuple[str, ...]]()
         cases = {label: (model, ranks, 0) for label, (model, ranks) in MODELS.items()}
         if title == _WHOLE:
@@ -57,24 +58,17 @@ def figure_13_programs(options: Options) -> Outcome:
                     (label, f"{x:g}", "", f"{t:.2g} s", "extrapolated", "", "")
                     for x, t in zip(beyond, times, strict=True)
                 ]
-        ended = ("case", "microbatches at last", "seconds at last", "result at last")
-        tables.append(Table(f"How {title} ended", ended, tuple(ends)))
-        columns = ("case", "microbatches", "layers, P", "seconds", "result", "open", "ours is faster by")
-        tables.append(Table(f"Integer program for {title}", columns, tuple(rows), _NOTES[title].format(limit=limit)))
+        tables.append(make_table("adaptis/figure-13-programs-ends", ends, title=title))
+        tables.append(
+            make_table(
+                "adaptis/figure-13-programs",
+                rows,
+                title=title,
+                note=make_note(f"adaptis/figure-13-{note}", limit=limit),
+            )
+        )
     svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("seconds", log=True))
     return Outcome(tuple(tables), (Figure("figure-13-programs", "Integer programs", svg),), devices=device())
-
-
-_NOTES = {
-    "the schedule alone": "HiGHS orders the tasks of equal stages (the paper's ILP Solver (Simple)), cut after "
-    "{limit:g} s of the clock and not tried on more microbatches then. It gets no bound and no schedule of ours. Open "
-    "is what lies between its answer and its own bound. Memory is not stated, backwards are whole. One microbatch "
-    "leaves nothing to order. Ours chooses partition and placement too, under the same terms.",
-    _WHOLE: "As above, but the program also says on which rank each layer lies, every layer being a chunk. Blocks are "
-    "neighbouring layers put together, so that some of its cases end. A program of which stating the rows alone takes "
-    "longer than {limit:g} s is cut there. All that it is told is its horizon, equal stages under GPipe. One "
-    "microbatch is fastest on one rank alone, which saves all messages; ours has layers on every rank.",
-}
 
 
 def blocks_of(chain: LayerChain, count: int) -> LayerChain:

@@ -23,7 +23,8 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     ours,
     run_baseline,
 )
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _DEVICES = (8, 16, 32, 64, 128)
 _TENSOR = (1, 2, 4, 8)
@@ -100,34 +101,12 @@ def _scale(
                     f"{rate / first:.1f}" if first else "",
                 )
             )
-        columns = (
-            "devices",
-            "S-1F1B's best",
-            "our best",
-            "I-1F1B",
-            "ZB",
-            "Mist",
-            GENERATOR,
-            "ours",
-            "ours over the best of eight",
-            f"ours over {GENERATOR}",
-            "paper: I-1F1B / ZB / Mist / AdaPtis",
-            "our throughput over 8 devices",
-        )
         svg = bar_figure([str(d) for d in _DEVICES], bars, y=Axis("throughput over S-1F1B"))
-        tables.append(Table(f"{model}: throughput over S-1F1B", columns, tuple(rows)))
+        tables.append(make_table("adaptis/scaling", rows, model=model, generator=GENERATOR))
         stem = name if family == "Nemotron-H" else f"{name}-{family.lower()}"
         figures.append(Figure(stem, f"{title}, {model}", svg))
-    note = (
-        f"Sequences of {_TOKENS} tokens, one a microbatch. Every system has the best of its own grid of P "
-        f"({', '.join(map(str, sorted(DEPTHS)))}), T ({', '.join(map(str, _TENSOR))}), E and D = devices / (P T); the "
-        "experts of DeepSeek lie on one or eight devices each. An iteration ends when the last rank has reduced its "
-        "gradients over the replicas, updated its weights and gathered them (ZeRO-1, emulated as in `pipeloom "
-        "emulate`, after the rank's last task); both searches count that too. Of the two searches' grids, points whose "
-        "lower bound is above what was found elsewhere are left out. The paper fixes P and the microbatches of a rank "
-        "and does not state them; "
-        "it has no figure for DeepSeek."
-    )
+    depths, tensor = (", ".join(map(str, sorted(each))) for each in (DEPTHS, _TENSOR))
+    note = make_note("adaptis/scaling", tokens=_TOKENS, depths=depths, tensor=tensor)
     return Outcome(tuple(tables), tuple(figures), (note,), device())
 
 

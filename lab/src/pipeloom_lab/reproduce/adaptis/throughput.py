@@ -21,6 +21,7 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     setup_of,
 )
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_8 = {
     ("Gemma", 2048): ((0.99, 0.99, 1.02, 1.15), (0.99, 1.00, 1.17, 1.31), (0.96, 1.03, 1.23, 1.38)),
@@ -63,19 +64,7 @@ def figure_8(options: Options) -> Outcome:
                 cells += [f"{seconds['S-1F1B'] / theirs_s:.2f}", f"{seconds['S-1F1B'] / value:.2f}"]
                 cells += [over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
                 rows.append(tuple(cells))
-        columns = (
-            "model",
-            "tokens",
-            "P",
-            "I-1F1B",
-            "ZB",
-            "Mist",
-            GENERATOR,
-            "ours",
-            "ours over the best of eight",
-            "paper: I-1F1B / ZB / Mist / AdaPtis",
-        )
-        tables.append(Table(f"Throughput over S-1F1B, {rounds} microbatches per rank", columns, tuple(rows), _NOTE))
+        tables.append(make_table("adaptis/figure-8-models", rows, rounds=rounds, generator=GENERATOR))
         svg = bar_figure([" ".join(row[:2]) for row in rows], bars, y=Axis("throughput over S-1F1B"))
         figures.append(Figure(f"figure-8-{rounds}", f"Throughput, {rounds} microbatches per rank", svg))
     average = tuple(
@@ -91,32 +80,8 @@ def figure_8(options: Options) -> Outcome:
         for name, values in gains.items()
         if values
     )
-    tables.append(
-        Table(
-            "Speedup over each system",
-            (
-                "system",
-                "ours, average",
-                "ours, largest",
-                f"{GENERATOR}, average",
-                f"{GENERATOR}, largest",
-                "paper: average",
-            ),
-            average,
-            "A system that does not fit into a case's memory is left out of its averages there. The best of eight is, "
-            "case by case, the fastest that fits of GPipe, S-1F1B, I-1F1B, ZB-H1, ZB-V, Hanayo, DualPipeV and Mist.",
-        )
-    )
+    tables.append(make_table("adaptis/figure-8-average", average, generator=GENERATOR))
     return Outcome(tuple(tables), tuple(figures), devices=device())
-
-
-_NOTE = (
-    "T = 2; microbatches of one sequence. The paper does not say which P and how many microbatches it takes: P here is "
-    "the largest of 4, 8 and 16 at which no layer is longer than a rank's share. ZB is H1 in 1F1B's memory, or greedy "
-    "order where that is faster; I-1F1B has any number of chunks a rank from two up, the fastest that fits; Mist's is "
-    "its partition only. AdaPtis is its generator written again from the paper. It and ours split backwards and stay "
-    "within the device's memory. The last column but one also counts GPipe, ZB-V, Hanayo and DualPipeV."
-)
 
 
 def figure_9(options: Options) -> Outcome:
@@ -150,14 +115,12 @@ def figure_9(options: Options) -> Outcome:
                 over_best(setup, seconds["ours"]),
             )
         )
-    note = (
-        "The paper's largest are 1.54, 2.14, 1.51 and 1.27; over Mist it has 1.15 on average. A system marked out of "
-        "memory is shown as if it had it."
-    )
-    columns = ("tokens", *(f"over {name}" for name in (*BASELINES, GENERATOR)), "over the best of eight")
     svg = line_figure(lines, x=Axis("tokens of a sequence", log=True), y=Axis("tokens per second over S-1F1B at 1K"))
     return Outcome(
-        (Table("Our speedup by sequence length", columns, tuple(rows), note), _extremes(gains)),
+        (
+            make_table("adaptis/figure-9", rows, systems=(f"over {name}" for name in (*BASELINES, GENERATOR))),
+            _extremes(gains),
+        ),
         (Figure("figure-9", "Throughput by sequence length", svg),),
         devices=device(),
     )
@@ -173,9 +136,7 @@ def _extremes(gains: dict[str, list[float]]) -> Table:
         for name, each in gains.items()
         if each
     )
-    columns = ("system", "lengths that fit", "least", "largest", "average", "paper: largest")
-    note = "Of the lengths at which the system fits into memory; one that does not is no system to gain on."
-    return Table("Extremes over the lengths", columns, rows, note)
+    return make_table("adaptis/figure-9-extremes", rows)
 
 
 _COMBINATIONS = (
@@ -213,20 +174,18 @@ def figure_10(options: Options) -> Outcome:
             )
             for (name, _, paper), row in zip(_COMBINATIONS, shares, strict=True)
         )
-        columns = ("tuned", *(c for family in FAMILIES for c in (family, f"paper: {family}")))
         names = [name for name, _, _ in _COMBINATIONS]
         svg = bar_figure(
             list(FAMILIES), dict(zip(names, shares, strict=True)), y=Axis("share of the best throughput, %")
         )
-        tables.append(Table(f"Share of the full tuning's throughput: {title}", columns, rows, _NOTES_10[title]))
+        tables.append(
+            make_table(
+                "adaptis/figure-10",
+                rows,
+                title=title,
+                note=make_note(f"adaptis/figure-10-{title.lower()}"),
+                families=(c for family in FAMILIES for c in (family, f"paper: {family}")),
+            )
+        )
         figures.append(Figure(f"figure-10-{title.lower()}", f"Ablation: {title}", svg))
     return Outcome(tuple(tables), tuple(figures), devices=device())
-
-
-_NOTES_10 = {
-    GENERATOR: "1 is placement, 2 schedule, 3 partition. The paper's generator, written again. Medium models, 4096 "
-    "tokens, four microbatches per rank; the paper does not state the size. Without the schedule, backwards are whole "
-    "and first. Placement alone keeps every rank's number of layers.",
-    "ours": "The joint search with the same phases. Its placement may cut and join chunks anywhere, so that alone it "
-    "balances the ranks too.",
-}

@@ -19,6 +19,7 @@ from pipeloom.spec import Sample
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import H20, SETUPS, PaperSetup, device, gain, mean, seconds_text
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 MOST_CHUNKS = (2, 4, 8, 16)
 """Chunks a rank that Megatron-LM's gains are also shown for."""
@@ -67,26 +68,17 @@ def figure_8a(options: Options) -> Outcome:
     return Outcome(
         (
             _gain_table(summary, options),
-            Table(
-                "Megatron-LM interleaved by parameters, by the most chunks a rank that it may have",
-                ("model", *(str(most) for most in MOST_CHUNKS), "any"),
+            make_table(
+                "dip/figure-8a-chunks",
                 tuple((label, *_by_chunks(setup)) for label, setup in SETUPS.items()),
-                "Mean seconds of the iterations that layouts are chosen on, each under the fastest recomputation that "
-                "fits, and what our plans for them are faster by. The more chunks, the nearer one layer each comes to "
-                "dealing all layers evenly.",
+                chunks=(str(most) for most in MOST_CHUNKS),
             ),
-            Table(
-                "Seconds of an iteration",
-                ("model", "system", "seconds", "ours is faster by"),
-                tuple(rows),
-                _few_note(options),
+            make_table(
+                "dip/figure-8a-seconds",
+                rows,
+                few_note="" if options.full or options.iterations == 1 else make_note("dip/few"),
             ),
-            Table(
-                "Iterations that fit: under the layout chosen, under another of the system's, not at all",
-                ("system", *SETUPS),
-                tuple((name, *cells) for name, cells in fitted.items()),
-                "Seconds and gains are over the iterations that both fit.",
-            ),
+            make_table("dip/figure-8a-fits", tuple((name, *cells) for name, cells in fitted.items()), setups=SETUPS),
         ),
         (Figure("figure-8a", "Throughput relative to ours (higher is better)", bars),),
         tuple(notes),
@@ -96,41 +88,15 @@ def figure_8a(options: Options) -> Outcome:
 
 def _gain_table(rows: Sequence[tuple[str, ...]], options: Options) -> Table:
     """What ours gains on every model, over the best baseline first."""
-    columns = (
-        "model",
-        "our layout",
-        "best baseline",
-        "over the best baseline",
-        "the same with jitter",
-        "the same, microbatches given",
-        "room to the lower bound",
-        "of it closed",
-        "closed, microbatches given",
-        "over Megatron-LM interleaved by parameters",
-        "over DIP as published",
-        "over DIP, best of its forms",
-        "its best form",
-        "paper: DIP over its baselines",
-    )
     jitter = max(setup.case.cluster.device.jitter for setup in SETUPS.values())
-    note = (
-        "All systems have the same costs, data and device memory; ours and DIP may also offload to host memory, as DIP "
-        "does, and baselines may not. Baselines get the best recomputation for every single "
-        "iteration and its microbatches halved, as they are, or two or four together, whichever is fastest; and of all "
-        "numbers of chunks a rank that there are layers for the one that is best on the sampled iterations. An "
-        "iteration that does not fit it runs under the next. Cut by time, they are cut partly by parameters where "
-        "equal times do not fit. With jitter every pass takes another time than planned, by "
-        f"{jitter * 100:.0f} % (standard deviation), in the planned order. Room is what the best baseline is above the "
-        f"least lower bound of {runs.FEW_BOUNDS} layouts with given microbatches (those with the least on the sampled "
-        "iterations) and of the packings that ours has judged; others are not bounded. Ours makes its microbatches of "
-        "the iteration's samples itself, as MegaScale-Omni does; clips of one size stay together, and are halved, or "
-        "two or four together, alike in all iterations. Microbatches given: those that the others are given, as they "
-        "are. DIP's forms have microbatches of the size that is best for DIP's layout without a search; what searching "
-        "brings to ours is in the part `unsearched`. The paper's Megatron-LM is interleaved with stages of like "
-        "parameters; it does not say how many chunks a rank, nor the mixture of its data, on which gains depend. "
-        f"{runs.rule(options)} {FORMS_NOTE}"
+    return make_table(
+        "dip/figure-8a-gain",
+        rows,
+        jitter=jitter * 100,
+        few_bounds=runs.FEW_BOUNDS,
+        rule=runs.rule(options),
+        forms=make_note("dip/forms"),
     )
-    return Table("Gain of ours", columns, tuple(rows), note)
 
 
 def _by_chunks(setup: PaperSetup) -> list[str]:
@@ -171,23 +137,6 @@ def _vision_note(setup: PaperSetup) -> str:
 def images_of(groups: Microbatches) -> float:
     """Mean images of a microbatch."""
     return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
-
-
-FORMS_NOTE = (
-    "DIP's forms: its tree search and PipeWeaver's as published, but that strategies are chosen by our solver from our "
-    "candidates (the part `literal` has the paper's program); its own with orders made for the best uniform "
-    "strategies instead of the leanest; orders searched under these uniform strategies; and these with the dual queue "
-    "alone, without a search. The best form is the one with the least mean time on a model."
-)
-
-
-def _few_note(options: Options) -> str:
-    if options.full or options.iterations == 1:
-        return ""
-    return (
-        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since its four searches take "
-        "longest; what ours is faster by is always on the same iterations."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +218,10 @@ def unsearched(options: Options) -> Outcome:
         plain, ours = (runs.seconds_of(setup, name, batches, options.search_s) for name in (runs.UNSEARCHED, runs.OURS))
         shown = (seconds_text(None if each is None else mean(each)) for each in (plain, ours))
         rows.append((label, *shown, "" if plain is None or ours is None else gain(mean(plain), mean(ours))))
-    note = (
-        "Without a search: our layouts, every chain among them, dealt ones too, under Megatron-LM's interleaved order "
-        "with the best setting of recomputation for each module, of the packings that MegaScale-Omni tries. What ours "
-        "is ahead of that is what searching brings over that order; DIP's dual queue, which searches nothing either, "
-        f"is among its forms. No published system is that, so it is no baseline. {len(batches)} iterations a model. "
-        f"{runs.rule(options)}"
+    return Outcome(
+        (make_table("dip/unsearched", rows, count=len(batches), rule=runs.rule(options)),),
+        devices=device(*SETUPS.values()),
     )
-    columns = ("model", "without a search, s", "ours, s", "ours is faster by")
-    return Outcome((Table("What searching brings", columns, tuple(rows), note),), devices=device(*SETUPS.values()))
 
 
 def _our_layout(setup: PaperSetup) -> str:
@@ -330,22 +274,20 @@ def published_search(options: Options) -> Outcome:
             )
             spent = mean(one.processor_s for one in each)
             rows.append((label, name, seconds_text(here), f"{spent:.1f}", same, ours, "best" if name == best else ""))
-    title = "DIP's searches"
-    columns = (
-        "model",
-        "search",
-        "iteration, s",
-        "planning, CPU s",
-        "ours on DIP's layout is faster by",
-        "ours by",
-        "of DIP's forms",
-    )
     plural = "s" if len(batches) > 1 else ""
-    note = (
-        f"{len(batches)} iteration{plural} a model. Planning counts costs, graph, search, strategies and simulation. "
-        f"{runs.rule(options)} {FORMS_NOTE}"
+    return Outcome(
+        (
+            make_table(
+                "dip/published",
+                rows,
+                count=len(batches),
+                plural=plural,
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+            ),
+        ),
+        devices=device(*SETUPS.values()),
     )
-    return Outcome((Table(title, columns, tuple(rows), note),), devices=device(*SETUPS.values()))
 
 
 def tried_layouts(_options: Options) -> Outcome:
@@ -353,9 +295,8 @@ def tried_layouts(_options: Options) -> Outcome:
     tables = []
     for label, setup in SETUPS.items():
         tables.append(
-            Table(
-                f"{label}: sub-microbatch size and segments a module",
-                ("layout", "planned, s", "lower bound, s"),
+            make_table(
+                "dip/layouts",
                 tuple(
                     (
                         t.name,
@@ -368,13 +309,10 @@ def tried_layouts(_options: Options) -> Outcome:
                     )
                     for t in setup.layouts
                 ),
+                label=label,
             )
         )
-    note = (
-        "The start is what the paper's rules give, with even ranks. `over`: lower bounds, or they and the plan of "
-        "the first iteration, rule the layout out already. Means over two iterations that no other part times."
-    )
-    return Outcome(tuple(tables), notes=(note,), devices=device(*SETUPS.values()))
+    return Outcome(tuple(tables), notes=(make_note("dip/layouts"),), devices=device(*SETUPS.values()))
 
 
 def table_4(options: Options) -> Outcome:
@@ -397,17 +335,20 @@ def table_4(options: Options) -> Outcome:
         for name, v in values.items()
     )
     used = ", ".join(dict.fromkeys(strategy for _, strategy in fsdp))
-    note = (
-        f"FSDP: microbatches dealt to {case.cluster.num_devices} replicas in turn, tensor parallelism 1, weights "
-        f"gathered a layer ahead, strategy {used}; every module waits for the slowest replica. H20 has little compute "
-        "for its network, so FSDP hides its traffic. The paper's microbatches, their number and its recomputation are "
-        "not stated, so seconds differ; the order of the systems is what can be compared. The paper's seconds are 1.49 "
-        "(Megatron-LM) and 1.78 times (DIP) those of its Table 5 on H800, where peaks differ by 6.7: were both of one "
-        "workload, Megatron-LM would reach 4.5 times the share of the peak on H20 that it reaches on H800. "
-        f"Means over {len(batches)} iterations. {runs.rule(options)} {FORMS_NOTE}"
+    return Outcome(
+        (
+            make_table(
+                "dip/table-4",
+                rows,
+                num_devices=case.cluster.num_devices,
+                used=used,
+                count=len(batches),
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+            ),
+        ),
+        devices=device(setup),
     )
-    columns = ("system", "seconds", "relative", "paper: seconds", "paper: relative")
-    return Outcome((Table("VLM-S on 16 H20", columns, rows, note),), devices=device(setup))
 
 
 def figure_8b(options: Options) -> Outcome:
@@ -461,22 +402,13 @@ def figure_8b(options: Options) -> Outcome:
     peak = max(range(length), key=lambda i: images[i])
     return Outcome(
         (
-            Table(
-                "VLM-S over 40 iterations, seconds",
-                (
-                    "system",
-                    "all",
-                    "iterations 1-10",
-                    "iterations 15-20",
-                    f"behind ours in iteration {PAPERS_ITERATION}",
-                    "most behind ours",
-                    "paper: behind DIP",
-                ),
+            make_table(
+                "dip/figure-8b",
                 rows,
-                "Layouts are those chosen on mixed data and stay. Bounds on images a microbatch: the lower one rises "
-                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). In brackets "
-                "what ours is faster by on the same iterations; where an iteration does not fit, the means are of the "
-                f"others. DIP's searches plan every {ordinal} iteration. {runs.rule(options)} {FORMS_NOTE}",
+                ordinal=ordinal,
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+                papers_iteration=PAPERS_ITERATION,
             ),
         ),
         (Figure("figure-8b", "Iteration time under changing data", figure),),

@@ -24,6 +24,7 @@ from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, up_to
 from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device, gain, mean
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_table
 
 AXIS = (1, 2, 4, 8, 12, 16, 22, 32, 44)
 """Images a microbatch on average. 48 fill the context of 8192 tokens."""
@@ -100,24 +101,7 @@ def _overheads(options: Options) -> tuple[Table, _Lines]:
         ("the paper's", "4.567", "0.351", "12.5 %", "not stated", "6.789", "0.239", "40.3 %"),
         ("where ours is nearest", *_nearest(rows, (1, 2, 3), 12.5), "", *_nearest(rows, (5, 6, 7), 40.3)),
     )
-    columns = (
-        "images a microbatch",
-        "static: seconds",
-        "static: MFU",
-        "static: overhead",
-        "dynamic: images",
-        "dynamic: seconds",
-        "dynamic: MFU",
-        "dynamic: overhead",
-    )
-    note = (
-        "As in Table 1: 1F1B by parameters on 8 H800, TP 2, PP 4, as many microbatches as have the operations of "
-        f"{LM_MICROBATCHES} of the language model alone, whose MFU here is {base:.3f}. Static: so many images in every "
-        "microbatch. Dynamic: any number, alike likely, as far around the mean as 0 and 48 allow. Overhead is what MFU "
-        "falls short of the language model's. The last row quotes the rows whose overheads are nearest to the paper's, "
-        "each with its number of images."
-    )
-    return Table("Table 1 over images a microbatch", columns, (*rows, *near), note), lines
+    return make_table("dip/images-overheads", (*rows, *near), lm_microbatches=LM_MICROBATCHES, base=base), lines
 
 
 def _seconds_and_mfu(case: ModelOnCluster, groups: Microbatches) -> tuple[float, float]:
@@ -172,24 +156,14 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
             lines[title][1].append(100 * gains[-1])
             cells.append(gain(theirs, mine))
         rows.append((*cells, f"{100 * min(gains):+.1f} %" if gains else "", chosen.name))
-    columns = (
-        "images a microbatch",
-        "least to most",
-        "ours, s",
-        *(f"over {title}" for title in names.values()),
-        "over the best of these",
-        "our layout",
-    )
-    note = (
-        f"VLM-S, {SETUPS['VLM-S'].num_microbatches} microbatches, any number of images alike likely around the mean; "
-        f"means over {ITERATIONS} iterations of the first seed. Our layout is chosen on another one, and ours makes "
-        "its microbatches of the samples itself. Baselines "
-        "have the best size of microbatches and the best recomputation for every iteration, and any number of chunks. "
-        "The paper has 15.6 to 76.2 % over Megatron-LM, nnScaler* and Optimus on three models, 62.8 % of them over "
-        "Megatron-LM on VLM-S (Table 5), and does not say how many images. "
-        + _appears(rows, columns.index(f"over {runs.MEGATRON}"))
-    )
-    return Table("Fig. 8a over images a microbatch, VLM-S", columns, tuple(rows), note), lines
+    return make_table(
+        "dip/images-throughput",
+        rows,
+        num_microbatches=SETUPS["VLM-S"].num_microbatches,
+        iterations=ITERATIONS,
+        appears=_appears(rows, 3 + list(names.values()).index(runs.MEGATRON)),
+        titles=(f"over {title}" for title in names.values()),
+    ), lines
 
 
 def _appears(rows: Sequence[tuple[str, ...]], place: int) -> str:
@@ -241,16 +215,10 @@ def _orders(options: Options) -> Table:
         least = min(low.values())
         alike = ", ".join(str(size) for size in SIZES if low[size] < ALIKE * least)
         rows.append((str(count), *gaps, *(f"{low[size]:.2f}" for size in SIZES), alike))
-    columns = (
-        "images a microbatch",
-        *(f"gap, {size} images" for size in SIZES),
-        *(f"best, {size} images, s" for size in SIZES),
-        "best sizes",
+    return make_table(
+        "dip/images-orders",
+        rows,
+        nearest_gaps=_nearest_gaps(rows),
+        gaps=(f"gap, {size} images" for size in SIZES),
+        bests=(f"best, {size} images, s" for size in SIZES),
     )
-    note = (
-        "VLM-S, DIP's layout with so many images a sub-microbatch, one iteration of the first seed. Gap: the worst "
-        "order found over the best. Best sizes: those within a thousandth of the least. The paper's gap is 15.4 % with "
-        "large sub-microbatches and 5.1 % with 4 to 12 images, its best size 12, over a number of "
-        "images that it does not state. " + _nearest_gaps(rows)
-    )
-    return Table("Fig. 9 over images a microbatch, VLM-S", columns, tuple(rows), note)

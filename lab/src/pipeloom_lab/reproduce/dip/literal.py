@@ -22,7 +22,8 @@ from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
 from pipeloom_lab.reproduce.dip.knapsack import knapsack_costs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.integer_program import HIGHS_GAP, program_strategies, solve_program, state_program
 from pipeloom_lab.solvers.literal import standstills
@@ -64,25 +65,6 @@ def programs(options: Options) -> Outcome:
             for name, line in lines.items() if label == "VLM-S" else ():
                 line[0].append(float(count))
                 line[1].append(_median(p.took_s[name] for p in found))
-    columns = (
-        "model",
-        "microbatches",
-        "pairs of a rank",
-        "stating it, ms",
-        *(f"{name}, ms" for name in ways),
-        "our Lagrangian, ms",
-        "solved to the end",
-        "to 5 %, warm: above the best bound, most",
-        "ours: above the best bound, most",
-    )
-    note = (
-        "One program for each rank of an iteration of the first seed, under the order of first in, first out with the "
-        "leanest candidates, which leaves "
-        "the most room: medians over the ranks, in processor time of one core. Ten candidates a pair, by DIP's "
-        "knapsack, offload included, under the device's memory and the host's. HiGHS solves, warm from the greedy "
-        f"choice; it is cut after {EXACT_S:g} s of the clock. Stating the program is Python and is not the "
-        "paper's, so it stands apart. The paper has below 10 ms and does not say for how many pairs."
-    )
     svg = line_figure(
         {name: line for name, line in lines.items() if line[0]},
         x=Axis("microbatches", log=True),
@@ -90,7 +72,7 @@ def programs(options: Options) -> Outcome:
         title="VLM-S",
     )
     return Outcome(
-        (Table("Programs", columns, tuple(rows), note),),
+        (make_table("dip/program", rows, exact_s=EXACT_S, ways=(f"{name}, ms" for name in ways)),),
         (Figure("program", "Time of one rank's program", svg),),
         devices=device(*(SETUPS[label] for label in ("VLM-S", "T2V-S"))),
     )
@@ -198,34 +180,6 @@ def to_the_letter(options: Options) -> Outcome:
     """Look for the steps of Table 5 and the lead of Fig. 11 on ever other workloads."""
     rows = [_PAPER, *((*workload.words, *_effects(workload, options)) for workload in WORKLOADS)]
     cores = len(os.sched_getaffinity(0))
-    note = (
-        "DIP's layout, one iteration of the first seed. Reordering: the first order over the best that the tree "
-        "search finds, both under the best "
-        "uniform strategies. Strategies: that over DIP to the letter, whose rollouts have a program for every rank, "
-        f"by HiGHS, warm, to {100 * HIGHS_GAP:g} %, of ten knapsack candidates with offload, and whose memory rule is "
-        "the paper's; an order that comes to a standstill by it is rejected. Its orders are made for the leanest "
-        "strategies, as printed; the next column has programs for the order that the tree search found under uniform "
-        "ones. Both: the first order over the fastest of these. Lead: the better of depth-first and random search over "
-        "the tree search, under uniform strategies. "
-        f"Each search has {SEARCH * options.search_s:g} s of processor time on each of {cores} "
-        f"core{'s' * (cores > 1)}, all that are at hand; a rollout that has begun "
-        "is ended, which at 64 microbatches takes longer. The paper has 64 cores. "
-        f"An effect shows from {100 * SHOWN:g} %. Standstills: of {ORDERS} random orders under the paper's rule."
-    )
-    columns = (
-        "model",
-        "microbatches",
-        "data",
-        "memory",
-        "reordering brings",
-        "strategies bring",
-        "strategies for that order bring",
-        "both bring",
-        "lead of the tree search",
-        "ours ahead of the fastest of these",
-        "standstills",
-        "verdict",
-    )
     shown = [row for row in rows[1:] if any(_shows(cell) for cell in row[4:9])]
     summary = tuple(
         (name, str(sum(_shows(row[place]) for row in rows[1:])), str(len(rows) - 1))
@@ -234,8 +188,17 @@ def to_the_letter(options: Options) -> Outcome:
     found = f"{len(shown)} of {len(WORKLOADS)} workloads show an effect; the others are not reproduced."
     return Outcome(
         (
-            Table("Where reordering, strategies and tree search pay", columns, tuple(rows), note),
-            Table("On how many workloads an effect shows", ("effect", "shows on", "of"), summary, found),
+            make_table(
+                "dip/literal-workloads",
+                rows,
+                gap=100 * HIGHS_GAP,
+                seconds=SEARCH * options.search_s,
+                cores=cores,
+                plural="s" * (cores > 1),
+                shown=100 * SHOWN,
+                orders=ORDERS,
+            ),
+            make_table("dip/literal-effects", summary, found=found),
         ),
         devices=device(*(SETUPS[name] for name in dict.fromkeys(w.model for w in WORKLOADS))),
     )

@@ -39,6 +39,7 @@ from pipeloom_lab.reproduce.dip.jitter import jittered_s
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
 from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
 from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.texts import make_note
 
 _ENTRIES = {entry.title: entry for entry in BASELINES.values()}
 MEGATRON, MEGATRON_EVEN = BASELINES["interleaved"].title, BASELINES["interleaved-time"].title
@@ -108,17 +109,10 @@ def planning_s(name: str, search_s: float) -> float:
     return search_s * (MOST_SEARCH * threads() if name in SEARCHED else MOST_SEARCH if name == OURS else 1)
 
 
-RULE = (
-    "Ours is allowed {most_s:g} s of one core's time to plan an iteration, from samples to a proved plan, and "
-    "{search_s:g} s of microbatches that are given; every search of DIP has {most_s:g} s on each of {threads} cores, "
-    "half of those at hand, as DIP takes."
-)
-
-
 def rule(options: Options) -> str:
     """The rule of planning times in words."""
     each = options.search_s
-    words = RULE.format(most_s=MOST_SEARCH * each, search_s=each, threads=threads())
+    words = make_note("dip/rule", most_s=MOST_SEARCH * each, search_s=each, threads=threads())
     return words.replace("of 1 cores", "of 1 core")
 
 

@@ -11,7 +11,7 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.pipetune.setups import (
     MIXTURES,
     NAMES,
@@ -22,6 +22,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     emulated,
     steps_of,
 )
+from pipeloom_lab.reproduce.texts import make_table
 
 _DRAWN = 20_000
 _THEIRS = "PipeTune's way"
@@ -48,18 +49,12 @@ def figure_5(options: Options) -> Outcome:
                 f"{(lengths > ON_A['13b'].context).mean():.2%}",
             )
         )
-    columns = ("mixture", "mean tokens", "median", "99 %", "standard deviation", "images", "above 8192 tokens")
-    note = (
-        "Lengths are drawn from log-normal fits to the means, medians and maxima of the paper's Table 1, 576 tokens an "
-        "image; the paper shows the distributions as pictures only. As there, mean and spread grow with the share of "
-        "multimodal samples."
-    )
     figure = Figure(
         "figure-5",
         "Share of the samples by length",
         line_figure(lines, x=Axis("tokens of a sample", log=True), y=Axis("per cent", low=0), style="plain"),
     )
-    return Outcome((Table("Sequence lengths", columns, tuple(rows), note),), (figure,))
+    return Outcome((make_table("pipetune/figure-5", rows),), (figure,))
 
 
 def figure_8(options: Options) -> Outcome:
@@ -90,15 +85,9 @@ def figure_8(options: Options) -> Outcome:
         rows.append(
             (str(size), f"{cells['ours']:.1f}", f"{1000 * cells['ours'] / size:.0f}", theirs, paper.get(size, ""))
         )
-    columns = ("samples", "ours, ms", "microseconds a sample", "PipeTune's way in our code, ms", "paper")
-    note = (
-        "Medians of one thread's processor time: from the batch's metadata to packing and order, all sizes, orders and "
-        "pre-computation tried; building the graph of the answer is not in it. DataMix2, 13B TP4·PP4. The paper's "
-        "times are of its own machine, and by the clock."
-    )
     svg = line_figure(lines, x=Axis("samples of a global batch", log=True), y=Axis("milliseconds", log=True))
     figure = Figure("figure-8", "Tuning time", svg)
-    return Outcome((Table("Tuning time", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-8", rows),), (figure,), devices=(case.device,))
 
 
 def figure_10(options: Options) -> Outcome:
@@ -112,15 +101,9 @@ def figure_10(options: Options) -> Outcome:
     total = [1e3 * (cost.forward_s + cost.backward_s) for cost in costs]
     each = [1e3 * ms / n for ms, n in zip(total, lengths, strict=True)]
     table = tuple((str(n), f"{ms:.3f}", f"{us:.3f}") for n, ms, us in zip(lengths, total, each, strict=True))
-    note = (
-        "Emulated. As in the paper the time per token falls with the length and settles; at the longest, attention "
-        "lifts it again. So a balance by the latency of short packs would be misled, which is why loads are "
-        "differences at the size of a whole microbatch."
-    )
     svg = line_figure({"per token": (lengths, each)}, x=Axis("tokens", log=True), y=Axis("us a token", log=True))
-    columns = ("tokens", "forward and backward, ms", "us a token")
     return Outcome(
-        (Table("One layer", columns, table, note),),
+        (make_table("pipetune/figure-10", table),),
         (Figure("figure-10", "Time per token", svg),),
         devices=(case.device,),
     )
@@ -144,6 +127,4 @@ def packing(options: Options) -> Outcome:
                     gaps.setdefault(policy, []).append(heaviest / height_bound(loads.backbone, len(groups)) - 1)
             cells = (f"{100 * float(np.mean(gaps[p])):.2f} / {100 * max(gaps[p]):.2f} %" for p in policies)
             rows.append((NAMES[mixture], str(contexts), *cells))
-    columns = ("mixture", "contexts", "random", "Algorithm 1 as printed", "Algorithm 1, opened", "ours")
-    note = "Heaviest microbatch above the bound for as many microbatches, mean / largest over the batches."
-    return Outcome((Table("Balance", columns, tuple(rows), note),), devices=(case.device,))
+    return Outcome((make_table("pipetune/packing", rows),), devices=(case.device,))

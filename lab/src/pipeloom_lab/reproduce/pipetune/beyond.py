@@ -21,7 +21,7 @@ from pipeloom.tuning import (
     tuned_pipeline,
     tuned_plan,
 )
-from pipeloom_lab.reproduce.part import Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Options, Outcome
 from pipeloom_lab.reproduce.pipetune.setups import (
     GLOBAL_BATCH,
     MIXTURES,
@@ -34,6 +34,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     change,
     emulated,
 )
+from pipeloom_lab.reproduce.texts import make_table
 
 _REPLICAS = (2, 4, 8)
 
@@ -81,9 +82,7 @@ def trained(options: Options) -> Outcome:
         mean = {name: float(np.mean(values)) for name, values in found.items()}
         first = next(iter(mean.values()))
         rows += [(NAMES[mixture], name, f"{value:.3f}", change(first, value)) for name, value in mean.items()]
-    columns = ("mixture", "setting", "seconds", "against the first")
-    note = "PipeTune pre-computes frozen encoders only. Encoder activations stay until their backward; memory is kept."
-    return Outcome((Table("13B TP4·PP4, encoder trained", columns, tuple(rows), note),), devices=(frozen.device,))
+    return Outcome((make_table("pipetune/trained", rows),), devices=(frozen.device,))
 
 
 def replicas(options: Options) -> Outcome:
@@ -114,14 +113,7 @@ def replicas(options: Options) -> Outcome:
                 )
                 for name, value in mean.items()
             ]
-    columns = ("mixture", "replicas", "dealt", "slowest, s", "against by chance", "slowest over the mean")
-    note = (
-        f"{GLOBAL_BATCH} samples a replica, one global batch a seed. Every replica is tuned for itself, in all rows. "
-        "'By loads' evens out the seconds of backbone and first rank (`pipeloom pack --replicas`); 'by simulated time' "
-        "lets the slowest replica exchange samples with others where that helps (`--policy tuned`). Nearly all of the "
-        "gain is in even loads."
-    )
-    return Outcome((Table("13B TP4·PP4, replicas", columns, tuple(rows), note),), devices=(case.device,))
+    return Outcome((make_table("pipetune/replicas", rows, global_batch=GLOBAL_BATCH),), devices=(case.device,))
 
 
 def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:

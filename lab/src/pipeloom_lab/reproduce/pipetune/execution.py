@@ -27,6 +27,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     emulated,
     run_batch,
 )
+from pipeloom_lab.reproduce.texts import make_table
 
 _SIZES = (1, 2, 4, 8)
 """Contexts of the largest microbatch."""
@@ -86,14 +87,9 @@ def figure_11(options: Options) -> Outcome:
                 f"{right} of {pairs}",
             )
         )
-    columns = ("mixture", "mean error", "largest error", "pairs of sizes ranked alike")
-    note = (
-        "Estimated: cost tables made beforehand and a recurrence over microbatches. Emulated: every operator of every "
-        "microbatch, and the general simulator. Neither is a real machine; the paper compares with one."
-    )
     svg = scatter_figure(points, x=Axis("emulated, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     figure = Figure("figure-11", "Iteration times of microbatches of 1, 2, 4 and 8 contexts", svg)
-    table = Table("3B TP4·PP4, estimated against emulated", columns, tuple(rows), note)
+    table = make_table("pipetune/figure-11-sizes", rows)
     executed, picture = _executed(case, slept)
     return Outcome((table, executed), (figure, picture), devices=(case.device,))
 
@@ -137,23 +133,9 @@ def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
             )
         )
         points[NAMES[mixture]] = ([t.total_ns / 1e9 for _, t in mine], [o.estimated_s for o, _ in mine])
-    columns = (
-        "mixture",
-        "runs",
-        "mean error",
-        "largest error",
-        "of it: woken late, median",
-        "pairs of sizes ranked alike",
-    )
-    note = (
-        f"The first batch of every seed, lowered to plans that {RANKS} processes run, messages on gloo; each sleeps as "
-        "long as a task is to take, all times of a batch made longer alike, so that a task of its smallest "
-        f"microbatches takes {_MEAN_MS} ms on average. Times of the host's clock. Woken late: what the sleeps alone "
-        "that ended late add, which is the machine's share."
-    )
     svg = scatter_figure(points, x=Axis("on sleeping ranks, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     picture = Figure("figure-11-executed", "The same plans on ranks that sleep", svg)
-    return Table("3B TP4·PP4, estimated against sleeping ranks", columns, tuple(rows), note), picture
+    return make_table("pipetune/figure-11-executed", rows, ranks=RANKS, mean_ms=_MEAN_MS), picture
 
 
 def emulation_of(case: Emulated, one: _Sized) -> Emulation:

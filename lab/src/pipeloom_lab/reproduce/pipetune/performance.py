@@ -31,6 +31,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     searched_seconds,
     steps_of,
 )
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_TABLE_2 = {
     "datamix1": ("15.35", "10.52 (-31.5 %)", "10.34 (-32.6 %)", "9.10 (-40.7 %)"),
@@ -39,22 +40,6 @@ _PAPER_TABLE_2 = {
 }
 _FEW = 2
 """Contexts of the largest microbatch, in the table for little memory."""
-_NOTE = (
-    "Original fills microbatches of the largest size that fits into memory, at most 8 contexts (section 5.2), in "
-    "random order. All recompute norms and activation functions. The paper does not say how its own were limited or "
-    "what they recomputed (the part `sensitivity` shows other assumptions), and absolute times are those of other "
-    "kernels. Layers are divided as TorchTitan does, on which the paper builds: embedding and head count as a layer "
-    "each, and the first ranks have one more. Balanced is Algorithm 1 with microbatches opened beforehand, without "
-    "which it does not balance. Ours chooses any number of microbatches, moves samples and microbatches by simulation, "
-    "and may run a forward or two further ahead; where the row says so, tuning and the planner's search for orders "
-    "that leave 1F1B share the seconds of search. It runs on the paper's layout; the last row cuts the backbone's "
-    "layers so that the encoder's rank has fewer."
-)
-_STATIC = (
-    "An untuned run that takes the largest microbatch that fits, as the paper's does, may have a single one for all "
-    "four ranks. The best static size is what a user has who tries 1, 2, 4 and 8 contexts and the most that fit, keeps "
-    "the best of these for the mixture, and neither orders microbatches nor pre-computes anything."
-)
 
 
 def table_2(options: Options) -> Outcome:
@@ -78,19 +63,12 @@ def table_2(options: Options) -> Outcome:
             )
             for name, value in seconds.items()
         )
-        columns = (
-            "setting",
-            "seconds",
-            "against Original",
-            "against Balanced",
-            "against Balanced at its best size",
-            "paper: seconds",
-        )
-        tables.append(Table(NAMES[mixture], columns, rows))
+        tables.append(make_table("pipetune/table-2", rows, mixture=NAMES[mixture]))
     tables.append(_smaller(setup, options))
     case = emulated(setup)
-    note = f"Largest microbatch: {case.max_contexts} contexts of {setup.context} tokens. {_NOTE}"
-    return Outcome(tuple(tables), notes=(note, _STATIC), devices=(case.device,))
+    settings, static = make_note("pipetune/settings"), make_note("pipetune/static")
+    note = make_note("pipetune/table-2", max_contexts=case.max_contexts, context=setup.context, settings=settings)
+    return Outcome(tuple(tables), notes=(note, static), devices=(case.device,))
 
 
 def _contexts(count: int) -> str:
@@ -116,12 +94,7 @@ def _smaller(setup: PaperSetup, options: Options) -> Table:
                 quoted,
             )
         )
-    columns = ("mixture", "Original, s", "Balanced", "PipeTune", "ours", "paper: PipeTune")
-    note = (
-        f"All settings as above, with microbatches of at most {_contexts(_FEW)}: the untuned run is then near its best "
-        "size already, and the paper's reductions are not reached."
-    )
-    return Table(f"Where {_contexts(_FEW)} fit", columns, tuple(rows), note)
+    return make_table("pipetune/table-2-small", rows, contexts=_contexts(_FEW))
 
 
 def figure_6(options: Options) -> Outcome:
@@ -159,34 +132,15 @@ def figure_6(options: Options) -> Outcome:
                     single.setdefault(setup.name, []).append(
                         f"{gains[PIPETUNE]} (PipeTune) and {gains[OURS]} (ours) on {NAMES[mixture]}"
                     )
-        columns = (
-            "model",
-            "mixture",
-            "contexts",
-            "Original, s",
-            "Balanced",
-            "PipeTune",
-            "ours",
-            "ours, layers balanced",
-            "PipeTune against Balanced",
-            "ours against Balanced",
-            "best static size, Balanced",
-            "PipeTune against that",
-            "ours against that",
-        )
-        tables.append(Table(label, columns, tuple(rows)))
+        tables.append(make_table("pipetune/figure-6", rows, label=label))
         stem = "figure-6-b" if setups is ON_B else "figure-6-a"
         figures.append(Figure(stem, f"Mean iteration time, {label}", bar_figure(names, bars, y=Axis("seconds", low=0))))
-    note = (
-        "The paper reports -18.40 % to -40.72 % against Original over its figure, and up to -19.32 % against Balanced. "
-        f"{_NOTE}"
+    notes = (
+        make_note("pipetune/figure-6", settings=make_note("pipetune/settings")),
+        *(make_note("pipetune/figure-6-single", name=name, found="; ".join(found)) for name, found in single.items()),
+        make_note("pipetune/static"),
     )
-    few = tuple(
-        f"{name} holds a single context, so that the untuned run has its best size already: {'; '.join(found)}. The "
-        "paper's least, over its whole figure, is -18.40 %."
-        for name, found in single.items()
-    )
-    return Outcome(tuple(tables), tuple(figures), (note, *few, _STATIC), tuple(dict.fromkeys(devices)))
+    return Outcome(tuple(tables), tuple(figures), notes, tuple(dict.fromkeys(devices)))
 
 
 def _ends(setup: PaperSetup) -> dict[str, TuningSpec]:
@@ -233,28 +187,13 @@ def figure_7(options: Options) -> Outcome:
             )
         )
         lines[NAMES[mixture]] = (sizes, [mean[str(k)] for k in sizes])
-    columns = (
-        "mixture",
-        *(f"static {k}" for k in sizes),
-        "batches for which a size is best",
-        "each batch its best of these",
-        "adaptive (PipeTune's way)",
-        "against the best static",
-        "paper",
-        "ours",
-        "ours against the best static",
-        "searched for longer, any order",
-    )
-    note = (
-        "Seconds. All are packed by Algorithm 1 (opened), ordered and pre-computed; the sizes alone differ. The "
-        "paper's best static size is 4 for all mixtures. No choice among the four sizes can gain more than the column "
-        "'each batch its best of these', which leaves little: one size is the best, or nearly so, for almost every "
-        "batch of a mixture. The paper's -9.27 % asks for batches that differ more than those drawn from its Table 1. "
-        "Ours is not bound to multiples of a context."
-    )
     svg = line_figure(lines, x=Axis("microbatch size, contexts", log=True), y=Axis("seconds", low=0))
     figure = Figure("figure-7", "Static microbatch sizes", svg)
-    return Outcome((Table("3B TP4·PP4", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome(
+        (make_table("pipetune/figure-7", rows, sizes=(f"static {k}" for k in sizes)),),
+        (figure,),
+        devices=(case.device,),
+    )
 
 
 def figure_2(options: Options) -> Outcome:
@@ -288,10 +227,5 @@ def figure_2(options: Options) -> Outcome:
         tracks.append(
             make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=case.layout.chunk_names)
         )
-    note = (
-        "Steps are shares of the first panel's time, as the paper's must be to add up to its -24.33 %. The paper does "
-        "not give its batch; the picture shows our first one, the table means over all."
-    )
-    columns = ("panel", "seconds", "step", "against a", "paper: step")
     figure = Figure("figure-2", "One batch of DataMix2, 13B TP4·PP4, emulated", timeline_svg(tracks))
-    return Outcome((Table("13B, DataMix2", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-2", rows),), (figure,), devices=(case.device,))

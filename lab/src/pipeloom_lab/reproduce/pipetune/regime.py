@@ -49,6 +49,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     run_batch,
     steps_of,
 )
+from pipeloom_lab.reproduce.texts import make_table
 
 STRATEGIES = ("keep", "selective", "recompute:0.5", "recompute")
 """Of all layers, of which every setting takes the best."""
@@ -263,14 +264,17 @@ def own_regime(options: Options) -> Outcome:
         for setup in setups.values()
     ]
     factor = held_factor()
-    note = (
-        f"Activations take {factor:.2f} times what the emulator says, so that {HELD.name} just holds the "
-        f"{MOST_CONTEXTS} contexts of section 5.2 where ranks recompute {WORDS[RECOMPUTED]}; nothing else is fitted. "
-        f"At most {MOST_CONTEXTS} are looked at."
-    )
     return Outcome(
         (
-            Table("Contexts that a microbatch may have", ("model", "cluster", *WORDS.values()), tuple(fits), note),
+            make_table(
+                "pipetune/regime-contexts",
+                fits,
+                factor=factor,
+                name=HELD.name,
+                most_contexts=MOST_CONTEXTS,
+                recomputed=WORDS[RECOMPUTED],
+                strategies=WORDS.values(),
+            ),
             _by_setup(options),
             _by_size(options),
         ),
@@ -289,27 +293,7 @@ def _by_setup(options: Options) -> Table:
                 for (rule, pad), strategies in _rules(setup).items():
                     cells = _settings(setup, drawn, pad=pad, strategies=strategies)
                     rows.append((setup.name, cluster, NAMES[mixture], rule, FILLED[pad], *_cells(cells, ours), name))
-    note = (
-        "All settings take the recomputation of the row's rule: the one that is fastest for each of them, as they "
-        f"would be run; or, for all, {WORDS[RECOMPUTED]}, with which memory was calibrated; or, for all, the one under "
-        "which the largest microbatches fit, which is how the paper says that it chose sizes. Ours are the joined "
-        "planner's plans in the same memory, with a strategy of its own for every layer, on the layout that "
-        f"does best on {SAMPLED} other batches; their contexts are never filled up. The lower bound is the "
-        "least of the packings that were judged, on that layout: no plan of these saves more. Original and PipeTune "
-        "have the paper's layout, of one chunk a rank under 1F1B."
-    )
-    columns = (
-        "model",
-        "cluster",
-        "mixture",
-        "recomputation",
-        "contexts are",
-        *_COLUMNS,
-        "ours",
-        "the lower bound",
-        "layout",
-    )
-    return Table("Models, clusters and mixtures", columns, tuple(rows), note)
+    return make_table("pipetune/regime-setups", rows, recomputed=WORDS[RECOMPUTED], sampled=SAMPLED, columns=_COLUMNS)
 
 
 def _by_size(options: Options) -> Table:
@@ -330,27 +314,18 @@ def _by_size(options: Options) -> Table:
                     (NAMES[mixture], FILLED[pad], str(contexts), *_cells(cells, ours), f"-{PAPER[mixture]} %", near)
                 )
     least, most, (filled, size) = min((float(np.mean(each)), max(each), key) for key, each in distance.items())
-    note = (
-        "Every setting under the recomputation that is fastest for it. Contexts are filled up as a loader of fixed "
-        "shapes would, so that a microbatch takes as many whole contexts however little is in them; ours never are. "
-        f"Memory as calibrated holds {regime(setup).max_contexts} of this model where ranks recompute "
-        f"{WORDS[RECOMPUTED]}. PipeTune is nearest to the paper's three reductions, "
-        f"{least:.1f} points off on average and {most:.1f} at most, with {size} contexts that are {FILLED[filled]}. "
-        "The paper says neither "
-        "whether contexts are filled up nor how random packs are closed; the latter decides what balance brings where "
-        "a batch has few contexts."
+    return make_table(
+        "pipetune/regime-sizes",
+        rows,
+        name=setup.name,
+        max_contexts=regime(setup).max_contexts,
+        recomputed=WORDS[RECOMPUTED],
+        least=least,
+        most=most,
+        size=size,
+        filled=FILLED[filled],
+        columns=_COLUMNS,
     )
-    columns = (
-        "mixture",
-        "contexts are",
-        "contexts",
-        *_COLUMNS,
-        "ours, paper's layout",
-        "ours",
-        "paper: PipeTune",
-        "PipeTune is",
-    )
-    return Table(f"{setup.name} by the largest microbatch", columns, tuple(rows), note)
 
 
 _COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune")

@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.tuning import TuningSpec
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.pipetune.setups import (
     BALANCED,
     MIXTURES,
@@ -23,6 +23,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     run_batch,
     steps_of,
 )
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 SIZES = (2, 4, 6, 8, 12)
 """Contexts of the largest microbatch."""
@@ -56,17 +57,15 @@ def sensitivity(options: Options) -> Outcome:
                 if strategy == "recompute":
                     lines[NAMES[mixture]][0].append(contexts)
                     lines[NAMES[mixture]][1].append(100 * (1 - seconds[OURS] / first))
-    columns = ("recomputed", "contexts", "Original, s", "Balanced", "PipeTune", "ours", "ours against Balanced")
     tables = tuple(
-        Table(f"{NAMES[mixture]} (paper: {_PAPER[mixture]})", columns, tuple(rows[mixture])) for mixture in MIXTURES
+        make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=NAMES[mixture], paper=_PAPER[mixture])
+        for mixture in MIXTURES
     )
     used = emulated(setup)
+    recomputed = _STRATEGIES[RECOMPUTED]
     notes = (
-        f"In the other parts ranks recompute {_STRATEGIES[RECOMPUTED]}, and {used.max_contexts} contexts fit for this "
-        "model. Here all settings choose among microbatches up to the row's size, with its recomputation. The paper "
-        "says that sizes were tuned to use memory fully, but neither which they were nor what was recomputed.",
-        "The smaller the largest microbatch, the less there is to gain: the untuned run then has many microbatches "
-        "already. Recomputation itself hardly changes a reduction, but larger microbatches fit with it.",
+        make_note("pipetune/sensitivity", recomputed=recomputed, max_contexts=used.max_contexts),
+        make_note("pipetune/sensitivity-size"),
     )
     svg = line_figure(lines, x=Axis("largest microbatch, contexts"), y=Axis("shorter than Original, per cent", low=0))
     figure = Figure("sensitivity", "Ours against Original, all layers recomputed", svg)
