@@ -81,7 +81,6 @@ class Family:
         ``vlm``, ``t2v`` or ``uniform``.
     first, second : Network
         Encoder and what follows it; a uniform pipeline has only the second.
-    num_ranks, num_microbatches, tensor : int
     segments : int
         Passes that the second module takes over all ranks (K).
     memory : float, optional

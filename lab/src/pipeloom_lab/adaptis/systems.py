@@ -49,7 +49,6 @@ def run_system(name: str, chain: LayerChain) -> ChainResult:
     ----------
     name : str
         One of `SYSTEMS`. Those that split backwards do so where the chain is split.
-    chain : LayerChain
 
     Raises
     ------

@@ -30,9 +30,6 @@ class Progress:
 
     Attributes
     ----------
-    paper : str
-    part : Part
-    state : str
     elapsed_s : float
         Since the part began; that of the record where it is recorded already.
     left : str
@@ -113,7 +110,6 @@ def reproduce(
 
     Parameters
     ----------
-    papers : sequence of tuple of str and Options
     names : sequence of str
         No names: all parts.
     out : Path
@@ -123,7 +119,6 @@ def reproduce(
         beside them takes none of theirs.
     again : bool
         Make also what is recorded.
-    on_progress : callable
 
     Returns
     -------

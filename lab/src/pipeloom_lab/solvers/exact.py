@@ -50,7 +50,6 @@ def cp_sat(
 
     Parameters
     ----------
-    graph : TaskGraph
     seconds : float
         Wall-time limit.
     hint : Schedule

@@ -94,7 +94,6 @@ class StatedProgram:
         Times and bytes of their candidates, and what memory is free at every place of the order.
     greedy : array
         A choice that fits, to start from.
-    lp : highspy.HighsLp
     """
 
     pairs: IntArray
@@ -179,7 +178,6 @@ def solve_program(
 
     Parameters
     ----------
-    stated : StatedProgram
     gap : float
         Distance from the solver's bound at which it may stop.
     warm : bool

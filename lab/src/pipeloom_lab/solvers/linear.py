@@ -34,8 +34,6 @@ class LinearModel:
     ----------
     low, high : list of float
         Bounds of every column: starts of the tasks, then order bits, then the makespan; times in ``unit_ns``.
-    num_tasks : int
-    rows : list of Row
     bits : dict
         Column of the bit that is 1 where task a comes before task b, by (a, b); one of every two tasks of a rank
         whose order is open.

@@ -29,7 +29,6 @@ class Sequences:
     ----------
     groups, chain : array, shape (num_groups,)
         Groups chain by chain, and the chain of each.
-    chain_size, chain_start : array, shape (num_chains,)
     default : array, shape (num_groups,)
         First in, first out.
     """

@@ -30,8 +30,6 @@ class WholeAnswer:
 
     Attributes
     ----------
-    placement : PartitionPlacement
-    schedule : Schedule
     makespan_ns, bound_ns : int
         Of the schedule, simulated; and what the solver proved no placement and order to be below.
     proved : bool
@@ -183,7 +181,6 @@ def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
     ----------
     chain : LayerChain
         With the first strategy of every layer; its memory is not stated.
-    seconds : float
     """
     import highspy
 

@@ -44,7 +44,6 @@ class Cell:
 
     Attributes
     ----------
-    label : str
     pipeline, rounds : int
         Ranks, and microbatches of each.
     seconds : dict of str to float

@@ -145,7 +145,6 @@ class Against:
 
     Attributes
     ----------
-    title : str
     fits : str
         How many iterations fit under the layout chosen, under another, and not at all.
     seconds : float, optional

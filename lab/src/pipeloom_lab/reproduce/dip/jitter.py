@@ -16,11 +16,8 @@ def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) 
 
     Parameters
     ----------
-    found : BaselineResult
     jitter : float
         Relative standard deviation of a pass; times are log-normal, their means those planned.
-    seed : int
-    draws : int
     """
     rng = np.random.default_rng(seed)
     chosen = found.schedule.candidate

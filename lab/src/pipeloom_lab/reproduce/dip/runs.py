@@ -135,7 +135,6 @@ class Timed:
         Of the iteration, without the update of the weights.
     processor_s : float
         Of planning it: costs, graph, search, strategies and simulation.
-    num_tasks : int
     bound_s : float
         The lower bound of the system's own graph, or of all packings that it has judged.
     jittered_s : float

@@ -136,8 +136,6 @@ def tuned_seconds(
 
     Parameters
     ----------
-    setup : PaperSetup
-    batches : sequence of (seed, Batch)
     spec : TuningSpec
         One of `steps_of`.
     contexts : int or None
@@ -185,7 +183,6 @@ def joined(setup: PaperSetup, name: str) -> Problem:
 
     Parameters
     ----------
-    setup : PaperSetup
     name : str
         One of `layouts`.
     """

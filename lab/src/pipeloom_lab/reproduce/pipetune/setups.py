@@ -86,7 +86,6 @@ def emulated(
 
     Parameters
     ----------
-    setup : PaperSetup
     even : bool
         False: the backbone's layers are balanced with the encoder counted in (ours).
     recomputed : str
@@ -217,9 +216,6 @@ def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) ->
 
     Parameters
     ----------
-    setup : PaperSetup
-    mixture : str
-    options : Options
     name : str
         One of `steps_of` with a fixed size; all else is as it says.
     """
