@@ -68,7 +68,7 @@ def test_setups_are_emulated_and_named_systems_run() -> None:
 
 
 def test_three_steps_get_faster() -> None:
-    outcome = figure_3(Options(seeds=(0,), search_s=0.1))
+    outcome = figure_3(Options(seeds=(0,), search_s=0.4))
     speedups = [float(row[2]) for row in outcome.tables[0].rows]
     assert speedups == sorted(speedups)
     assert speedups[-1] > 1.5
@@ -126,7 +126,7 @@ def test_more_replicas_pay_for_reducing_their_gradients() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_part_runs(part: Part) -> None:
-    outcome = part.run(Options(seeds=(0,), iterations=1, search_s=0.02, solver_s=1.0))
+    outcome = part.run(Options(seeds=(0,), iterations=1, search_s=0.08, solver_s=1.0))
     assert outcome.tables
     assert all(table.rows for table in outcome.tables)
     assert all(figure.svg.startswith(("<svg", "<?xml")) for figure in outcome.figures)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
 
 from pipeloom.report.figures import Axis, Mark, bar_figure
 from pipeloom_lab.reproduce.claims import Cell, Claim, CompoundGain, Minimum, OwnFigure, Quantity
-from pipeloom_lab.reproduce.part import Figure
+from pipeloom_lab.reproduce.part import Figure, read_data
 from pipeloom_lab.reproduce.record import Record
 
 
@@ -56,8 +54,7 @@ class PaperClaims:
 @functools.cache
 def paper_claims(paper: str) -> PaperClaims:
     """Read the claims file of a paper."""
-    text = files(f"pipeloom_lab.reproduce.{paper}").joinpath("claims.toml").read_text("utf-8")
-    tables: dict[str, Any] = tomllib.loads(text)
+    tables = read_data(paper, "claims")
     opening = tables["opening"]
     bars = {name: _quantities(each) for name, each in opening["bars"].items()}
     return PaperClaims(

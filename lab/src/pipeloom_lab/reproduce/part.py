@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.resources import files
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from pipeloom.errors import InputError
 
@@ -114,7 +116,7 @@ class Part:
     searched: str = "a batch"
     """What our search is given its time for."""
     search_factor: float = 1.0
-    """Times ``search_s`` that this gets."""
+    """Multiplies ``search_s``. A placement is made once, before training, and gets several times a batch's."""
     shares: str = ""
     """Parts with the same word time the same things, so that one process makes them one after the other."""
     alone: bool = False
@@ -124,6 +126,7 @@ class Part:
 
     def given(self, options: Options) -> Options:
         """What it is run with."""
+        options = replace(options, search_s=self.search_factor * options.search_s)
         if self.most_iterations is None or options.full:
             return options
         return replace(options, iterations=min(options.iterations, self.most_iterations))
@@ -133,10 +136,26 @@ class Part:
         return Settings(
             options.seeds if "seeds" in self.uses else None,
             self.given(options).iterations if "iterations" in self.uses else None,
-            self.search_factor * options.search_s if "search" in self.uses else None,
+            self.given(options).search_s if "search" in self.uses else None,
             options.solver_s if "solver" in self.uses else None,
             options.full,
         )
+
+
+def read_data(paper: str, name: str) -> dict[str, Any]:
+    """Read ``NAME.toml`` of a paper's package."""
+    return tomllib.loads(files(f"pipeloom_lab.reproduce.{paper}").joinpath(f"{name}.toml").read_text("utf-8"))
+
+
+def read_parts(paper: str, runs: Mapping[str, Callable[[Options], Outcome]]) -> tuple[Part, ...]:
+    """Read the parts of a paper from its ``parts.toml``, each with the function that runs it."""
+    parts = read_data(paper, "parts")
+    if parts.keys() != runs.keys():
+        raise ValueError(f"{paper}: parts.toml and its functions differ in {sorted(parts.keys() ^ runs.keys())}")
+    for fields in parts.values():
+        if "uses" in fields:
+            fields["uses"] = tuple(fields["uses"])
+    return tuple(Part(name, run=runs[name], **fields) for name, fields in parts.items())
 
 
 def parts_of(paper: str) -> tuple[Part, ...]:

@@ -7,12 +7,10 @@ for several.
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
 
-from pipeloom_lab.reproduce.part import Table
+from pipeloom_lab.reproduce.part import Table, read_data
 
 
 def make_table(name: str, rows: Iterable[tuple[str, ...]], /, **values: Any) -> Table:
@@ -36,4 +34,4 @@ def make_note(name: str, /, **values: Any) -> str:
 @functools.cache
 def read_texts(paper: str) -> dict[str, Any]:
     """Read the texts of a paper by the names of tables; ``notes`` has those that are no table's."""
-    return tomllib.loads(files(f"pipeloom_lab.reproduce.{paper}").joinpath("tables.toml").read_text("utf-8"))
+    return read_data(paper, "tables")

@@ -9,7 +9,6 @@ from pipeloom.report.figures import Axis, bar_figure, panel_figure
 from pipeloom_lab.reproduce.adaptis.setups import (
     BASELINES,
     GENERATOR,
-    MOST_SEARCH,
     PaperSetup,
     bubble_share,
     device,
@@ -42,8 +41,8 @@ def figure_1(options: Options) -> Outcome:
             share = 100 * bubble_share(run_baseline(system, setup))
             bars[name].append(share)
             cells += [f"{share:.1f} %", f"{theirs:.1f} %"]
-        bars[GENERATOR].append(100 * bubble_share(generated(setup, MOST_SEARCH * options.search_s)))
-        one = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+        bars[GENERATOR].append(100 * bubble_share(generated(setup, options.search_s)))
+        one = ours(setup, options.seeds[0], options.search_s)
         bars["ours"].append(100 * bubble_share(one))
         table.append((*cells, f"{bars[GENERATOR][-1]:.1f} %", f"{bars['ours'][-1]:.1f} %"))
     rows = tuple(table)
@@ -78,7 +77,7 @@ def figure_3(options: Options) -> Outcome:
         value = ours_s(setup, options, phases)
         theirs = start / generated_s(setup, options, phases)
         rows.append((name, f"{1e3 * value:.1f} ms", f"{start / value:.2f}", f"{theirs:.2f}", paper))
-        one = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s, phases)
+        one = ours(setup, options.seeds[0], options.search_s, phases)
         tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
     return Outcome(
         (make_table("adaptis/figure-3", rows, generator=GENERATOR),),

@@ -21,7 +21,6 @@ from pipeloom_lab.adaptis.systems import ChainResult
 from pipeloom_lab.reproduce.adaptis.setups import (
     BASELINES,
     GENERATOR,
-    MOST_SEARCH,
     SIZES,
     PaperSetup,
     bubble_share,
@@ -48,8 +47,8 @@ def figure_11(options: Options) -> Outcome:
     """Timelines of S-1F1B, Mist, the paper's generator and ours on Nemotron-H large."""
     setup = PaperSetup("nemotron-h-large", 8, 4, 64, 4096)
     found = {name: run_baseline(BASELINES[name], setup) for name in ("S-1F1B", "Mist")}
-    found[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
-    found["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+    found[GENERATOR] = generated(setup, options.search_s)
+    found["ours"] = ours(setup, options.seeds[0], options.search_s)
     tracks, rows = [], []
     for name, one in found.items():
         tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
@@ -76,8 +75,8 @@ def figure_12(options: Options) -> Outcome:
     for size in SIZES:
         setup = setup_of("Nemotron-H", size, 4096, 4)
         results = {name: run_baseline(system, setup) for name, system in BASELINES.items()}
-        results[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
-        results["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+        results[GENERATOR] = generated(setup, options.search_s)
+        results["ours"] = ours(setup, options.seeds[0], options.search_s)
         found += [(size, name, one, chains(setup)[0].delay_ns) for name, one in results.items()]
     slept = sleep([one for _, _, one, _ in found])
     rows = []

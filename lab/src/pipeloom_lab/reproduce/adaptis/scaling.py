@@ -14,7 +14,6 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     BASELINES,
     DEPTHS,
     GENERATOR,
-    MOST_SEARCH,
     PaperSetup,
     chains,
     device,
@@ -80,8 +79,8 @@ def _scale(
             points = grid(family, devices, sequences)
             best = _baselines(points)
             best |= {
-                GENERATOR: _searched(points, lambda s: generated(s, MOST_SEARCH * options.search_s)),
-                "ours": _searched(points, lambda s: ours(s, options.seeds[0], MOST_SEARCH * options.search_s)),
+                GENERATOR: _searched(points, lambda s: generated(s, options.search_s)),
+                "ours": _searched(points, lambda s: ours(s, options.seeds[0], options.search_s)),
             }
             base, mine = best["S-1F1B"], best["ours"]
             ratio = {system: base.seconds / one.seconds if base and (one := best[system]) else None for system in shown}
