@@ -19,7 +19,6 @@ from benchmarks import all_four, arrange, joint, large, overtaking, own_systems,
 from pipeloom.planner import Finishing
 from pipeloom.report import markdown_table
 from pipeloom.search import warm_up
-from pipeloom_lab.reproduce.adaptis.setups import MOST_SEARCH
 from pipeloom_lab.reproduce.dip import planning, runs
 from pipeloom_lab.reproduce.dip.large import mean_and_mfu
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS
@@ -113,8 +112,9 @@ def _own(_layers: Path | None) -> Measured:
     words = (
         "The joint planner has one CPU second per batch. DIP's tree searches have ten CPU seconds, and "
         "a layout by DIP's rules. Pipeloom's layout was chosen before, on other iterations. PipeTune's "
-        f"recurrence ends by itself. AdaPtis' generator and the co-optimization have {MOST_SEARCH:g} CPU "
-        "s before training. If a published baseline is faster than AdaPtis, the table has that one."
+        "recurrence ends by itself. AdaPtis' generator and the co-optimization have "
+        f"{own_systems.ADAPTIS_SEARCH:g} CPU s before training. If a published baseline is faster than AdaPtis, the table "
+        "has that one."
     )
     return Measured(text, reached, (words, table))
 

@@ -5,7 +5,6 @@ from pipeloom.search import ExactSolver, Method
 from pipeloom_lab.solvers.exact import cp_sat
 from pipeloom_lab.solvers.explore import depth_first, random_search, worst
 from pipeloom_lab.solvers.gurobi import gurobi as solve_by_gurobi
-from pipeloom_lab.solvers.integer_program import chosen_by_program
 from pipeloom_lab.solvers.literal import dip_literal
 from pipeloom_lab.solvers.milp import milp as solve_by_highs
 from pipeloom_lab.solvers.sequences import uniform_start
@@ -26,8 +25,6 @@ METHODS: dict[str, Method] = {
     "dip literal": Method(dip_literal, every_rollout=True),
     "depth first": Method(depth_first, every_rollout=True),
     "random": Method(random_search, every_rollout=True),
-    # The default search's order with strategies by the papers' integer program, started from a greedy choice.
-    "highs strategies": Method(PRODUCT["default"].run, finish=chosen_by_program),
     "worst": Method(worst, every_rollout=True),
     **{name: Method(PRODUCT["default"].run, finish=solver) for name, solver in EXACT.items()},
 }

@@ -18,12 +18,11 @@ from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, heads_and_tails, memory_changes, simulate
 from pipeloom_lab.solvers.exact import unit_of
+from pipeloom_lab.solvers.highs import Row
 
 BoolArray = npt.NDArray[np.bool_]
 TOLERANCE = 2e-6
 """Of the solvers' bounds, in mean task durations."""
-Row = tuple[list[int], list[float], float]
-"""Columns, coefficients, and what their sum must at least be."""
 
 
 @dataclass(frozen=True, slots=True)

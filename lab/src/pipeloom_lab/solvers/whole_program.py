@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,8 @@ from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacemen
 from pipeloom.search import gpipe
 from pipeloom.taskgraph import IntArray, topological_order
 from pipeloom.timeline import Schedule, check, simulate
+from pipeloom_lab.solvers import highs
+from pipeloom_lab.solvers.highs import Row
 
 _TOLERANCE = 1e-6
 """Of HiGHS on rows, in the unit of time."""
@@ -49,13 +50,11 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class _Program:
-    """Columns and rows under construction: ``low <= row``; the last column is minimised."""
+    """Columns and rows under construction; the last column is minimised."""
 
     high: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
-    columns: list[tuple[int, ...]] = field(default_factory=list)
-    factors: list[tuple[float, ...]] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def column(self, high: float, integer: bool = False) -> int:
         """A number from 0 to ``high``."""
@@ -65,9 +64,8 @@ class _Program:
 
     def row(self, low: float, *terms: tuple[int, float]) -> None:
         """Columns and factors whose sum is at least ``low``."""
-        self.columns.append(tuple(column for column, _ in terms))
-        self.factors.append(tuple(factor for _, factor in terms))
-        self.low.append(low)
+        columns, factors = zip(*terms, strict=True)
+        self.rows.append((columns, factors, low))
 
 
 class _Statement:
@@ -182,8 +180,6 @@ def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
     chain : LayerChain
         With the first strategy of every layer; its memory is not stated.
     """
-    import highspy
-
     until = time.monotonic() + seconds
     free = chain.with_capacity(None)
     known = _known(free)
@@ -192,28 +188,20 @@ def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
     if not statement.whole():
         return known
     program = statement.program
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, setting in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("random_seed", 0),
-        ("time_limit", max(0.01, until - time.monotonic())),
-        ("mip_rel_gap", 0.0),
-    ):
-        solver.setOptionValue(name, setting)
-    solver.passModel(_lp(program))
-    solver.run()
-    info = solver.getInfo()
-    values = np.array(solver.getSolution().col_value)
-    dual = float(info.mip_dual_bound)
-    bound = max(0, int((dual - _TOLERANCE) * unit)) if np.isfinite(dual) else 0
-    size = len(program.high), len(program.low)
-    found = known
-    if len(values) == len(program.high) and info.primal_solution_status == 2:
-        found = _answer(free, statement, values, known)
-    proved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    left = max(0.01, until - time.monotonic())
+    high, low, slack = np.array(program.high), np.zeros(len(program.high)), np.zeros(len(program.rows))
+    lp = highs.program_of_rows(low, high, program.integer, program.rows, slack)
+    answer = highs.solve(lp, threads=1, random_seed=0, time_limit=left, mip_rel_gap=0.0)
+    bound = max(0, int((answer.bound - _TOLERANCE) * unit)) if np.isfinite(answer.bound) else 0
+    found = _answer(free, statement, answer.values, known) if answer.feasible else known
     return WholeAnswer(
-        found.placement, found.schedule, found.makespan_ns, min(bound, found.makespan_ns), bool(proved), *size
+        found.placement,
+        found.schedule,
+        found.makespan_ns,
+        min(bound, found.makespan_ns),
+        answer.optimal,
+        len(high),
+        len(program.rows),
     )
 
 
@@ -224,25 +212,6 @@ def _known(chain: LayerChain) -> WholeAnswer:
     graph = graph_of(chain, placement)
     schedule = gpipe(graph)
     return WholeAnswer(placement, schedule, simulate(graph, schedule).makespan_ns, 0, False, 0, 0)
-
-
-def _lp(program: _Program) -> Any:
-    import highspy
-
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(program.high), len(program.low)
-    lp.col_cost_ = np.eye(1, lp.num_col_, lp.num_col_ - 1)[0]
-    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.array(program.high)
-    lp.row_lower_, lp.row_upper_ = np.array(program.low), np.full(lp.num_row_, highspy.kHighsInf)
-    starts = np.zeros(lp.num_row_ + 1, np.int32)
-    np.cumsum([len(columns) for columns in program.columns], out=starts[1:])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = starts
-    lp.a_matrix_.index_ = np.array([c for columns in program.columns for c in columns], np.int32)
-    lp.a_matrix_.value_ = np.array([f for factors in program.factors for f in factors])
-    kinds = highspy.HighsVarType
-    lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in program.integer]
-    return lp
 
 
 def _answer(
