@@ -113,8 +113,8 @@ def _own(_layers: Path | None) -> Measured:
         "The joint planner has one CPU second per batch. DIP's tree searches have ten CPU seconds, and "
         "a layout by DIP's rules. Pipeloom's layout was chosen before, on other iterations. PipeTune's "
         "recurrence ends by itself. AdaPtis' generator and the co-optimization have "
-        f"{own_systems.ADAPTIS_SEARCH:g} CPU s before training. If a published baseline is faster than AdaPtis, the table "
-        "has that one."
+        f"{own_systems.ADAPTIS_SEARCH:g} CPU s before training. If a published baseline is faster than AdaPtis, the "
+        "table has that one."
     )
     return Measured(text, reached, (words, table))
 

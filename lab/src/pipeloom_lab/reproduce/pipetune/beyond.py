@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -30,9 +31,11 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     RECOMPUTED,
     Emulated,
     batch_of,
-    batches,
     change,
     emulated,
+    means,
+    seconds_by,
+    tuned_by,
 )
 from pipeloom_lab.reproduce.texts import make_table
 
@@ -71,15 +74,11 @@ def trained(options: Options) -> Outcome:
         "ours, encoder as it comes": TuningSpec(precompute="frozen"),
         "ours": TuningSpec(),
     }
+    case = replace(frozen, costs=costs, layout=layout, pipeline=pipeline)
+    ways = {name: tuned_by(case, spec) for name, spec in settings.items()}
     rows = []
     for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for name, spec in settings.items():
-                tuned = tune(pipeline, batch, frozen.token_budget, spec, seed)
-                plan = tuned_plan(pipeline, batch, tuned, costs, frozen.capacity_bytes)
-                found.setdefault(name, []).append(simulate(plan.graph, plan.schedule).makespan_ns / 1e9)
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+        mean = means(seconds_by(setup, mixture, options, ways))
         first = next(iter(mean.values()))
         rows += [(NAMES[mixture], name, f"{value:.3f}", change(first, value)) for name, value in mean.items()]
     return Outcome((make_table("pipetune/trained", rows),), devices=(frozen.device,))
@@ -100,7 +99,7 @@ def replicas(options: Options) -> Outcome:
                     seconds = [_seconds(case, replica) for replica in dealt]
                     slowest.setdefault(name, []).append(max(seconds))
                     waits.setdefault(name, []).append(max(seconds) / float(np.mean(seconds)) - 1)
-            mean = {name: float(np.mean(values)) for name, values in slowest.items()}
+            mean = means(slowest)
             first = next(iter(mean.values()))
             rows += [
                 (

@@ -22,14 +22,17 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     PIPETUNE,
     PaperSetup,
     batch_of,
-    batches,
     best_static,
     change,
     emulated,
+    ends_of,
     mean_seconds,
+    means,
     run_batch,
-    searched_seconds,
+    searched_by,
+    seconds_by,
     steps_of,
+    tuned_by,
 )
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
@@ -77,14 +80,10 @@ def _contexts(count: int) -> str:
 
 def _smaller(setup: PaperSetup, options: Options) -> Table:
     """The same where memory leaves an untuned run smaller microbatches."""
-    case, steps, rows = emulated(setup), _ends(setup), []
+    case, settings, rows = emulated(setup), ends_of(setup) | {OURS: TuningSpec()}, []
+    ways = {name: tuned_by(case, spec, _FEW) for name, spec in settings.items()}
     for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for name, spec in (*steps.items(), (OURS, TuningSpec())):
-                one = run_batch(case, batch, spec, seed, _FEW * setup.context)
-                found.setdefault(name, []).append(one.seconds)
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+        mean = means(seconds_by(setup, mixture, options, ways))
         quoted = _PAPER_TABLE_2[mixture][-1].partition("(")[2].rstrip(")")
         rows.append(
             (
@@ -108,7 +107,7 @@ def figure_6(options: Options) -> Outcome:
             case = emulated(setup)
             devices.append(case.device)
             for mixture in MIXTURES:
-                seconds = mean_seconds(setup, mixture, options, _ends(setup))
+                seconds = mean_seconds(setup, mixture, options, ends_of(setup))
                 names.append(f"{setup.size.upper()} {NAMES[mixture].removeprefix('Data')}")
                 for name, value in seconds.items():
                     bars.setdefault(name, []).append(value)
@@ -143,30 +142,19 @@ def figure_6(options: Options) -> Outcome:
     return Outcome(tuple(tables), tuple(figures), notes, tuple(dict.fromkeys(devices)))
 
 
-def _ends(setup: PaperSetup) -> dict[str, TuningSpec]:
-    steps = steps_of(setup)
-    return {name: steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)}
-
-
 def figure_7(options: Options) -> Outcome:
     """Static microbatch sizes against adaptive ones, 3B on cluster A."""
     setup = ON_A["3b"]
     case = emulated(setup)
     sizes = [k for k in (1, 2, 4, 8) if k <= case.max_contexts]
     static = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
-    adaptive = steps_of(setup)[PIPETUNE]
+    ways = {str(k): tuned_by(case, static, k) for k in sizes}
+    ways |= {"adaptive": tuned_by(case, steps_of(setup)[PIPETUNE]), OURS: tuned_by(case, TuningSpec())}
+    ways[OURS_SEARCHED] = searched_by(case, options)
     rows, lines = [], {}
     for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for k in sizes:
-                one = run_batch(case, batch, static, seed, k * setup.context)
-                found.setdefault(str(k), []).append(one.seconds)
-            found.setdefault("adaptive", []).append(run_batch(case, batch, adaptive, seed).seconds)
-            ours = run_batch(case, batch, TuningSpec(), seed)
-            found.setdefault(OURS, []).append(ours.seconds)
-            found.setdefault(OURS_SEARCHED, []).append(searched_seconds(case, batch, options, seed))
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+        found = seconds_by(setup, mixture, options, ways)
+        mean = means(found)
         best = min(mean[str(k)] for k in sizes)
         every = np.array([found[str(k)] for k in sizes])
         wins = np.bincount(every.argmin(axis=0), minlength=len(sizes)).tolist()
@@ -200,7 +188,7 @@ def figure_2(options: Options) -> Outcome:
     """The four-panel example: one batch, one technique more in every panel."""
     setup = ON_A["13b"]
     case = emulated(setup)
-    half = max(1, case.max_contexts // 2) * setup.context
+    half = max(1, case.max_contexts // 2)
     balance: Policy = "algorithm1_opened"
     panels = (
         ("a: random packing", TuningSpec("random", "fixed", "given", "off"), None, ""),
@@ -209,11 +197,8 @@ def figure_2(options: Options) -> Outcome:
         ("d: reordered, encoder pre-computed", TuningSpec(balance, "fixed", "clusters", "frozen"), half, "-6.05 %"),
         ("e: ours", TuningSpec(), None, ""),
     )
-    found: dict[str, list[float]] = {}
-    for seed, batch in batches(setup, "datamix2", options):
-        for name, spec, budget, _ in panels:
-            found.setdefault(name, []).append(run_batch(case, batch, spec, seed, budget).seconds)
-    mean = {name: float(np.mean(values)) for name, values in found.items()}
+    ways = {name: tuned_by(case, spec, contexts) for name, spec, contexts, _ in panels}
+    mean = means(seconds_by(setup, "datamix2", options, ways))
     first = before = mean[panels[0][0]]
     rows = []
     for name, _, _, paper in panels:
@@ -222,8 +207,8 @@ def figure_2(options: Options) -> Outcome:
         before = mean[name]
     batch = batch_of(setup, "datamix2", options.seeds[0] * 10_000)
     tracks = []
-    for name, spec, budget, _ in panels:
-        one = run_batch(case, batch, spec, options.seeds[0], budget)
+    for name, spec, contexts, _ in panels:
+        one = run_batch(case, batch, spec, options.seeds[0], contexts and contexts * setup.context)
         tracks.append(
             make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=case.layout.chunk_names)
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
@@ -17,11 +15,12 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     PIPETUNE,
     RECOMPUTED,
     Emulated,
-    batches,
     change,
     emulated,
-    run_batch,
-    steps_of,
+    ends_of,
+    means,
+    seconds_by,
+    tuned_by,
 )
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
@@ -74,11 +73,6 @@ def sensitivity(options: Options) -> Outcome:
 
 def _mean(case: Emulated, mixture: str, contexts: int, options: Options) -> dict[str, float]:
     """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
-    steps = steps_of(case.setup)
-    settings = {name: steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)} | {OURS: TuningSpec()}
-    found: dict[str, list[float]] = {name: [] for name in settings}
-    for seed, batch in batches(case.setup, mixture, options):
-        for name, spec in settings.items():
-            one = run_batch(case, batch, spec, seed, contexts * case.setup.context)
-            found[name].append(one.seconds)
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    settings = ends_of(case.setup) | {OURS: TuningSpec()}
+    ways = {name: tuned_by(case, spec, contexts) for name, spec in settings.items()}
+    return means(seconds_by(case.setup, mixture, options, ways))
