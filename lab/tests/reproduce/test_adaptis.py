@@ -26,7 +26,7 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     setup_of,
 )
 from pipeloom_lab.reproduce.adaptis.throughput import _extremes
-from pipeloom_lab.reproduce.part import Part
+from pipeloom_lab.reproduce.part import Line, Part
 from tests.chains import uniform_layers
 
 
@@ -76,7 +76,7 @@ def test_three_steps_get_faster() -> None:
 
 def test_an_exponential_is_continued_beyond_what_was_solved() -> None:
     counts = [1.0, 2.0, 4.0, 8.0]
-    beyond, times = continued(counts, [0.01 * 3**x for x in counts])
+    beyond, times = continued(Line(counts, [0.01 * 3**x for x in counts]))
     assert beyond == [16.0, 32.0]
     assert times == pytest.approx([0.01 * 3**16, 0.01 * 3**32])
 

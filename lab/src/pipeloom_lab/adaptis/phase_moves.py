@@ -20,21 +20,14 @@ _NEAREST = 3
 
 @dataclass(frozen=True, slots=True)
 class BubbleShares:
-    """Where the mean rank's idle time comes from, in ns; the three add up to it.
-
-    Attributes
-    ----------
-    partition : int
-        Ranks have less work than the fullest one.
-    placement : int
-        Ranks begin late and end early, beyond that.
-    schedule : int
-        Gaps between a rank's tasks.
-    """
+    """Where the mean rank's idle time comes from, in ns; the three add up to it."""
 
     partition: int
+    """Ranks have less work than the fullest one."""
     placement: int
+    """Ranks begin late and end early, beyond that."""
     schedule: int
+    """Gaps between a rank's tasks."""
 
 
 def bubble_shares(graph: TaskGraph, timeline: Timeline) -> BubbleShares:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.resources import files
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import InputError
 
@@ -87,6 +87,18 @@ class Figure:
     """Stem of its file."""
     title: str
     svg: str
+
+
+class Line(NamedTuple):
+    """A line of a figure, point by point."""
+
+    x: list[float]
+    y: list[float]
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point."""
+        self.x.append(x)
+        self.y.append(y)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,21 +26,15 @@ EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A part begins, is under way, has ended, or is recorded already.
-
-    Attributes
-    ----------
-    elapsed_s : float
-        Since the part began; that of the record where it is recorded already.
-    left : str
-        Parts and time that are left, in words.
-    """
+    """A part begins, is under way, has ended, or is recorded already."""
 
     paper: str
     part: Part
     state: str
     elapsed_s: float
+    """Since the part began; that of the record where it is recorded already."""
     left: str
+    """Parts and time that are left, in words."""
 
 
 @dataclass(frozen=True, slots=True)

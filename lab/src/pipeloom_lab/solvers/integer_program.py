@@ -67,21 +67,14 @@ def _greedy(options: Options) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatedProgram:
-    """One rank's program, ready to be solved.
-
-    Attributes
-    ----------
-    pairs : array
-        Pairs of the rank.
-    options : Options
-        Times and bytes of their candidates, and what memory is free at every place of the order.
-    greedy : array
-        A choice that fits, to start from.
-    """
+    """One rank's program, ready to be solved."""
 
     pairs: IntArray
+    """Pairs of the rank."""
     options: Options
+    """Times and bytes of their candidates, and what memory is free at every place of the order."""
     greedy: IntArray
+    """A choice that fits, to start from."""
     lp: Any
 
 

@@ -27,25 +27,18 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """What the program found, and what it proved.
-
-    Attributes
-    ----------
-    makespan_ns, bound_ns : int
-        Of the schedule, simulated; and what the solver proved no placement and order to be below.
-    proved : bool
-        Whether the solver proved its answer the best.
-    num_columns, num_rows : int
-        Size of the program; 0: it was not stated in time.
-    """
+    """What the program found, and what it proved."""
 
     placement: PartitionPlacement
     schedule: Schedule
     makespan_ns: int
     bound_ns: int
+    """Of the schedule, simulated; and what the solver proved no placement and order to be below."""
     proved: bool
+    """Whether the solver proved its answer the best."""
     num_columns: int
     num_rows: int
+    """Size of the program; 0: it was not stated in time."""
 
 
 @dataclass(slots=True)

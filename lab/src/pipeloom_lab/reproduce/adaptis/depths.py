@@ -38,26 +38,18 @@ _PAPER = {"Mist": "1.20", "S-1F1B": "1.34", "I-1F1B": "1.42", "ZB": "1.34"}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model and size on one pipeline.
-
-    Attributes
-    ----------
-    pipeline, rounds : int
-        Ranks, and microbatches of each.
-    seconds : dict of str to float
-        Of an iteration under what fits.
-    bound_s : float
-        No placement's iteration is shorter.
-    best : str
-        The fastest published system that fits.
-    """
+    """One model and size on one pipeline."""
 
     label: str
     pipeline: int
     rounds: int
+    """Ranks, and microbatches of each."""
     seconds: dict[str, float]
+    """Of an iteration under what fits."""
     bound_s: float
+    """No placement's iteration is shorter."""
     best: str
+    """The fastest published system that fits."""
 
     def over(self, system: str, who: str = "ours") -> float | None:
         """Throughput of one system over another's; None: one of them does not fit."""

@@ -12,7 +12,7 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, gpipe
 from pipeloom_lab.adaptis import tune_phases
 from pipeloom_lab.reproduce.adaptis.setups import GENERATOR, PaperSetup, chains, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers.milp import milp
 
@@ -29,23 +29,19 @@ _TRIED = 4000
 
 def figure_13(options: Options) -> Outcome:
     """Processor time of our search by microbatches, and of an integer program for the order alone."""
-    lines: dict[str, tuple[list[float], list[float]]] = {}
+    lines = {f"{label}, {name}": Line([], []) for label in MODELS for name in ("ours", GENERATOR)}
     rows = []
     for label, (model, depth) in MODELS.items():
-        lines[f"{label}, ours"] = ([], [])
-        lines[f"{label}, {GENERATOR}"] = ([], [])
         for count in _COUNTS:
             chain = chains(PaperSetup(model, depth, 2, count, 4096))[1]
             begin = time.process_time()
             found = cooptimise(chain, budget=Evaluations(_TRIED), seed=options.seeds[0])
             spent = time.process_time() - begin
-            lines[f"{label}, ours"][0].append(count)
-            lines[f"{label}, ours"][1].append(spent)
+            lines[f"{label}, ours"].add(count, spent)
             begin = time.process_time()
             theirs = tune_phases(chain, budget=Deadline(options.solver_s, "cpu"))
             took = time.process_time() - begin
-            lines[f"{label}, {GENERATOR}"][0].append(count)
-            lines[f"{label}, {GENERATOR}"][1].append(took)
+            lines[f"{label}, {GENERATOR}"].add(count, took)
             rows.append(
                 (
                     f"{label}, {count} microbatches",
@@ -59,14 +55,13 @@ def figure_13(options: Options) -> Outcome:
     for ranks, counts in _SMALL.items():
         solved, more = _solver(options, ranks, counts)
         solver_rows += more
-        if solved[0]:
+        if solved.x:
             lines[f"S, P = {ranks}, solver"] = solved
-        if len(solved[0]) >= ENOUGH:
-            beyond, times = continued(*solved)
-            lines[f"S, P = {ranks}, solver, extrapolated"] = beyond, times
+        if len(solved.x) >= ENOUGH:
+            beyond = lines[f"S, P = {ranks}, solver, extrapolated"] = continued(solved)
             solver_rows += [
                 (f"S, P = {ranks}, {x:g} microbatches", f"{t:.2g} s", "extrapolated")
-                for x, t in zip(beyond, times, strict=True)
+                for x, t in zip(*beyond, strict=True)
             ]
     svg = line_figure(lines, x=Axis("microbatches", log=True), y=Axis("processor seconds", log=True))
     return Outcome(
@@ -79,18 +74,15 @@ def figure_13(options: Options) -> Outcome:
     )
 
 
-def continued(counts: list[float], seconds: list[float]) -> tuple[list[float], list[float]]:
+def continued(solved: Line) -> Line:
     """Continue times over microbatches by an exponential fit, to sizes beyond those that were solved."""
-    slope, offset = np.polyfit(counts, np.log(seconds), 1)
-    beyond = [float(x) for x in _BEYOND if x > counts[-1]]
-    return beyond, [float(np.exp(slope * x + offset)) for x in beyond]
+    slope, offset = np.polyfit(solved.x, np.log(solved.y), 1)
+    beyond = [float(x) for x in _BEYOND if x > solved.x[-1]]
+    return Line(beyond, [float(np.exp(slope * x + offset)) for x in beyond])
 
 
-def _solver(
-    options: Options, ranks: int, counts: tuple[int, ...]
-) -> tuple[tuple[list[float], list[float]], list[tuple[str, ...]]]:
-    solved: tuple[list[float], list[float]] = ([], [])
-    rows: list[tuple[str, ...]] = []
+def _solver(options: Options, ranks: int, counts: tuple[int, ...]) -> tuple[Line, list[tuple[str, ...]]]:
+    solved, rows = Line([], []), list[tuple[str, ...]]()
     for count in counts:
         chain = chains(PaperSetup("nemotron-h-small", ranks, 2, count, 4096))[0]
         graph = graph_of(chain.with_capacity(None), stages(chain))
@@ -102,6 +94,5 @@ def _solver(
         rows.append((case, f"{took:.2f} s", "optimal" if found.proved else "cut"))
         if not found.proved:
             break
-        solved[0].append(float(count))
-        solved[1].append(max(took, 1e-3))
+        solved.add(count, max(took, 1e-3))
     return solved, rows

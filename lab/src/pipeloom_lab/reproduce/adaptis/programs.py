@@ -17,7 +17,7 @@ from pipeloom.taskgraph import IntArray
 from pipeloom.timeline import simulate
 from pipeloom_lab.reproduce.adaptis.generation import ENOUGH, MODELS, continued
 from pipeloom_lab.reproduce.adaptis.setups import PaperSetup, chains, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_note, make_table
 from pipeloom_lab.solvers.milp import milp
 from pipeloom_lab.solvers.whole_program import whole_program
@@ -38,7 +38,7 @@ Solve = Callable[[LayerChain, float], tuple[int, int, bool]]
 
 def figure_13_programs(options: Options) -> Outcome:
     """Put ever more microbatches to both programs, on all three sizes, until each is cut."""
-    limit, lines = SHARE * options.solver_s, dict[str, tuple[list[float], list[float]]]()
+    limit, lines = SHARE * options.solver_s, dict[str, Line]()
     tables = []
     for title, note, solve in (("the schedule alone", "schedule", _schedule), (_WHOLE, "whole", _whole)):
         rows, ends = list[tuple[str, ...]](), list[tuple[str, ...]]()
@@ -49,14 +49,12 @@ def figure_13_programs(options: Options) -> Outcome:
             solved, more = _until_cut(label, case, solve, limit, options.seeds[0])
             rows += more
             ends.append((label, more[-1][1], more[-1][3], more[-1][4]))
-            if solved[0]:
+            if solved.x:
                 lines[f"{label}, {title}"] = solved
-            if len(solved[0]) >= ENOUGH:
-                beyond, times = continued(*solved)
-                lines[f"{label}, {title}, extrapolated"] = beyond, times
+            if len(solved.x) >= ENOUGH:
+                beyond = lines[f"{label}, {title}, extrapolated"] = continued(solved)
                 rows += [
-                    (label, f"{x:g}", "", f"{t:.2g} s", "extrapolated", "", "")
-                    for x, t in zip(beyond, times, strict=True)
+                    (label, f"{x:g}", "", f"{t:.2g} s", "extrapolated", "", "") for x, t in zip(*beyond, strict=True)
                 ]
         tables.append(make_table("adaptis/figure-13-programs-ends", ends, title=title))
         tables.append(
@@ -93,10 +91,10 @@ def blocks_of(chain: LayerChain, count: int) -> LayerChain:
 
 def _until_cut(
     label: str, case: tuple[str, int, int], solve: Solve, limit: float, seed: int
-) -> tuple[tuple[list[float], list[float]], list[tuple[str, ...]]]:
+) -> tuple[Line, list[tuple[str, ...]]]:
     """Seconds by microbatches of what was solved, and a row for each try."""
     model, ranks, blocks = case
-    solved: tuple[list[float], list[float]] = ([], [])
+    solved = Line([], [])
     rows: list[tuple[str, ...]] = []
     for count in COUNTS:
         chain = chains(PaperSetup(model, ranks, 2, count, 4096))[0].with_capacity(None)
@@ -118,8 +116,7 @@ def _until_cut(
         )
         if not proved:
             break
-        solved[0].append(float(count))
-        solved[1].append(max(took, 1e-3))
+        solved.add(count, max(took, 1e-3))
     return solved, rows
 
 

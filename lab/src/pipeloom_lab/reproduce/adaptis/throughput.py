@@ -20,7 +20,7 @@ from pipeloom_lab.reproduce.adaptis.setups import (
     seconds_of,
     setup_of,
 )
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_8 = {
@@ -89,7 +89,7 @@ def figure_9(options: Options) -> Outcome:
     lengths = (1024, 2048, 4096, 8192, 16384, 32768)
     base: float | None = None
     gains: dict[str, list[float]] = {name: [] for name in (*BASELINES, GENERATOR)}
-    lines: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*BASELINES, GENERATOR, "ours")}
+    lines = {name: Line([], []) for name in (*BASELINES, GENERATOR, "ours")}
     rows = []
     for tokens in lengths:
         setup = PaperSetup("nemotron-h-large", 8, 4, 64, tokens)
@@ -100,8 +100,7 @@ def figure_9(options: Options) -> Outcome:
         for name, value in seconds.items():
             rate = tokens / value
             base = base or rate
-            lines[name][0].append(tokens)
-            lines[name][1].append(rate / base)
+            lines[name].add(tokens, rate / base)
             if name in gains and (name not in results or results[name].fits):
                 gains[name].append(value / seconds["ours"])
         rows.append(

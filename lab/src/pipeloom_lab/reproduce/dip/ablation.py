@@ -9,10 +9,11 @@ import numpy as np
 from pipeloom.compare.baseline import by_time, fixed_system, replica_seconds
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
-from pipeloom.compare.model_on_cluster import ModelOnCluster, graph_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.layout import ModulePlacement, by_count, chain_of_stages, separate
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, interleaved_one_f_one_b, solve
+from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline.simulate import memory_curve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, PaperSetup, device, gain, mean, seconds_text
@@ -126,16 +127,12 @@ def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) ->
 def figure_9(options: Options) -> Outcome:
     """Sub-microbatch sizes from 4 to 32 images: best and worst schedules."""
     setup = SETUPS["VLM-S"]
-    case, published = setup.case, dip_layout(setup.case, setup.typical)
-    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
     sizes = (4, 8, 12, 16, 24, 32)
     rows, best, worst, gaps = [], [], [], {}
     for size in sizes:
-        places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
-        layout = separate(case.model, case.num_ranks, places, by_count)
         low, high, bound = [], [], []
         for seed, number in runs.iterations(options, few(options)):
-            graph = graph_of(case, layout, setup.groups(seed, number), f"{size} images")
+            graph = graph_of_size(setup, setup.groups(seed, number), size)
             budget = Deadline(options.search_s, "cpu")
             found = solve(graph, budget=budget, seed=seed)
             low.append(found.timeline.makespan_ns / 1e9)
@@ -174,6 +171,14 @@ def figure_9(options: Options) -> Outcome:
         (Figure("figure-9", "Best and worst schedules", figure),),
         devices=device(setup),
     )
+
+
+def graph_of_size(setup: PaperSetup, groups: Microbatches, size: int) -> TaskGraph:
+    """Return the graph of DIP's layout with ``size`` images in a sub-microbatch."""
+    case, published = setup.case, dip_layout(setup.case, setup.typical)
+    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
+    return graph_of(case, separate(case.model, case.num_ranks, places, by_count), groups, f"{size} images")
 
 
 def figure_10(options: Options) -> Outcome:

@@ -27,12 +27,16 @@ LM_MICROBATCHES = 36
 """Of 8192 tokens for the language model; the others get as many as have its operations."""
 
 
+def models_of_table_1() -> tuple[ModelOnCluster, Microbatches, ModelOnCluster]:
+    """Return a language model, its microbatches, and a vision-language model, on 8 H800."""
+    degrees = Degrees(tensor=2, pipeline=4)
+    language, both = (put_on_cluster(name, "dip-h800-64", degrees) for name in ("llama2-7b", "vlm-7b"))
+    return language, [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)], both
+
+
 def table_1(options: Options) -> Outcome:
     """A language model against a vision-language model with static and dynamic data, equal operations."""
-    degrees = Degrees(tensor=2, pipeline=4)
-    language = put_on_cluster("llama2-7b", "dip-h800-64", degrees)
-    both = put_on_cluster("vlm-7b", "dip-h800-64", degrees)
-    texts: Microbatches = [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)]
+    language, texts, both = models_of_table_1()
     target = model_flops(language, texts)
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     counts = []

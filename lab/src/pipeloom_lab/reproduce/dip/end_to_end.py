@@ -141,29 +141,20 @@ def images_of(groups: Microbatches) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A system beside ours on the same iterations.
-
-    Attributes
-    ----------
-    fits : str
-        How many iterations fit under the layout chosen, under another, and not at all.
-    seconds : float, optional
-        Mean of the iterations that both fit; None: there are none.
-    ratio : float, optional
-        Its throughput, ours being one.
-    gain, jittered : str
-        What ours is faster by, as planned and where passes take other times.
-    form : str
-        Which form of DIP it is, for the best of them.
-    """
+    """A system beside ours on the same iterations."""
 
     title: str
     fits: str = ""
+    """How many iterations fit under the layout chosen, under another, and not at all."""
     seconds: float | None = None
+    """Mean of the iterations that both fit; None: there are none."""
     ratio: float | None = None
+    """Its throughput, ours being one."""
     gain: str = ""
     jittered: str = ""
+    """What ours is faster by, as planned and where passes take other times."""
     form: str = ""
+    """Which form of DIP it is, for the best of them."""
 
 
 def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Against]:

@@ -6,24 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.compare.baseline import System, any_size, mfu
-from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.gain import own_system
 from pipeloom.compare.iterations import TOKENS
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of, model_flops, put_on_cluster
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
-from pipeloom.layout import ModulePlacement, by_count, separate
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
-from pipeloom.spec import Sample
-from pipeloom.spec.parallelism import Degrees
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, up_to
+from pipeloom_lab.reproduce.dip.ablation import graph_of_size
+from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, models_of_table_1, up_to
 from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device, gain, mean
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_table
 
 AXIS = (1, 2, 4, 8, 12, 16, 22, 32, 44)
@@ -71,18 +68,15 @@ def over_images(options: Options) -> Outcome:
     )
 
 
-_Lines = dict[str, tuple[list[float], list[float]]]
+_Lines = dict[str, Line]
 
 
 def _overheads(options: Options) -> tuple[Table, _Lines]:
     """Table 1: what a language model's time for as many operations is exceeded by."""
-    degrees = Degrees(tensor=2, pipeline=4)
-    language = put_on_cluster("llama2-7b", "dip-h800-64", degrees)
-    both = put_on_cluster("vlm-7b", "dip-h800-64", degrees)
-    texts: Microbatches = [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)]
+    language, texts, both = models_of_table_1()
     target = model_flops(language, texts)
     base = _seconds_and_mfu(language, texts)[1]
-    lines: _Lines = {"static data": ([], []), "dynamic data": ([], [])}
+    lines = {name: Line([], []) for name in ("static data", "dynamic data")}
     rows = []
     for count in AXIS:
         cells = [str(count)]
@@ -92,10 +86,9 @@ def _overheads(options: Options) -> tuple[Table, _Lines]:
                 for seed in options.seeds
             ]
             seconds, share = (mean(each) for each in zip(*found, strict=True))
-            lines[name][0].append(float(count))
-            lines[name][1].append(100 * (1 - share / base))
+            lines[name].add(count, 100 * (1 - share / base))
             cells += [f"{bounds[0]} to {bounds[1]}"] if name == "dynamic data" else []
-            cells += [f"{seconds:.3f}", f"{share:.3f}", f"{lines[name][1][-1]:.1f} %"]
+            cells += [f"{seconds:.3f}", f"{share:.3f}", f"{lines[name].y[-1]:.1f} %"]
         rows.append(tuple(cells))
     near = (
         ("the paper's", "4.567", "0.351", "12.5 %", "not stated", "6.789", "0.239", "40.3 %"),
@@ -136,7 +129,7 @@ def _iterations(count: int, seed: int) -> _Iterations:
 def _throughput(options: Options) -> tuple[Table, _Lines]:
     """Fig. 8a: ours and all baselines on VLM-S."""
     case, names = SETUPS["VLM-S"].case, {name: BASELINES[name].title for name in runs.BASELINE_NAMES}
-    lines: _Lines = {title: ([], []) for title in names.values()}
+    lines = {title: Line([], []) for title in names.values()}
     rows = []
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
@@ -152,8 +145,7 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
                 cells.append("out of memory")
                 continue
             gains.append(theirs / mine - 1)
-            lines[title][0].append(float(count))
-            lines[title][1].append(100 * gains[-1])
+            lines[title].add(count, 100 * gains[-1])
             cells.append(gain(theirs, mine))
         rows.append((*cells, f"{100 * min(gains):+.1f} %" if gains else "", chosen.name))
     return make_table(
@@ -197,15 +189,12 @@ def _mean_s(one: System, each: _Iterations, search_s: float) -> float | None:
 
 def _orders(options: Options) -> Table:
     """Fig. 9: best and worst order by the size of sub-microbatches."""
-    case, rows = SETUPS["VLM-S"].case, []
-    published = dip_layout(case, SETUPS["VLM-S"].typical)
-    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    rows = []
     for count in ORDER_AXIS:
         groups = _iterations(count, options.seeds[0]).timed[0]
         low, gaps = dict[int, float](), list[str]()
         for size in SIZES:
-            places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
-            graph = graph_of(case, separate(case.model, case.num_ranks, places, by_count), groups, f"{size} images")
+            graph = graph_of_size(SETUPS["VLM-S"], groups, size)
             best, worst = (
                 solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0, method=method).timeline.makespan_ns
                 for method in ("default", "worst")

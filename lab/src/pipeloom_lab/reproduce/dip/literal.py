@@ -22,7 +22,7 @@ from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
 from pipeloom_lab.reproduce.dip.knapsack import knapsack_costs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.integer_program import HIGHS_GAP, program_strategies, solve_program, state_program
@@ -43,7 +43,7 @@ ORDERS = 50
 def programs(options: Options) -> Outcome:
     """Time the integer program for one rank's strategies: cold and warm, to the end and to 5 %."""
     ways = {"to the end, cold": (0.0, False), "to 5 %, cold": (HIGHS_GAP, False), "to 5 %, warm": (HIGHS_GAP, True)}
-    rows, lines = [], {name: (list[float](), list[float]()) for name in (*ways, "ours")}
+    rows, lines = [], {name: Line([], []) for name in (*ways, "ours")}
     for label in ("VLM-S", "T2V-S"):
         case = SETUPS[label].case
         layout, costs = runs.system(SETUPS[label], runs.PUBLISHED).layout, knapsack_costs(case)
@@ -63,10 +63,9 @@ def programs(options: Options) -> Outcome:
                 )
             )
             for name, line in lines.items() if label == "VLM-S" else ():
-                line[0].append(float(count))
-                line[1].append(_median(p.took_s[name] for p in found))
+                line.add(count, _median(p.took_s[name] for p in found))
     svg = line_figure(
-        {name: line for name, line in lines.items() if line[0]},
+        {name: line for name, line in lines.items() if line.x},
         x=Axis("microbatches", log=True),
         y=Axis("ms of one program", log=True),
         title="VLM-S",

@@ -21,7 +21,7 @@ from pipeloom.timeline import Schedule, simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device, mean
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_note, make_table
 from pipeloom_lab.solvers import EXACT, exact_worker
 
@@ -95,16 +95,15 @@ def figure_12(options: Options) -> Outcome:
             assert graph.candidates is not None
             graphs[label, count] = graph.with_candidates(np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
     answers: dict[tuple[str, str, int], _Solved] = {}
-    lines: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    lines: dict[str, dict[str, Line]] = {}
     # HiGHS goes first: it cannot run once CP-SAT's library has been loaded.
     for name, method in solvers.items():
         for label in ("VLM-S", "T2V-S"):
-            line = lines.setdefault(label, {}).setdefault(name, ([], []))
+            line = lines.setdefault(label, {}).setdefault(name, Line([], []))
             for count in counts:
                 answer = answers[name, label, count] = _solved(graphs[label, count], method, options)
                 if not answer.problem:
-                    line[0].append(float(count))
-                    line[1].append(max(answer.spent_s, 1e-3))
+                    line.add(count, max(answer.spent_s, 1e-3))
                 if not answer.proved and name != "ours":
                     break
     rows = tuple(
@@ -122,7 +121,7 @@ def figure_12(options: Options) -> Outcome:
             f"figure-12-{label.lower()}",
             f"Search time, {label}",
             line_figure(
-                {name: line for name, line in found.items() if line[0]},
+                {name: line for name, line in found.items() if line.x},
                 x=Axis("microbatches"),
                 y=Axis("seconds", log=True),
                 title=label,

@@ -127,28 +127,19 @@ def budget_of(name: str, search_s: float, finishing: Finishing | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One iteration under one system.
-
-    Attributes
-    ----------
-    seconds : float
-        Of the iteration, without the update of the weights.
-    processor_s : float
-        Of planning it: costs, graph, search, strategies and simulation.
-    bound_s : float
-        The lower bound of the system's own graph, or of all packings that it has judged.
-    jittered_s : float
-        Mean seconds where passes take longer or shorter than planned, as the device's table says.
-    as_chosen : bool
-        Whether it ran under the layout that was chosen; it did not fit that otherwise.
-    """
+    """One iteration under one system."""
 
     seconds: float
+    """Of the iteration, without the update of the weights."""
     processor_s: float
+    """Of planning it: costs, graph, search, strategies and simulation."""
     num_tasks: int
     bound_s: float
+    """The lower bound of the system's own graph, or of all packings that it has judged."""
     jittered_s: float
+    """Mean seconds where passes take longer or shorter than planned, as the device's table says."""
     as_chosen: bool
+    """Whether it ran under the layout that was chosen; it did not fit that otherwise."""
 
 
 def suits(name: str, setup: PaperSetup) -> bool:

@@ -11,7 +11,7 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.pipetune.setups import (
     MIXTURES,
     NAMES,
@@ -66,7 +66,7 @@ def figure_8(options: Options) -> Outcome:
     paper = {128: "below 0.2 s", 1024: "below 1.5 s"}
     repeats = max(3, min(options.iterations, 10))
     rows = []
-    lines: dict[str, tuple[list[float], list[float]]] = {"ours": ([], []), _THEIRS: ([], [])}
+    lines = {name: Line([], []) for name in ("ours", _THEIRS)}
     for size in sizes:
         times: dict[str, list[float]] = {}
         for k in range(repeats if size <= 1024 else 3):
@@ -79,8 +79,7 @@ def figure_8(options: Options) -> Outcome:
                 times.setdefault(name, []).append(1000 * (time.thread_time() - begin))
         cells = {name: float(np.median(values)) for name, values in times.items()}
         for name, value in cells.items():
-            lines[name][0].append(size)
-            lines[name][1].append(value)
+            lines[name].add(size, value)
         theirs = f"{cells[_THEIRS]:.1f}" if _THEIRS in cells else ""
         rows.append(
             (str(size), f"{cells['ours']:.1f}", f"{1000 * cells['ours'] / size:.0f}", theirs, paper.get(size, ""))

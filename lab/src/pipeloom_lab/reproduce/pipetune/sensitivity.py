@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.tuning import TuningSpec
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.pipetune.setups import (
     BALANCED,
     MIXTURES,
@@ -40,7 +40,7 @@ def sensitivity(options: Options) -> Outcome:
     """Reductions of Table 2 for other sizes of the untuned microbatch, and other recomputation."""
     setup = ON_A["13b"]
     rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in MIXTURES}
-    lines: dict[str, tuple[list[float], list[float]]] = {NAMES[m]: ([], []) for m in MIXTURES}
+    lines = {NAMES[mixture]: Line([], []) for mixture in MIXTURES}
     for strategy, text in _STRATEGIES.items():
         case = emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
         for contexts in SIZES:
@@ -54,8 +54,7 @@ def sensitivity(options: Options) -> Outcome:
                 changes = (change(first, seconds[name]) for name in (BALANCED, PIPETUNE, OURS))
                 rows[mixture].append((text, str(contexts), f"{first:.3f}", *changes, change(balanced, seconds[OURS])))
                 if strategy == "recompute":
-                    lines[NAMES[mixture]][0].append(contexts)
-                    lines[NAMES[mixture]][1].append(100 * (1 - seconds[OURS] / first))
+                    lines[NAMES[mixture]].add(contexts, 100 * (1 - seconds[OURS] / first))
     tables = tuple(
         make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=NAMES[mixture], paper=_PAPER[mixture])
         for mixture in MIXTURES
