@@ -29,16 +29,6 @@ say under which conditions it holds; or the cause is unknown."""
 Reduction = Literal["", "min", "max", "mean"]
 T = TypeVar("T")
 
-RULES = """\
-- A gain is *reached* where ours is at least the paper's, *partly* where it is at least half of it. Of speedups (1.34 ×)
-  the part above one counts, of reductions of time how much is saved.
-- A time, an error or a loss is *reached* where ours is at most the paper's, *partly* up to twice as much.
-- A quantity of the workload is *reached* within 10 % of the paper's, *partly* within 25 %.
-- What is said in words is *reached* where ours says the same; what is said to rise or fall, where each of ours does.
-- A claim of several figures is *reached* where all are, *not reached* where none is even partly, else *partly*.
-- *Not comparable* has its reason beside it. *Not made* is a miss: nothing of ours is recorded.
-"""
-"""How verdicts are given, as the index tells it."""
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _SHARE = re.compile(r"(\d+) of (\d+)")

@@ -54,7 +54,7 @@ class PaperClaims:
 @functools.cache
 def paper_claims(paper: str) -> PaperClaims:
     """Read the claims file of a paper."""
-    tables = read_data(paper, "claims")
+    tables = read_data(f"{paper}/claims")
     opening = tables["opening"]
     bars = {name: _quantities(each) for name, each in opening["bars"].items()}
     return PaperClaims(

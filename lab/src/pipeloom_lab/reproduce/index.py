@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from pipeloom.report import markdown_table
 from pipeloom_lab.reproduce.claims import (
-    RULES,
     SUBJECTS,
     VERDICTS,
     Claim,
@@ -18,32 +17,11 @@ from pipeloom_lab.reproduce.claims import (
     quantities_text,
 )
 from pipeloom_lab.reproduce.claims_file import paper_claims
-from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of
+from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of, read_data
 from pipeloom_lab.reproduce.record import Record
 
 Records = Mapping[str, Mapping[str, Record]]
 """Records by paper and part."""
-
-_HEAD = """\
-# The papers' claims, and ours
-
-Every claim of the four papers, the paper's figure, ours, and whether it was reached. Written by `pipeloom reproduce`
-from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTune](pipetune.md) and
-[AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated
-([emulator](../emulator.md)): no claim is measured on GPUs. Times of tuning and solving are of this machine's
-processor; losses, and runs of ranks that sleep, are real ones. What two papers say alike is one claim.
-[When each part was made](#when-each-was-made) is at the end. Systems outside the four papers are in
-[notes](../notes/outside-systems.md).
-
-*Of* says whose figure ours is: of Pipeloom; of a paper's system, or of baselines, written again from the papers; or of
-the setting, that is models, data and hardware.
-
-`pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
-it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
-what is recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at
-a time as there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the
-clock run alone. The time left is told as parts begin and end, by what they took the last time.
-"""
 
 
 _CORES, _MOST_MINUTES = 2, 90
@@ -81,7 +59,8 @@ def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
 def index_page(records: Records) -> str:
     """The whole page."""
     found = judged_claims(records)
-    blocks = [_HEAD.strip(), "## How many", _tally(found), RULES.strip()]
+    texts = read_data("pages")
+    blocks = [texts["index_head"].strip(), "## How many", _tally(found), texts["rules"].strip()]
     blocks += ["## What was missed", _misses(found)]
     blocks += ["## What we set out to reach", _goals(records)]
     for paper, title in PAPERS.items():

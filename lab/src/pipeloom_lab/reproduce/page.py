@@ -8,47 +8,11 @@ from collections.abc import Mapping
 
 from pipeloom.report import markdown_table
 from pipeloom_lab.reproduce.claims_file import paper_claims
-from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table
+from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table, read_data
 from pipeloom_lab.reproduce.record import Record
 
 MOST_ROWS = 20
 """Of a table on a page; a longer one is a file beside it."""
-_ABOUT = """# {title}: the evaluation again
-
-Written by `pipeloom reproduce {paper}`, a section for every part, from the data in `{paper}/PART.json`;
-`pipeloom reproduce {paper} PART` makes one again. [All claims](index.md) says which of the paper's figures were
-reached, and why not. Every section names its seeds and the kind of its times. Columns headed "paper" are quotations and
-enter no computation.
-"""
-_WORDS = {
-    "dip": """\
-- *Pipeloom* or *ours*: our planner. *DIP*, *PipeWeaver*: their searches written again from the papers. *As
-  published*: their layout, their order search and a strategy for every pair, but strategies are chosen by our solver
-  from our candidates; the papers' integer program and memory rule to the letter are in the part `literal`.
-- *nnScaler\\**: the paper's own form of it, static stages under 1F1B with a recomputation for each. *Coarse* and
-  *fine* Optimus: encoders filled into bubbles by whole stages or by layers.
-- *vision 4 x2, lm all x4*: instances of a module go together four at a time, or all of a microbatch; and its layers
-  are two or four segments on every rank. *Instances dealt*: every device of a rank has the whole encoder and a share
-  of the images.
-- *Standstill*: under the paper's memory rule no rank can go on.
-- *Seconds of search* in a section's last line are those that ours has for given microbatches. It has ten times as
-  many to plan an iteration from its samples on, as every search of DIP has on each of its threads.
-""",
-    "pipetune": """\
-- *Original*: samples in the order drawn, as many contexts to a microbatch as memory has room for, under 1F1B.
-  *Balanced*: the paper's packing. *PipeTune*: its packing, order and encoder pre-computation, written again.
-  *Pipeloom* or *ours*: our planner.
-- *Context*: the most tokens of one sequence; a microbatch has one or several. *DataMix1*, *2*, *3*: a tenth, six and
-  nine tenths of the samples have images.
-""",
-    "adaptis": """\
-- *S-1F1B*, *I-1F1B*, *ZB*: 1F1B with one stage a rank, interleaved 1F1B, and zero-bubble with split backwards.
-  *Mist*: stages and recomputation chosen together. *AdaPtis* or *its generator*: the paper's search for partition,
-  placement and schedule, written again. *Pipeloom* or *ours*: our planner.
-- *P*: ranks of the pipeline.
-""",
-}
-"""Names that the tables of a page use."""
 _KINDS = {
     "emulated": "emulated (no accelerator was used)",
     "planned": "planned: schedules simulated on measured layer costs",
@@ -67,10 +31,11 @@ def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
 
 def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
     """The page of a paper: the picture that it opens with, its figures and short tables."""
-    head = [_ABOUT.format(title=PAPERS[paper], paper=paper).strip()]
+    texts = read_data("pages")
+    head = [texts["paper_head"].format(title=PAPERS[paper], paper=paper).strip()]
     if opening is not None:
         head.append(f"![{opening.title}]({paper}/{opening.name}.svg)\n\n*{opening.title}.*")
-    head += ["**Words**", _WORDS[paper].strip()]
+    head += ["**Words**", texts["words"][paper].strip()]
     return "\n\n".join([*head, *(section(paper, record) for record in records.values())]) + "\n"
 
 

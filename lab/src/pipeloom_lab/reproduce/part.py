@@ -154,14 +154,14 @@ class Part:
         )
 
 
-def read_data(paper: str, name: str) -> dict[str, Any]:
-    """Read ``NAME.toml`` of a paper's package."""
-    return tomllib.loads(files(f"pipeloom_lab.reproduce.{paper}").joinpath(f"{name}.toml").read_text("utf-8"))
+def read_data(name: str) -> dict[str, Any]:
+    """Read a file beside this one or in a paper's folder: ``pages``, ``dip/claims``."""
+    return tomllib.loads(files("pipeloom_lab.reproduce").joinpath(f"{name}.toml").read_text("utf-8"))
 
 
 def read_parts(paper: str, runs: Mapping[str, Callable[[Options], Outcome]]) -> tuple[Part, ...]:
     """Read the parts of a paper from its ``parts.toml``, each with the function that runs it."""
-    parts = read_data(paper, "parts")
+    parts = read_data(f"{paper}/parts")
     if parts.keys() != runs.keys():
         raise ValueError(f"{paper}: parts.toml and its functions differ in {sorted(parts.keys() ^ runs.keys())}")
     for fields in parts.values():

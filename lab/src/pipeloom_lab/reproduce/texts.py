@@ -34,4 +34,4 @@ def make_note(name: str, /, **values: Any) -> str:
 @functools.cache
 def read_texts(paper: str) -> dict[str, Any]:
     """Read the texts of a paper by the names of tables; ``notes`` has those that are no table's."""
-    return read_data(paper, "tables")
+    return read_data(f"{paper}/tables")

@@ -12,16 +12,7 @@ from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
-from pipeloom_lab.reproduce.pipetune.setups import (
-    MIXTURES,
-    NAMES,
-    ON_A,
-    PIPETUNE,
-    batch_of,
-    batches,
-    emulated,
-    steps_of,
-)
+from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table
 
 _DRAWN = 20_000
@@ -32,21 +23,21 @@ def figure_5(options: Options) -> Outcome:
     """Sequence lengths of the three mixtures."""
     rows, lines = [], {}
     edges = np.geomspace(8, 16384, 45)
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         samples = draw_samples(mixture, _DRAWN, options.seeds[0])
         lengths = np.array([sample.sequence_tokens for sample in samples])
         share, _ = np.histogram(np.clip(lengths, edges[0], edges[-1]), edges)
-        lines[NAMES[mixture]] = (np.sqrt(edges[1:] * edges[:-1]).tolist(), (100 * share / _DRAWN).tolist())
+        lines[setups.NAMES[mixture]] = (np.sqrt(edges[1:] * edges[:-1]).tolist(), (100 * share / _DRAWN).tolist())
         images = np.mean([len(sample.image_tokens) for sample in samples])
         quantiles = np.quantile(lengths, (0.5, 0.99)).astype(int)
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 f"{lengths.mean():.0f}",
                 *(str(q) for q in quantiles),
                 f"{lengths.std():.0f}",
                 f"{images:.2f}",
-                f"{(lengths > ON_A['13b'].context).mean():.2%}",
+                f"{(lengths > setups.ON_A['13b'].context).mean():.2%}",
             )
         )
     figure = Figure(
@@ -59,8 +50,8 @@ def figure_5(options: Options) -> Outcome:
 
 def figure_8(options: Options) -> Outcome:
     """Tuning time over the global batch size."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     warm_up()
     sizes = [128, 256, 512, 1024, 4096, 16384]
     paper = {128: "below 0.2 s", 1024: "below 1.5 s"}
@@ -70,8 +61,8 @@ def figure_8(options: Options) -> Outcome:
     for size in sizes:
         times: dict[str, list[float]] = {}
         for k in range(repeats if size <= 1024 else 3):
-            batch = batch_of(setup, "datamix2", options.seeds[0] * 10_000 + k, size)
-            for name, spec in (("ours", TuningSpec()), (_THEIRS, steps_of(setup)[PIPETUNE])):
+            batch = setups.batch_of(setup, "datamix2", options.seeds[0] * 10_000 + k, size)
+            for name, spec in (("ours", TuningSpec()), (_THEIRS, setups.steps_of(setup)[setups.PIPETUNE])):
                 if name != "ours" and size > 1024:
                     continue
                 begin = time.thread_time()
@@ -92,8 +83,8 @@ def figure_8(options: Options) -> Outcome:
 def figure_10(options: Options) -> Outcome:
     """One LLaMA-7B layer with tensor parallelism 4: time, and time per token, by length."""
     del options
-    setup = ON_A["7b"]
-    case = emulated(setup)
+    setup = setups.ON_A["7b"]
+    case = setups.emulated(setup)
     chunk = Chunk("lm", (1, 1), 0)
     lengths = [2**k for k in range(6, 15)]
     costs = [case.costs.chunk_costs(chunk, Workload((n,)))[0] for n in lengths]
@@ -110,14 +101,14 @@ def figure_10(options: Options) -> Outcome:
 
 def packing(options: Options) -> Outcome:
     """Packing by itself: how far the heaviest microbatch is above the lower bound."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     policies: tuple[Policy, ...] = ("random", "algorithm1", "algorithm1_opened", "balanced")
     rows = []
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         for contexts in (1, 2, 4):
             gaps: dict[str, list[float]] = {}
-            for seed, batch in batches(setup, mixture, options):
+            for seed, batch in setups.batches(setup, mixture, options):
                 loads = batch_sizes(case.pipeline, batch).loads
                 for policy in policies:
                     spec = PackingSpec(contexts * setup.context, policy, seed=seed)
@@ -125,5 +116,5 @@ def packing(options: Options) -> Outcome:
                     heaviest = max(float(loads.backbone[list(members)].sum()) for members in groups)
                     gaps.setdefault(policy, []).append(heaviest / height_bound(loads.backbone, len(groups)) - 1)
             cells = (f"{100 * float(np.mean(gaps[p])):.2f} / {100 * max(gaps[p]):.2f} %" for p in policies)
-            rows.append((NAMES[mixture], str(contexts), *cells))
+            rows.append((setups.NAMES[mixture], str(contexts), *cells))
     return Outcome((make_table("pipetune/packing", rows),), devices=(case.device,))

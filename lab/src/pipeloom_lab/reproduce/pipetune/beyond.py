@@ -23,20 +23,7 @@ from pipeloom.tuning import (
     tuned_plan,
 )
 from pipeloom_lab.reproduce.part import Options, Outcome
-from pipeloom_lab.reproduce.pipetune.setups import (
-    GLOBAL_BATCH,
-    MIXTURES,
-    NAMES,
-    ON_A,
-    RECOMPUTED,
-    Emulated,
-    batch_of,
-    change,
-    emulated,
-    means,
-    seconds_by,
-    tuned_by,
-)
+from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table
 
 _REPLICAS = (2, 4, 8)
@@ -44,14 +31,14 @@ _REPLICAS = (2, 4, 8)
 
 def trained(options: Options) -> Outcome:
     """Beyond the paper: a trained encoder, whose backwards move as well."""
-    setup = ON_A["13b"]
-    frozen = emulated(setup)
+    setup = setups.ON_A["13b"]
+    frozen = setups.emulated(setup)
     modules = tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.costs.architecture.modules)
     costs = EmulatedCosts(
         msgspec.structs.replace(frozen.costs.architecture, modules=modules),
         frozen.costs.cluster,
         frozen.costs.placement.degrees,
-        (RECOMPUTED,),
+        (setups.RECOMPUTED,),
     )
     layout = msgspec.structs.replace(
         frozen.layout, modules=tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.layout.modules)
@@ -75,47 +62,49 @@ def trained(options: Options) -> Outcome:
         "ours": TuningSpec(),
     }
     case = replace(frozen, costs=costs, layout=layout, pipeline=pipeline)
-    ways = {name: tuned_by(case, spec) for name, spec in settings.items()}
+    ways = {name: setups.tuned_by(case, spec) for name, spec in settings.items()}
     rows = []
-    for mixture in MIXTURES:
-        mean = means(seconds_by(setup, mixture, options, ways))
+    for mixture in setups.MIXTURES:
+        mean = setups.means(setups.seconds_by(setup, mixture, options, ways))
         first = next(iter(mean.values()))
-        rows += [(NAMES[mixture], name, f"{value:.3f}", change(first, value)) for name, value in mean.items()]
+        rows += [
+            (setups.NAMES[mixture], name, f"{value:.3f}", setups.change(first, value)) for name, value in mean.items()
+        ]
     return Outcome((make_table("pipetune/trained", rows),), devices=(frozen.device,))
 
 
 def replicas(options: Options) -> Outcome:
     """A global batch dealt to data-parallel replicas, each tuned for itself; the slowest one counts."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     rows = []
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         for count in _REPLICAS:
             slowest: dict[str, list[float]] = {}
             waits: dict[str, list[float]] = {}
             for seed in options.seeds:
-                batch = batch_of(setup, mixture, seed * 10_000, count * GLOBAL_BATCH)
+                batch = setups.batch_of(setup, mixture, seed * 10_000, count * setups.GLOBAL_BATCH)
                 for name, dealt in _dealings(case, batch, count, seed).items():
                     seconds = [_seconds(case, replica) for replica in dealt]
                     slowest.setdefault(name, []).append(max(seconds))
                     waits.setdefault(name, []).append(max(seconds) / float(np.mean(seconds)) - 1)
-            mean = means(slowest)
+            mean = setups.means(slowest)
             first = next(iter(mean.values()))
             rows += [
                 (
-                    NAMES[mixture],
+                    setups.NAMES[mixture],
                     str(count),
                     name,
                     f"{value:.3f}",
-                    change(first, value),
+                    setups.change(first, value),
                     f"{100 * float(np.mean(waits[name])):.1f} %",
                 )
                 for name, value in mean.items()
             ]
-    return Outcome((make_table("pipetune/replicas", rows, global_batch=GLOBAL_BATCH),), devices=(case.device,))
+    return Outcome((make_table("pipetune/replicas", rows, global_batch=setups.GLOBAL_BATCH),), devices=(case.device,))
 
 
-def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
+def _dealings(case: setups.Emulated, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
     order = random.Random(seed).sample(range(len(batch.samples)), len(batch.samples))
     chance = tuple(tuple(sorted(order[k::count])) for k in range(count))
     loads = batch_sizes(case.pipeline, batch).loads
@@ -126,7 +115,7 @@ def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, 
     }
 
 
-def _tuned(case: Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int) -> tuple[Replica, ...]:
+def _tuned(case: setups.Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int) -> tuple[Replica, ...]:
     parts = [batch.part(members) for members in dealt]
     return tuple(
         Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
@@ -134,7 +123,7 @@ def _tuned(case: Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], see
     )
 
 
-def _seconds(case: Emulated, replica: Replica) -> float:
+def _seconds(case: setups.Emulated, replica: Replica) -> float:
     """By the emulator's own costs, whatever the tables said."""
     plan = tuned_plan(case.pipeline, replica.batch, replica.tuned, case.costs, case.capacity_bytes)
     return simulate(plan.graph, plan.schedule).makespan_ns / 1e9

@@ -16,17 +16,7 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    MIXTURES,
-    NAMES,
-    ON_A,
-    RANKS,
-    Emulated,
-    Run,
-    batches,
-    emulated,
-    run_batch,
-)
+from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table
 
 _SIZES = (1, 2, 4, 8)
@@ -42,7 +32,7 @@ class _Sized:
 
     mixture: str
     batch: int
-    run: Run
+    run: setups.Run
     factor: float
 
     @property
@@ -60,14 +50,14 @@ class _Sized:
 
 def figure_11(options: Options) -> Outcome:
     """Estimated against emulated and executed iteration times: are microbatch sizes ranked rightly?"""
-    setup = ON_A["3b"]
-    case = emulated(setup)
+    setup = setups.ON_A["3b"]
+    case = setups.emulated(setup)
     rows, points = [], {}
     slept: list[_Sized] = []
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         planned, real, right, pairs = [], [], 0, 0
-        for number, (seed, batch) in enumerate(batches(setup, mixture, options)):
-            runs = [run_batch(case, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
+        for number, (seed, batch) in enumerate(setups.batches(setup, mixture, options)):
+            runs = [setups.run_batch(case, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
             ours = [one.tuned.planned_ns / 1e9 for one in runs]
             theirs = [one.seconds for one in runs]
             good, of = ranked_alike(ours, theirs)
@@ -77,11 +67,11 @@ def figure_11(options: Options) -> Outcome:
             if number % options.iterations == 0:  # the first batch of every seed
                 factor = _MEAN_MS * 1e6 / float(runs[0].plan.graph.duration_ns.mean())
                 slept += [_Sized(mixture, number, one, factor) for one in runs]
-        points[NAMES[mixture]] = (real, planned)
+        points[setups.NAMES[mixture]] = (real, planned)
         errors = [abs(p / r - 1) for p, r in zip(planned, real, strict=True)]
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 f"{100 * float(np.mean(errors)):.2f} %",
                 f"{100 * max(errors):.2f} %",
                 f"{right} of {pairs}",
@@ -104,11 +94,11 @@ def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> tuple[int, i
     return right, pairs
 
 
-def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
+def _executed(case: setups.Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
     """Run the plans on processes that sleep instead of computing."""
-    found = run_on_ranks([emulation_of(case, one) for one in slept], RANKS, "sleep")
+    found = run_on_ranks([emulation_of(case, one) for one in slept], setups.RANKS, "sleep")
     rows, points = [], {}
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         mine = [(one, took) for one, took in zip(slept, found, strict=True) if one.mixture == mixture]
         right = pairs = 0
         for _, group in itertools.groupby(mine, key=lambda each: each[0].batch):
@@ -124,7 +114,7 @@ def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
         ]
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 str(len(mine)),
                 f"{100 * float(np.mean(np.abs(errors))):.2f} %",
                 f"{100 * max(errors, key=abs):+.2f} %",
@@ -132,13 +122,13 @@ def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
                 f"{right} of {pairs}",
             )
         )
-        points[NAMES[mixture]] = ([t.total_ns / 1e9 for _, t in mine], [o.estimated_s for o, _ in mine])
+        points[setups.NAMES[mixture]] = ([t.total_ns / 1e9 for _, t in mine], [o.estimated_s for o, _ in mine])
     svg = scatter_figure(points, x=Axis("on sleeping ranks, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     picture = Figure("figure-11-executed", "The same plans on ranks that sleep", svg)
-    return make_table("pipetune/figure-11-executed", rows, ranks=RANKS, mean_ms=_MEAN_MS), picture
+    return make_table("pipetune/figure-11-executed", rows, ranks=setups.RANKS, mean_ms=_MEAN_MS), picture
 
 
-def emulation_of(case: Emulated, one: _Sized) -> Emulation:
+def emulation_of(case: setups.Emulated, one: _Sized) -> Emulation:
     """Lower a tuned batch, and say how long each step is to be slept."""
     graph, plan = one.graph, one.run.plan
     lowered = lower(

@@ -5,23 +5,7 @@ from __future__ import annotations
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
-from pipeloom_lab.reproduce.pipetune.setups import (
-    BALANCED,
-    MIXTURES,
-    NAMES,
-    ON_A,
-    ORIGINAL,
-    OURS,
-    PIPETUNE,
-    RECOMPUTED,
-    Emulated,
-    change,
-    emulated,
-    ends_of,
-    means,
-    seconds_by,
-    tuned_by,
-)
+from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
 SIZES = (2, 4, 6, 8, 12)
@@ -38,29 +22,33 @@ _PAPER = {"datamix1": "-40.7 %", "datamix2": "-28.9 %", "datamix3": "-16.1 %"}
 
 def sensitivity(options: Options) -> Outcome:
     """Reductions of Table 2 for other sizes of the untuned microbatch, and other recomputation."""
-    setup = ON_A["13b"]
-    rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in MIXTURES}
-    lines = {NAMES[mixture]: Line([], []) for mixture in MIXTURES}
+    setup = setups.ON_A["13b"]
+    rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in setups.MIXTURES}
+    lines = {setups.NAMES[mixture]: Line([], []) for mixture in setups.MIXTURES}
     for strategy, text in _STRATEGIES.items():
-        case = emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
+        case = setups.emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
         for contexts in SIZES:
             if contexts > case.max_contexts:
                 for each in rows.values():
                     each.append((text, str(contexts), "does not fit", *[""] * 4))
                 break
-            for mixture in MIXTURES:
+            for mixture in setups.MIXTURES:
                 seconds = _mean(case, mixture, contexts, options)
-                first, balanced = seconds[ORIGINAL], seconds[BALANCED]
-                changes = (change(first, seconds[name]) for name in (BALANCED, PIPETUNE, OURS))
-                rows[mixture].append((text, str(contexts), f"{first:.3f}", *changes, change(balanced, seconds[OURS])))
+                first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
+                changes = (
+                    setups.change(first, seconds[name]) for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
+                )
+                rows[mixture].append(
+                    (text, str(contexts), f"{first:.3f}", *changes, setups.change(balanced, seconds[setups.OURS]))
+                )
                 if strategy == "recompute":
-                    lines[NAMES[mixture]].add(contexts, 100 * (1 - seconds[OURS] / first))
+                    lines[setups.NAMES[mixture]].add(contexts, 100 * (1 - seconds[setups.OURS] / first))
     tables = tuple(
-        make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=NAMES[mixture], paper=_PAPER[mixture])
-        for mixture in MIXTURES
+        make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=setups.NAMES[mixture], paper=_PAPER[mixture])
+        for mixture in setups.MIXTURES
     )
-    used = emulated(setup)
-    recomputed = _STRATEGIES[RECOMPUTED]
+    used = setups.emulated(setup)
+    recomputed = _STRATEGIES[setups.RECOMPUTED]
     notes = (
         make_note("pipetune/sensitivity", recomputed=recomputed, max_contexts=used.max_contexts),
         make_note("pipetune/sensitivity-size"),
@@ -70,8 +58,8 @@ def sensitivity(options: Options) -> Outcome:
     return Outcome(tables, (figure,), notes, devices=(used.device,))
 
 
-def _mean(case: Emulated, mixture: str, contexts: int, options: Options) -> dict[str, float]:
+def _mean(case: setups.Emulated, mixture: str, contexts: int, options: Options) -> dict[str, float]:
     """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
-    settings = ends_of(case.setup) | {OURS: TuningSpec()}
-    ways = {name: tuned_by(case, spec, contexts) for name, spec in settings.items()}
-    return means(seconds_by(case.setup, mixture, options, ways))
+    settings = setups.ends_of(case.setup) | {setups.OURS: TuningSpec()}
+    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec in settings.items()}
+    return setups.means(setups.seconds_by(case.setup, mixture, options, ways))
