@@ -15,7 +15,7 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, check, simulate
 from pipeloom_instances import family, generate
-from pipeloom_lab.reproduce.dip.knapsack import MOST, knapsack_costs
+from pipeloom_lab.reproduce.dip.literal import MOST_CANDIDATES, knapsack_costs
 from pipeloom_lab.solvers import METHODS
 from pipeloom_lab.solvers.integer_program import program_strategies, solve_program, state_program
 from pipeloom_lab.solvers.literal import ProgramChooser, dip_literal, standstills
@@ -68,7 +68,7 @@ def test_the_knapsack_offers_ten_beside_keeping_everything_and_some_offload() ->
     costs = knapsack_costs(put_on_cluster("t2v-s", "dip-h800-64", Degrees(tensor=4, pipeline=4), update=False))
     module = costs.model_spec.modules[-1]
     found = costs.chunk_costs(Chunk(module.name, (0, 3), 0), Workload((8192,)))
-    assert len(found) == MOST + 1
+    assert len(found) == MOST_CANDIDATES + 1
     keep = found[0]
     assert all(cost.activation_bytes <= keep.activation_bytes for cost in found)
     assert any(cost.host_bytes for cost in found)

@@ -5,8 +5,8 @@ from pipeloom.search import ExactSolver, Method
 from pipeloom_lab.solvers.exact import cp_sat
 from pipeloom_lab.solvers.explore import depth_first, random_search, worst
 from pipeloom_lab.solvers.gurobi import gurobi as solve_by_gurobi
+from pipeloom_lab.solvers.linear import milp as solve_by_highs
 from pipeloom_lab.solvers.literal import dip_literal
-from pipeloom_lab.solvers.milp import milp as solve_by_highs
 from pipeloom_lab.solvers.sequences import uniform_start
 from pipeloom_lab.solvers.smt import z3
 from pipeloom_lab.solvers.tree import mcts_priority, mcts_sequence

@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
+from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, heads_and_tails, memory_changes, simulate
-from pipeloom_lab.solvers.exact import unit_of
+from pipeloom_lab.solvers import highs
+from pipeloom_lab.solvers.exact import finish, unit_of
 from pipeloom_lab.solvers.highs import Row
 
 BoolArray = npt.NDArray[np.bool_]
@@ -205,3 +207,34 @@ def _memory(graph: TaskGraph, bits: dict[tuple[int, int], int], before: BoolArra
                 limit += change / scale
         if columns:
             yield columns, factors, limit
+
+
+HAIR = 1e-7
+"""In mean task durations; well within the tolerance that bounds are corrected by."""
+
+
+def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0) -> Exact:
+    """Solve with HiGHS; arguments as in `pipeloom_lab.solvers.exact.cp_sat`.
+
+    Raises
+    ------
+    InputError
+        The graph has candidates.
+    """
+    refuse_candidates(graph, "milp")
+    model = state(graph, hint, bound_ns)
+    # Rows of times give way by a hair: exact ones, which rounding makes a little too strict, let HiGHS cut off optima.
+    slack = np.array([HAIR * (min(columns) < model.num_tasks) for columns, _, _ in model.rows])
+    integer = [model.is_integer(column) for column in range(len(model.low))]
+    lp = highs.program_of_rows(np.array(model.low), np.array(model.high), integer, model.rows, slack)
+    answer = highs.solve(
+        lp,
+        threads=workers,
+        random_seed=seed % (1 << 31),
+        time_limit=max(0.01, seconds),
+        mip_feasibility_tolerance=1e-9,
+        mip_rel_gap=0.0,
+    )
+    found = model.schedule(graph, answer.values, "milp") if answer.feasible else None
+    proved_ns = model.bound_ns(graph, answer.bound)
+    return finish(graph, hint, found, max(bound_ns, proved_ns), answer.optimal)

@@ -3,8 +3,7 @@
 from pipeloom_lab.reproduce.adaptis.characterise import figure_1, figure_3, figure_4
 from pipeloom_lab.reproduce.adaptis.depths import figure_8_depths
 from pipeloom_lab.reproduce.adaptis.execution import figure_11, figure_12
-from pipeloom_lab.reproduce.adaptis.generation import figure_13
-from pipeloom_lab.reproduce.adaptis.programs import figure_13_programs
+from pipeloom_lab.reproduce.adaptis.generation import figure_13, figure_13_programs
 from pipeloom_lab.reproduce.adaptis.scaling import figure_14, figure_15
 from pipeloom_lab.reproduce.adaptis.throughput import figure_8, figure_9, figure_10
 from pipeloom_lab.reproduce.part import read_parts

@@ -3,23 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.report.figures import Axis, bar_figure, line_figure
-from pipeloom_lab.reproduce.adaptis.setups import (
-    BASELINES,
-    FAMILIES,
-    GENERATOR,
-    ROUNDS,
-    SIZES,
-    PaperSetup,
-    best_baseline,
-    device,
-    generated_s,
-    mean,
-    ours_s,
-    over_best,
-    run_baseline,
-    seconds_of,
-    setup_of,
-)
+from pipeloom_lab.reproduce.adaptis import setups
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
@@ -39,32 +23,32 @@ _BEST = "the best of eight"
 def figure_8(options: Options) -> Outcome:
     """Every model, size and sequence length, with two and four microbatches per rank."""
     tables, figures = [], []
-    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in (*BASELINES, _BEST)}
-    for rounds in ROUNDS:
+    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in (*setups.BASELINES, _BEST)}
+    for rounds in setups.ROUNDS:
         rows = []
-        bars: dict[str, list[float | None]] = {name: [] for name in (*BASELINES, GENERATOR, "ours")}
+        bars: dict[str, list[float | None]] = {name: [] for name in (*setups.BASELINES, setups.GENERATOR, "ours")}
         for (family, tokens), paper in _PAPER_8.items():
-            for size, theirs in zip(SIZES, paper, strict=True):
-                setup = setup_of(family, size, tokens, rounds)
-                value, theirs_s = ours_s(setup, options), generated_s(setup, options)
+            for size, theirs in zip(setups.SIZES, paper, strict=True):
+                setup = setups.setup_of(family, size, tokens, rounds)
+                value, theirs_s = setups.ours_s(setup, options), setups.generated_s(setup, options)
                 seconds, cells = {}, [f"{family} {size}", str(tokens), str(setup.pipeline)]
-                for name, system in BASELINES.items():
-                    result = run_baseline(system, setup)
-                    seconds[name] = seconds_of(result)
+                for name, system in setups.BASELINES.items():
+                    result = setups.run_baseline(system, setup)
+                    seconds[name] = setups.seconds_of(result)
                     if result.fits:  # one that does not is no system to gain on
                         gains[name].append((seconds[name] / value, seconds[name] / theirs_s))
                     if name != "S-1F1B":
                         mark = "" if result.fits else " (out of memory)"
                         cells.append(f"{seconds['S-1F1B'] / seconds[name]:.2f}{mark}")
                     bars[name].append(seconds["S-1F1B"] / seconds[name])
-                bars[GENERATOR].append(seconds["S-1F1B"] / theirs_s)
+                bars[setups.GENERATOR].append(seconds["S-1F1B"] / theirs_s)
                 bars["ours"].append(seconds["S-1F1B"] / value)
-                if (best := best_baseline(setup)) is not None:
-                    gains[_BEST].append((seconds_of(best) / value, seconds_of(best) / theirs_s))
+                if (best := setups.best_baseline(setup)) is not None:
+                    gains[_BEST].append((setups.seconds_of(best) / value, setups.seconds_of(best) / theirs_s))
                 cells += [f"{seconds['S-1F1B'] / theirs_s:.2f}", f"{seconds['S-1F1B'] / value:.2f}"]
-                cells += [over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
+                cells += [setups.over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
                 rows.append(tuple(cells))
-        tables.append(make_table("adaptis/figure-8-models", rows, rounds=rounds, generator=GENERATOR))
+        tables.append(make_table("adaptis/figure-8-models", rows, rounds=rounds, generator=setups.GENERATOR))
         svg = bar_figure([" ".join(row[:2]) for row in rows], bars, y=Axis("throughput over S-1F1B"))
         figures.append(Figure(f"figure-8-{rounds}", f"Throughput, {rounds} microbatches per rank", svg))
     average = tuple(
@@ -73,30 +57,30 @@ def figure_8(options: Options) -> Outcome:
             *(
                 cell
                 for which in (0, 1)
-                for cell in (f"{mean(v[which] for v in values):.2f}", f"{max(v[which] for v in values):.2f}")
+                for cell in (f"{setups.mean(v[which] for v in values):.2f}", f"{max(v[which] for v in values):.2f}")
             ),
             _PAPER_AVERAGE.get(name, ""),
         )
         for name, values in gains.items()
         if values
     )
-    tables.append(make_table("adaptis/figure-8-average", average, generator=GENERATOR))
-    return Outcome(tuple(tables), tuple(figures), devices=device())
+    tables.append(make_table("adaptis/figure-8-average", average, generator=setups.GENERATOR))
+    return Outcome(tuple(tables), tuple(figures), devices=setups.device())
 
 
 def figure_9(options: Options) -> Outcome:
     """Nemotron-H large from 1K to 32K tokens, P = 8, T = 4, 64 microbatches."""
     lengths = (1024, 2048, 4096, 8192, 16384, 32768)
     base: float | None = None
-    gains: dict[str, list[float]] = {name: [] for name in (*BASELINES, GENERATOR)}
-    lines = {name: Line([], []) for name in (*BASELINES, GENERATOR, "ours")}
+    gains: dict[str, list[float]] = {name: [] for name in (*setups.BASELINES, setups.GENERATOR)}
+    lines = {name: Line([], []) for name in (*setups.BASELINES, setups.GENERATOR, "ours")}
     rows = []
     for tokens in lengths:
-        setup = PaperSetup("nemotron-h-large", 8, 4, 64, tokens)
-        results = {name: run_baseline(system, setup) for name, system in BASELINES.items()}
-        seconds = {name: seconds_of(result) for name, result in results.items()}
-        seconds[GENERATOR] = generated_s(setup, options)
-        seconds["ours"] = ours_s(setup, options)
+        setup = setups.PaperSetup("nemotron-h-large", 8, 4, 64, tokens)
+        results = {name: setups.run_baseline(system, setup) for name, system in setups.BASELINES.items()}
+        seconds = {name: setups.seconds_of(result) for name, result in results.items()}
+        seconds[setups.GENERATOR] = setups.generated_s(setup, options)
+        seconds["ours"] = setups.ours_s(setup, options)
         for name, value in seconds.items():
             rate = tokens / value
             base = base or rate
@@ -108,20 +92,22 @@ def figure_9(options: Options) -> Outcome:
                 str(tokens),
                 *(
                     f"{seconds[name] / seconds['ours']:.2f}{'' if results[name].fits else ' (out of memory)'}"
-                    for name in BASELINES
+                    for name in setups.BASELINES
                 ),
-                f"{seconds[GENERATOR] / seconds['ours']:.2f}",
-                over_best(setup, seconds["ours"]),
+                f"{seconds[setups.GENERATOR] / seconds['ours']:.2f}",
+                setups.over_best(setup, seconds["ours"]),
             )
         )
     svg = line_figure(lines, x=Axis("tokens of a sequence", log=True), y=Axis("tokens per second over S-1F1B at 1K"))
     return Outcome(
         (
-            make_table("adaptis/figure-9", rows, systems=(f"over {name}" for name in (*BASELINES, GENERATOR))),
+            make_table(
+                "adaptis/figure-9", rows, systems=(f"over {name}" for name in (*setups.BASELINES, setups.GENERATOR))
+            ),
             _extremes(gains),
         ),
         (Figure("figure-9", "Throughput by sequence length", svg),),
-        devices=device(),
+        devices=setups.device(),
     )
 
 
@@ -131,7 +117,14 @@ _PAPER_9 = {"S-1F1B": "1.54", "I-1F1B": "2.14", "ZB": "1.51", "Mist": "1.27"}
 def _extremes(gains: dict[str, list[float]]) -> Table:
     """The least, the largest and the average gain over every system, of the lengths at which it fits."""
     rows = tuple(
-        (name, str(len(each)), f"{min(each):.2f}", f"{max(each):.2f}", f"{mean(each):.2f}", _PAPER_9.get(name, ""))
+        (
+            name,
+            str(len(each)),
+            f"{min(each):.2f}",
+            f"{max(each):.2f}",
+            f"{setups.mean(each):.2f}",
+            _PAPER_9.get(name, ""),
+        )
         for name, each in gains.items()
         if each
     )
@@ -153,14 +146,14 @@ _COMBINATIONS = (
 def figure_10(options: Options) -> Outcome:
     """Tune placement (1), schedule (2) and partition (3), alone and together: the paper's generator, then ours."""
     tables, figures = [], []
-    setups = [setup_of(family, "Medium", 4096, ROUNDS[-1]) for family in FAMILIES]
-    for title, tune in ((GENERATOR, generated_s), ("ours", ours_s)):
+    medium = [setups.setup_of(family, "Medium", 4096, setups.ROUNDS[-1]) for family in setups.FAMILIES]
+    for title, tune in ((setups.GENERATOR, setups.generated_s), ("ours", setups.ours_s)):
         values = [
             [
                 tune(setup, options, phases, "schedule" in phases)
                 if phases
-                else seconds_of(run_baseline("S-1F1B", setup))
-                for setup in setups
+                else setups.seconds_of(setups.run_baseline("S-1F1B", setup))
+                for setup in medium
             ]
             for _, phases, _ in _COMBINATIONS
         ]
@@ -175,7 +168,7 @@ def figure_10(options: Options) -> Outcome:
         )
         names = [name for name, _, _ in _COMBINATIONS]
         svg = bar_figure(
-            list(FAMILIES), dict(zip(names, shares, strict=True)), y=Axis("share of the best throughput, %")
+            list(setups.FAMILIES), dict(zip(names, shares, strict=True)), y=Axis("share of the best throughput, %")
         )
         tables.append(
             make_table(
@@ -183,8 +176,8 @@ def figure_10(options: Options) -> Outcome:
                 rows,
                 title=title,
                 note=make_note(f"adaptis/figure-10-{title.lower()}"),
-                families=(c for family in FAMILIES for c in (family, f"paper: {family}")),
+                families=(c for family in setups.FAMILIES for c in (family, f"paper: {family}")),
             )
         )
         figures.append(Figure(f"figure-10-{title.lower()}", f"Ablation: {title}", svg))
-    return Outcome(tuple(tables), tuple(figures), devices=device())
+    return Outcome(tuple(tables), tuple(figures), devices=setups.device())

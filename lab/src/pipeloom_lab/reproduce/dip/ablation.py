@@ -17,7 +17,6 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline.simulate import memory_curve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, PaperSetup, device, gain, mean, seconds_text
-from pipeloom_lab.reproduce.dip.steps import unadaptive_system
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 
@@ -107,10 +106,10 @@ def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) ->
     systems = {
         "mixed, 1F1B": megatron_1f1b(case, batches, "time"),
         "mixed, interleaved 1F1B": megatron_interleaved(case, batches, "time"),
-        "mixed, dual queue": unadaptive_system("mixed", case, chained, runs.FIFO),
+        "mixed, dual queue": runs.unadaptive_system("mixed", case, chained, runs.FIFO),
         "separated, interleaved 1F1B": fixed_system("separated", case, apart, interleaved_one_f_one_b),
-        "separated, dual queue": unadaptive_system("separated", case, apart, runs.FIFO),
-        "separated with sub-microbatches, dual queue": unadaptive_system(
+        "separated, dual queue": runs.unadaptive_system("separated", case, apart, runs.FIFO),
+        "separated with sub-microbatches, dual queue": runs.unadaptive_system(
             "sub-microbatches", case, dip_layout(case, batches), runs.FIFO
         ),
     }

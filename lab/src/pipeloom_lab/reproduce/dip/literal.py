@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.compare.model_on_cluster import Microbatches, draw_iteration, graph_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, graph_of
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.mixtures import Mixtures, ranges
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
@@ -20,13 +23,34 @@ from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate, within_limits
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom_lab.reproduce.dip.knapsack import knapsack_costs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.integer_program import HIGHS_GAP, program_strategies, solve_program, state_program
 from pipeloom_lab.solvers.literal import standstills
+
+MOST_CANDIDATES = 10
+"""The paper's S."""
+
+
+class KnapsackCosts(EmulatedCosts):
+    """Costs that offer the fastest mixture, the leanest, and the fastest in each of eight ranges of bytes between.
+
+    All mixtures of the layers' strategies count, those that offload too. Keeping everything comes first, as everywhere;
+    where another is as fast and holds less, it is offered beside it.
+    """
+
+    def _offered(self, found: Mixtures) -> list[int]:
+        keep = int(found.free_front[-1])
+        rows = [keep, *(row for row in ranges(found, found.front, MOST_CANDIDATES) if row != keep)]
+        return rows + rows[-1:] * (MOST_CANDIDATES + 1 - len(rows))
+
+
+def knapsack_costs(case: ModelOnCluster) -> KnapsackCosts:
+    """Costs of a model on a cluster with DIP's own candidates."""
+    return KnapsackCosts(case.architecture, case.cluster, case.degrees, split=False, ladder=Ladder())
+
 
 COUNTS = (1, 2, 4, 8, 16, 64)
 """Microbatches whose programs are timed."""

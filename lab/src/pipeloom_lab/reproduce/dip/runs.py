@@ -8,7 +8,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pipeloom.compare.baseline import (
     SIZES,
@@ -24,7 +26,7 @@ from pipeloom.compare.baseline import (
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.gain import own_system
 from pipeloom.compare.iterations import TOKENS
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
 from pipeloom.compare.repacking import reordered
@@ -32,14 +34,14 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import Finishing
-from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b
+from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b, solve
+from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
-from pipeloom_lab.reproduce.dip.jitter import jittered_s
+from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, lower_bound, simulate
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
-from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
 from pipeloom_lab.reproduce.part import Options
 from pipeloom_lab.reproduce.texts import make_note
+from pipeloom_lab.solvers import uniform_start
 
 _ENTRIES = {entry.title: entry for entry in BASELINES.values()}
 MEGATRON, MEGATRON_EVEN = BASELINES["interleaved"].title, BASELINES["interleaved-time"].title
@@ -80,6 +82,54 @@ MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
 CHOICE = Deadline(2.0, "cpu")
 """To plan each sampled iteration under each of them."""
+
+
+def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) -> float:
+    """Mean seconds of an iteration in which every pass takes another time than planned, in the planned order.
+
+    Parameters
+    ----------
+    jitter : float
+        Relative standard deviation of a pass; times are log-normal, their means those planned.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = found.schedule.candidate
+    graph = found.graph if chosen is None else found.graph.with_candidates(chosen)
+    schedule = replace(found.schedule, candidate=None)
+    spread = np.sqrt(np.log1p(jitter**2))
+    total = 0.0
+    for _ in range(draws):
+        factor = rng.lognormal(-(spread**2) / 2, spread, graph.num_tasks)
+        drawn = replace(graph, duration_ns=np.rint(graph.duration_ns * factor).astype(np.int64))
+        total += simulate(drawn, schedule).makespan_ns / NS_PER_S
+    return total / draws + found.after_s
+
+
+def partitioned(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+    """DIP's layout under Megatron-LM's interleaved order (the first step of `dip.txt` Table 5)."""
+    return fixed_system("modality-aware, static order", case, dip_layout(case, batches), interleaved_one_f_one_b)
+
+
+def unadaptive_system(name: str, case: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
+    """A system that searches orders only, under one setting of recomputation for all.
+
+    The setting is the one under which first in, first out is fastest.
+    """
+
+    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        graph = graph_of(case, layout, groups, name, case.levels)
+        schedule = uniform_start(graph)
+        if schedule is None:
+            raise InfeasibleError(f"{name}: no setting of recomputation fits")
+        choice = schedule.candidate
+        if method != "first in, first out":
+            single = graph.with_candidates(choice)
+            schedule = solve(single, budget=budget, seed=seed, method=method, threads=threads).schedule
+        chosen = Schedule(schedule.order, choice, name)
+        return BaselineResult(name, layout, graph, chosen, simulate(graph, chosen), lower_bound(graph))
+
+    return System(name, layout, run)
+
 
 _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
     STATIC: partitioned,

@@ -4,9 +4,8 @@ from pipeloom_lab.reproduce.part import read_parts
 from pipeloom_lab.reproduce.pipetune.analysis import figure_5, figure_8, figure_10, packing
 from pipeloom_lab.reproduce.pipetune.beyond import replicas, trained
 from pipeloom_lab.reproduce.pipetune.execution import figure_11
-from pipeloom_lab.reproduce.pipetune.performance import figure_2, figure_6, figure_7, table_2
+from pipeloom_lab.reproduce.pipetune.performance import figure_2, figure_6, figure_7, sensitivity, table_2
 from pipeloom_lab.reproduce.pipetune.regime import own_regime
-from pipeloom_lab.reproduce.pipetune.sensitivity import sensitivity
 from pipeloom_lab.reproduce.pipetune.training import figure_9
 
 PARTS = read_parts(

@@ -1,4 +1,4 @@
-"""How fast: Table 2, Figs. 2, 6 and 7."""
+"""How fast: Table 2, Figs. 2, 6 and 7, and what the reductions of Table 2 depend on."""
 
 from __future__ import annotations
 
@@ -8,32 +8,8 @@ from pipeloom.packing import Policy
 from pipeloom.report import make_track, timeline_svg
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.tuning import TuningSpec
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    BALANCED,
-    MIXTURES,
-    NAMES,
-    ON_A,
-    ON_B,
-    ORIGINAL,
-    OURS,
-    OURS_BALANCED,
-    OURS_SEARCHED,
-    PIPETUNE,
-    PaperSetup,
-    batch_of,
-    best_static,
-    change,
-    emulated,
-    ends_of,
-    mean_seconds,
-    means,
-    run_batch,
-    searched_by,
-    seconds_by,
-    steps_of,
-    tuned_by,
-)
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
+from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_TABLE_2 = {
@@ -47,28 +23,28 @@ _FEW = 2
 
 def table_2(options: Options) -> Outcome:
     """The techniques one after the other, 13B on cluster A."""
-    setup = ON_A["13b"]
+    setup = setups.ON_A["13b"]
     tables = []
-    for mixture in MIXTURES:
-        seconds = mean_seconds(setup, mixture, options)
+    for mixture in setups.MIXTURES:
+        seconds = setups.mean_seconds(setup, mixture, options)
         paper = dict(zip(seconds, _PAPER_TABLE_2[mixture], strict=False))
-        first, balanced = seconds[ORIGINAL], seconds[BALANCED]
+        first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
         still = {}
-        for name, short in ((ORIGINAL, "Original"), (BALANCED, "Balanced")):
-            size, still[name] = best_static(setup, mixture, options, name)
+        for name, short in ((setups.ORIGINAL, "Original"), (setups.BALANCED, "Balanced")):
+            size, still[name] = setups.best_static(setup, mixture, options, name)
             seconds[f"{short} at the best static size, {_contexts(size)}"] = still[name]
         rows = tuple(
             (
                 name,
                 f"{value:.3f}",
-                *(change(before, value) for before in (first, balanced, still[BALANCED])),
+                *(setups.change(before, value) for before in (first, balanced, still[setups.BALANCED])),
                 paper.get(name, ""),
             )
             for name, value in seconds.items()
         )
-        tables.append(make_table("pipetune/table-2", rows, mixture=NAMES[mixture]))
+        tables.append(make_table("pipetune/table-2", rows, mixture=setups.NAMES[mixture]))
     tables.append(_smaller(setup, options))
-    case = emulated(setup)
+    case = setups.emulated(setup)
     settings, static = make_note("pipetune/settings"), make_note("pipetune/static")
     note = make_note("pipetune/table-2", max_contexts=case.max_contexts, context=setup.context, settings=settings)
     return Outcome(tuple(tables), notes=(note, static), devices=(case.device,))
@@ -78,18 +54,20 @@ def _contexts(count: int) -> str:
     return f"{count} context{'s' if count > 1 else ''}"
 
 
-def _smaller(setup: PaperSetup, options: Options) -> Table:
+def _smaller(setup: setups.PaperSetup, options: Options) -> Table:
     """The same where memory leaves an untuned run smaller microbatches."""
-    case, settings, rows = emulated(setup), ends_of(setup) | {OURS: TuningSpec()}, []
-    ways = {name: tuned_by(case, spec, _FEW) for name, spec in settings.items()}
-    for mixture in MIXTURES:
-        mean = means(seconds_by(setup, mixture, options, ways))
+    case, rows = setups.emulated(setup), []
+    for mixture in setups.MIXTURES:
+        mean = _mean(case, mixture, _FEW, options)
         quoted = _PAPER_TABLE_2[mixture][-1].partition("(")[2].rstrip(")")
         rows.append(
             (
-                NAMES[mixture],
-                f"{mean[ORIGINAL]:.3f}",
-                *(change(mean[ORIGINAL], mean[name]) for name in (BALANCED, PIPETUNE, OURS)),
+                setups.NAMES[mixture],
+                f"{mean[setups.ORIGINAL]:.3f}",
+                *(
+                    setups.change(mean[setups.ORIGINAL], mean[name])
+                    for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
+                ),
                 quoted,
             )
         )
@@ -100,39 +78,42 @@ def figure_6(options: Options) -> Outcome:
     """Three model sizes, two clusters, three mixtures."""
     tables, figures, devices = [], [], []
     single: dict[str, list[str]] = {}
-    for label, setups in (("PP4 on cluster B", ON_B), ("TP4·PP4 on cluster A", ON_A)):
+    for label, cluster in (("PP4 on cluster B", setups.ON_B), ("TP4·PP4 on cluster A", setups.ON_A)):
         rows, names = [], []
         bars: dict[str, list[float]] = {}
-        for setup in setups.values():
-            case = emulated(setup)
+        for setup in cluster.values():
+            case = setups.emulated(setup)
             devices.append(case.device)
-            for mixture in MIXTURES:
-                seconds = mean_seconds(setup, mixture, options, ends_of(setup))
-                names.append(f"{setup.size.upper()} {NAMES[mixture].removeprefix('Data')}")
+            for mixture in setups.MIXTURES:
+                seconds = setups.mean_seconds(setup, mixture, options, setups.ends_of(setup))
+                names.append(f"{setup.size.upper()} {setups.NAMES[mixture].removeprefix('Data')}")
                 for name, value in seconds.items():
                     bars.setdefault(name, []).append(value)
-                size, still = best_static(setup, mixture, options, BALANCED)
-                gains = {n: change(seconds[ORIGINAL], seconds[n]) for n in seconds if n != ORIGINAL}
+                size, still = setups.best_static(setup, mixture, options, setups.BALANCED)
+                gains = {
+                    n: setups.change(seconds[setups.ORIGINAL], seconds[n]) for n in seconds if n != setups.ORIGINAL
+                }
                 rows.append(
                     (
                         setup.name,
-                        NAMES[mixture],
+                        setups.NAMES[mixture],
                         str(case.max_contexts),
-                        f"{seconds[ORIGINAL]:.3f}",
-                        *(gains[n] for n in (BALANCED, PIPETUNE, OURS, OURS_BALANCED)),
-                        change(seconds[BALANCED], seconds[PIPETUNE]),
-                        change(seconds[BALANCED], seconds[OURS]),
-                        f"{size}: {change(seconds[ORIGINAL], still)}",
-                        change(still, seconds[PIPETUNE]),
-                        change(still, seconds[OURS]),
+                        f"{seconds[setups.ORIGINAL]:.3f}",
+                        *(gains[n] for n in (setups.BALANCED, setups.PIPETUNE, setups.OURS, setups.OURS_BALANCED)),
+                        setups.change(seconds[setups.BALANCED], seconds[setups.PIPETUNE]),
+                        setups.change(seconds[setups.BALANCED], seconds[setups.OURS]),
+                        f"{size}: {setups.change(seconds[setups.ORIGINAL], still)}",
+                        setups.change(still, seconds[setups.PIPETUNE]),
+                        setups.change(still, seconds[setups.OURS]),
                     )
                 )
                 if case.max_contexts == 1:
                     single.setdefault(setup.name, []).append(
-                        f"{gains[PIPETUNE]} (PipeTune) and {gains[OURS]} (ours) on {NAMES[mixture]}"
+                        f"{gains[setups.PIPETUNE]} (PipeTune) and {gains[setups.OURS]} (ours) on "
+                        f"{setups.NAMES[mixture]}"
                     )
         tables.append(make_table("pipetune/figure-6", rows, label=label))
-        stem = "figure-6-b" if setups is ON_B else "figure-6-a"
+        stem = "figure-6-b" if cluster is setups.ON_B else "figure-6-a"
         figures.append(Figure(stem, f"Mean iteration time, {label}", bar_figure(names, bars, y=Axis("seconds", low=0))))
     notes = (
         make_note("pipetune/figure-6", settings=make_note("pipetune/settings")),
@@ -144,17 +125,20 @@ def figure_6(options: Options) -> Outcome:
 
 def figure_7(options: Options) -> Outcome:
     """Static microbatch sizes against adaptive ones, 3B on cluster A."""
-    setup = ON_A["3b"]
-    case = emulated(setup)
+    setup = setups.ON_A["3b"]
+    case = setups.emulated(setup)
     sizes = [k for k in (1, 2, 4, 8) if k <= case.max_contexts]
     static = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
-    ways = {str(k): tuned_by(case, static, k) for k in sizes}
-    ways |= {"adaptive": tuned_by(case, steps_of(setup)[PIPETUNE]), OURS: tuned_by(case, TuningSpec())}
-    ways[OURS_SEARCHED] = searched_by(case, options)
+    ways = {str(k): setups.tuned_by(case, static, k) for k in sizes}
+    ways |= {
+        "adaptive": setups.tuned_by(case, setups.steps_of(setup)[setups.PIPETUNE]),
+        setups.OURS: setups.tuned_by(case, TuningSpec()),
+    }
+    ways[setups.OURS_SEARCHED] = setups.searched_by(case, options)
     rows, lines = [], {}
-    for mixture in MIXTURES:
-        found = seconds_by(setup, mixture, options, ways)
-        mean = means(found)
+    for mixture in setups.MIXTURES:
+        found = setups.seconds_by(setup, mixture, options, ways)
+        mean = setups.means(found)
         best = min(mean[str(k)] for k in sizes)
         every = np.array([found[str(k)] for k in sizes])
         wins = np.bincount(every.argmin(axis=0), minlength=len(sizes)).tolist()
@@ -162,19 +146,19 @@ def figure_7(options: Options) -> Outcome:
         paper = {"datamix3": "-9.27 %"}.get(mixture, "0 %")
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 *(f"{mean[str(k)]:.3f}" for k in sizes),
                 chosen,
-                change(best, float(every.min(axis=0).mean())),
+                setups.change(best, float(every.min(axis=0).mean())),
                 f"{mean['adaptive']:.3f}",
-                change(best, mean["adaptive"]),
+                setups.change(best, mean["adaptive"]),
                 paper,
-                f"{mean[OURS]:.3f}",
-                change(best, mean[OURS]),
-                change(best, mean[OURS_SEARCHED]),
+                f"{mean[setups.OURS]:.3f}",
+                setups.change(best, mean[setups.OURS]),
+                setups.change(best, mean[setups.OURS_SEARCHED]),
             )
         )
-        lines[NAMES[mixture]] = (sizes, [mean[str(k)] for k in sizes])
+        lines[setups.NAMES[mixture]] = (sizes, [mean[str(k)] for k in sizes])
     svg = line_figure(lines, x=Axis("microbatch size, contexts", log=True), y=Axis("seconds", low=0))
     figure = Figure("figure-7", "Static microbatch sizes", svg)
     return Outcome(
@@ -186,8 +170,8 @@ def figure_7(options: Options) -> Outcome:
 
 def figure_2(options: Options) -> Outcome:
     """The four-panel example: one batch, one technique more in every panel."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     half = max(1, case.max_contexts // 2)
     balance: Policy = "algorithm1_opened"
     panels = (
@@ -197,20 +181,77 @@ def figure_2(options: Options) -> Outcome:
         ("d: reordered, encoder pre-computed", TuningSpec(balance, "fixed", "clusters", "frozen"), half, "-6.05 %"),
         ("e: ours", TuningSpec(), None, ""),
     )
-    ways = {name: tuned_by(case, spec, contexts) for name, spec, contexts, _ in panels}
-    mean = means(seconds_by(setup, "datamix2", options, ways))
+    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec, contexts, _ in panels}
+    mean = setups.means(setups.seconds_by(setup, "datamix2", options, ways))
     first = before = mean[panels[0][0]]
     rows = []
     for name, _, _, paper in panels:
         share = 100 * (mean[name] - before) / first
-        rows.append((name, f"{mean[name]:.3f}", f"{share:+.2f} %", change(first, mean[name]), paper))
+        rows.append((name, f"{mean[name]:.3f}", f"{share:+.2f} %", setups.change(first, mean[name]), paper))
         before = mean[name]
-    batch = batch_of(setup, "datamix2", options.seeds[0] * 10_000)
+    batch = setups.batch_of(setup, "datamix2", options.seeds[0] * 10_000)
     tracks = []
     for name, spec, contexts, _ in panels:
-        one = run_batch(case, batch, spec, options.seeds[0], contexts and contexts * setup.context)
+        one = setups.run_batch(case, batch, spec, options.seeds[0], contexts and contexts * setup.context)
         tracks.append(
             make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=case.layout.chunk_names)
         )
     figure = Figure("figure-2", "One batch of DataMix2, 13B TP4·PP4, emulated", timeline_svg(tracks))
     return Outcome((make_table("pipetune/figure-2", rows),), (figure,), devices=(case.device,))
+
+
+SIZES = (2, 4, 6, 8, 12)
+"""Contexts of the largest microbatch."""
+_STRATEGIES = {
+    "keep": "nothing",
+    "selective": "norms, activation functions",
+    "recompute:0.5": "every second layer",
+    "recompute": "all",
+}
+_PAPER = {"datamix1": "-40.7 %", "datamix2": "-28.9 %", "datamix3": "-16.1 %"}
+"""PipeTune against Original, Table 2: quoted in the tables' titles."""
+
+
+def sensitivity(options: Options) -> Outcome:
+    """Reductions of Table 2 for other sizes of the untuned microbatch, and other recomputation."""
+    setup = setups.ON_A["13b"]
+    rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in setups.MIXTURES}
+    lines = {setups.NAMES[mixture]: Line([], []) for mixture in setups.MIXTURES}
+    for strategy, text in _STRATEGIES.items():
+        case = setups.emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
+        for contexts in SIZES:
+            if contexts > case.max_contexts:
+                for each in rows.values():
+                    each.append((text, str(contexts), "does not fit", *[""] * 4))
+                break
+            for mixture in setups.MIXTURES:
+                seconds = _mean(case, mixture, contexts, options)
+                first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
+                changes = (
+                    setups.change(first, seconds[name]) for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
+                )
+                rows[mixture].append(
+                    (text, str(contexts), f"{first:.3f}", *changes, setups.change(balanced, seconds[setups.OURS]))
+                )
+                if strategy == "recompute":
+                    lines[setups.NAMES[mixture]].add(contexts, 100 * (1 - seconds[setups.OURS] / first))
+    tables = tuple(
+        make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=setups.NAMES[mixture], paper=_PAPER[mixture])
+        for mixture in setups.MIXTURES
+    )
+    used = setups.emulated(setup)
+    recomputed = _STRATEGIES[setups.RECOMPUTED]
+    notes = (
+        make_note("pipetune/sensitivity", recomputed=recomputed, max_contexts=used.max_contexts),
+        make_note("pipetune/sensitivity-size"),
+    )
+    svg = line_figure(lines, x=Axis("largest microbatch, contexts"), y=Axis("shorter than Original, per cent", low=0))
+    figure = Figure("sensitivity", "Ours against Original, all layers recomputed", svg)
+    return Outcome(tables, (figure,), notes, devices=(used.device,))
+
+
+def _mean(case: setups.Emulated, mixture: str, contexts: int, options: Options) -> dict[str, float]:
+    """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
+    settings = setups.ends_of(case.setup) | {setups.OURS: TuningSpec()}
+    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec in settings.items()}
+    return setups.means(setups.seconds_by(case.setup, mixture, options, ways))

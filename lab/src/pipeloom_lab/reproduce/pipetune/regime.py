@@ -26,29 +26,8 @@ from pipeloom.taskgraph import NS_PER_S, IntArray
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec, batch_sizes
 from pipeloom_lab.reproduce.part import Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    BALANCED,
-    MIXTURES,
-    MOST_CONTEXTS,
-    NAMES,
-    ON_A,
-    ON_B,
-    ORIGINAL,
-    PIPETUNE,
-    RANKS,
-    RECOMPUTED,
-    Emulated,
-    PaperSetup,
-    batch_of,
-    batches,
-    change,
-    emulated,
-    held_bytes,
-    max_contexts,
-    mean_load,
-    run_batch,
-    steps_of,
-)
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.pipetune.setups import batches, max_contexts
 from pipeloom_lab.reproduce.texts import make_table
 
 STRATEGIES = ("keep", "selective", "recompute:0.5", "recompute")
@@ -61,22 +40,22 @@ PAPER = {"datamix1": 40.7, "datamix2": 28.9, "datamix3": 16.1}
 PAPERS = "the paper's"
 CHUNKS = (2, 4, 8)
 """Of a rank, in the other layouts that the planner may be given."""
-CONTEXTS = range(1, MOST_CONTEXTS + 1)
+CONTEXTS = range(1, setups.MOST_CONTEXTS + 1)
 """Of the largest microbatch."""
 FILLED = ("as long as they are", "filled up")
 SAMPLED = 2
 """Batches that layouts are chosen on."""
-HELD = ON_A["3b"]
+HELD = setups.ON_A["3b"]
 """Holds `MOST_CONTEXTS` at most (section 5.2)."""
 
 
 @cache
 def held_factor() -> float:
     """How many times the emulator's bytes activations must take for `HELD` to hold just as much as the paper says."""
-    case = emulated(HELD)
+    case = setups.emulated(HELD)
     return min(
         (case.capacity_bytes - static) / held
-        for static, held in held_bytes(case.setup, case.costs, case.layout, MOST_CONTEXTS)
+        for static, held in setups.held_bytes(case.setup, case.costs, case.layout, setups.MOST_CONTEXTS)
     )
 
 
@@ -87,15 +66,15 @@ class Regime:
     ``max_contexts`` is 0 where not even one context fits.
     """
 
-    case: Emulated
+    case: setups.Emulated
     max_contexts: int
 
 
 @cache
-def regime(setup: PaperSetup, recomputed: str = RECOMPUTED) -> Regime:
+def regime(setup: setups.PaperSetup, recomputed: str = setups.RECOMPUTED) -> Regime:
     """Put a setup into the memory that `held_factor` says."""
-    case, factor = emulated(setup, recomputed=recomputed), held_factor()
-    contexts = max_contexts(setup, case.costs, case.layout, case.capacity_bytes, MOST_CONTEXTS, factor)
+    case, factor = setups.emulated(setup, recomputed=recomputed), held_factor()
+    contexts = max_contexts(setup, case.costs, case.layout, case.capacity_bytes, setups.MOST_CONTEXTS, factor)
     pipeline = case.pipeline
     tight = _tight(case.capacity_bytes, pipeline.static_bytes)
     return Regime(replace(case, pipeline=replace(pipeline, capacity_bytes=pipeline.capacity_bytes - tight)), contexts)
@@ -107,7 +86,7 @@ def _tight(capacity_bytes: int, static_bytes: IntArray) -> IntArray:
     return np.array(np.ceil(capacity_bytes - static_bytes - room), np.int64)
 
 
-def padded(case: Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
+def padded(case: setups.Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
     """Pack a batch into contexts by a policy, and fill each up with a sequence of nothing.
 
     Taken in order, any whole number of these contexts is a microbatch of just as many tokens.
@@ -124,7 +103,7 @@ def padded(case: Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
 
 
 def tuned_seconds(
-    setup: PaperSetup,
+    setup: setups.PaperSetup,
     batches: Sequence[tuple[int, Batch]],
     spec: TuningSpec,
     *,
@@ -166,17 +145,17 @@ def tuned_seconds(
 
 @cache
 def _tuned(
-    setup: PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
+    setup: setups.PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
 ) -> float:
     case = regime(setup, recomputed).case
     if pad:
         batch = padded(case, batch, spec.pack, seed)
         spec = TuningSpec("first_fit", spec.micro_batch, spec.order, spec.precompute, setup.context)
-    return run_batch(case, batch, spec, seed, contexts * setup.context).seconds
+    return setups.run_batch(case, batch, spec, seed, contexts * setup.context).seconds
 
 
 @cache
-def joined(setup: PaperSetup, name: str) -> Problem:
+def joined(setup: setups.PaperSetup, name: str) -> Problem:
     """What the planner chooses in: packings, orders, and a strategy of its own for every layer of every pair.
 
     Nothing is offloaded, as the paper's system offloads nothing.
@@ -186,8 +165,8 @@ def joined(setup: PaperSetup, name: str) -> Problem:
     name : str
         One of `layouts`.
     """
-    case = emulated(setup)
-    degrees = Degrees(tensor=setup.tensor, pipeline=RANKS)
+    case = setups.emulated(setup)
+    degrees = Degrees(tensor=setup.tensor, pipeline=setups.RANKS)
     costs = EmulatedCosts(
         case.costs.architecture, case.costs.cluster, degrees, split=False, ladder=Ladder(offloading=0)
     )
@@ -197,7 +176,7 @@ def joined(setup: PaperSetup, name: str) -> Problem:
         costs.model_spec,
         layout,
         costs,
-        PackingSpec(MOST_CONTEXTS * setup.context, "planned"),
+        PackingSpec(setups.MOST_CONTEXTS * setup.context, "planned"),
         case.capacity_bytes,
         spare_bytes=tuple(_tight(case.capacity_bytes, static).tolist()),
         reckoned=MemoryLimit(num_messages=0),
@@ -205,21 +184,21 @@ def joined(setup: PaperSetup, name: str) -> Problem:
 
 
 @cache
-def layouts(setup: PaperSetup) -> dict[str, Layout]:
+def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
     """The paper's layout, and others that the planner may be given: the encoder's images dealt, where ranks are several
     devices.
     """
-    case = emulated(setup)
+    case = setups.emulated(setup)
     model = case.costs.model_spec
     names = frozenset(module.name for module in model.modules[:-1])
-    found = {PAPERS: case.layout, "layers balanced": emulated(setup, even=False).layout}
+    found = {PAPERS: case.layout, "layers balanced": setups.emulated(setup, even=False).layout}
     ways = {"": frozenset[str]()}
     if setup.tensor > 1:
         ways[", images dealt"] = names
     for words, of in ways.items():
-        load = mean_load(setup, case.costs, of)
+        load = setups.mean_load(setup, case.costs, of)
         for chunks in CHUNKS:
-            layout = chain_of_stages(model, RANKS, chunks, _loads(load))
+            layout = chain_of_stages(model, setups.RANKS, chunks, _loads(load))
             found[f"{chunks} chunks a rank{words}"] = dealt(layout, of)
     return found
 
@@ -235,7 +214,7 @@ class Joined(NamedTuple):
     bound_s: float
 
 
-def joined_plans(setup: PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str) -> Joined:
+def joined_plans(setup: setups.PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str) -> Joined:
     """Plan batches on a layout; infinite: one does not fit."""
     problem = joined(setup, name)
     try:
@@ -247,9 +226,9 @@ def joined_plans(setup: PaperSetup, batches: Sequence[tuple[int, Batch]], search
 
 
 @cache
-def chosen_layout(setup: PaperSetup, mixture: str, search_s: float) -> str:
+def chosen_layout(setup: setups.PaperSetup, mixture: str, search_s: float) -> str:
     """The layout that the planner does best with on batches that nothing is timed on."""
-    sampled = [(0, batch_of(setup, mixture, 777_000 + number)) for number in range(SAMPLED)]
+    sampled = [(0, setups.batch_of(setup, mixture, 777_000 + number)) for number in range(SAMPLED)]
     return min(layouts(setup), key=lambda name: joined_plans(setup, sampled, search_s / 2, name).seconds)
 
 
@@ -257,8 +236,8 @@ def own_regime(options: Options) -> Outcome:
     """Memory of which 3B holds eight contexts: what fits, sizes and padding, every model, cluster and mixture."""
     fits = [
         (setup.name, cluster, *(str(regime(setup, each).max_contexts or "none") for each in STRATEGIES))
-        for cluster, setups in (("A", ON_A), ("B", ON_B))
-        for setup in setups.values()
+        for cluster, known in (("A", setups.ON_A), ("B", setups.ON_B))
+        for setup in known.values()
     ]
     factor = held_factor()
     return Outcome(
@@ -268,34 +247,38 @@ def own_regime(options: Options) -> Outcome:
                 fits,
                 factor=factor,
                 name=HELD.name,
-                most_contexts=MOST_CONTEXTS,
-                recomputed=WORDS[RECOMPUTED],
+                most_contexts=setups.MOST_CONTEXTS,
+                recomputed=WORDS[setups.RECOMPUTED],
                 strategies=WORDS.values(),
             ),
             _by_setup(options),
             _by_size(options),
         ),
-        devices=(emulated(ON_A["13b"]).device, emulated(ON_B["13b"]).device),
+        devices=(setups.emulated(setups.ON_A["13b"]).device, setups.emulated(setups.ON_B["13b"]).device),
     )
 
 
 def _by_setup(options: Options) -> Table:
     rows = []
-    for cluster, setups in (("A", ON_A), ("B", ON_B)):
-        for setup in setups.values():
-            for mixture in MIXTURES:
+    for cluster, known in (("A", setups.ON_A), ("B", setups.ON_B)):
+        for setup in known.values():
+            for mixture in setups.MIXTURES:
                 drawn = list(batches(setup, mixture, options))
                 name = chosen_layout(setup, mixture, options.search_s)
                 ours = joined_plans(setup, drawn, options.search_s, name)
                 for (rule, pad), strategies in _rules(setup).items():
                     cells = _settings(setup, drawn, pad=pad, strategies=strategies)
-                    rows.append((setup.name, cluster, NAMES[mixture], rule, FILLED[pad], *_cells(cells, ours), name))
-    return make_table("pipetune/regime-setups", rows, recomputed=WORDS[RECOMPUTED], sampled=SAMPLED, columns=_COLUMNS)
+                    rows.append(
+                        (setup.name, cluster, setups.NAMES[mixture], rule, FILLED[pad], *_cells(cells, ours), name)
+                    )
+    return make_table(
+        "pipetune/regime-setups", rows, recomputed=WORDS[setups.RECOMPUTED], sampled=SAMPLED, columns=_COLUMNS
+    )
 
 
 def _by_size(options: Options) -> Table:
-    setup, rows, distance = ON_A["13b"], [], dict[tuple[bool, int], list[float]]()
-    for mixture in MIXTURES:
+    setup, rows, distance = setups.ON_A["13b"], [], dict[tuple[bool, int], list[float]]()
+    for mixture in setups.MIXTURES:
         drawn = list(batches(setup, mixture, options))
         name = chosen_layout(setup, mixture, options.search_s)
         ours = [joined_plans(setup, drawn, options.search_s, each).seconds for each in (PAPERS, name)]
@@ -308,7 +291,14 @@ def _by_size(options: Options) -> Table:
                 distance.setdefault((pad, contexts), []).append(off)
                 near = "within 5 points" if off <= 5 else ""
                 rows.append(
-                    (NAMES[mixture], FILLED[pad], str(contexts), *_cells(cells, ours), f"-{PAPER[mixture]} %", near)
+                    (
+                        setups.NAMES[mixture],
+                        FILLED[pad],
+                        str(contexts),
+                        *_cells(cells, ours),
+                        f"-{PAPER[mixture]} %",
+                        near,
+                    )
                 )
     least, most, (filled, size) = min((float(np.mean(each)), max(each), key) for key, each in distance.items())
     return make_table(
@@ -316,7 +306,7 @@ def _by_size(options: Options) -> Table:
         rows,
         name=setup.name,
         max_contexts=regime(setup).max_contexts,
-        recomputed=WORDS[RECOMPUTED],
+        recomputed=WORDS[setups.RECOMPUTED],
         least=least,
         most=most,
         size=size,
@@ -329,23 +319,23 @@ _COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune")
 _Cell = tuple[float, str, int] | None
 
 
-def _rules(setup: PaperSetup) -> dict[tuple[str, bool], tuple[str, ...]]:
+def _rules(setup: setups.PaperSetup) -> dict[tuple[str, bool], tuple[str, ...]]:
     """Recomputations of which settings choose the fastest, by the choice's name and whether contexts are filled up."""
     largest = max(STRATEGIES, key=lambda each: (regime(setup, each).max_contexts, -STRATEGIES.index(each)))
-    rules = {"the fastest": STRATEGIES, "as calibrated": (RECOMPUTED,), "for the largest microbatch": (largest,)}
+    rules = {"the fastest": STRATEGIES, "as calibrated": (setups.RECOMPUTED,), "for the largest microbatch": (largest,)}
     return {(rule, pad): strategies for rule, strategies in rules.items() for pad in (False, True)}
 
 
 def _settings(
-    setup: PaperSetup,
+    setup: setups.PaperSetup,
     drawn: Sequence[tuple[int, Batch]],
     *,
     contexts: int | None = None,
     pad: bool = False,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[_Cell]:
-    steps = steps_of(setup)
-    specs = [steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)]
+    steps = setups.steps_of(setup)
+    specs = [steps[name] for name in (setups.ORIGINAL, setups.BALANCED, setups.PIPETUNE)]
     return [tuned_seconds(setup, drawn, spec, contexts=contexts, pad=pad, strategies=strategies) for spec in specs]
 
 
@@ -353,11 +343,11 @@ def _cells(found: Sequence[_Cell], ours: Sequence[float]) -> tuple[str, ...]:
     first = found[0]
     if first is None:
         return ("does not fit", *[""] * (len(_COLUMNS) + len(ours) - 1))
-    others = [change(first[0], each[0]) if each else "" for each in found[1:]]
+    others = [setups.change(first[0], each[0]) if each else "" for each in found[1:]]
     contexts = f"{first[2]} context{'s' if first[2] > 1 else ''}"
     return (
         f"{first[0]:.3f}",
         f"{WORDS[first[1]]}, {contexts}",
         *others,
-        *("does not fit" if seconds == float("inf") else change(first[0], seconds) for seconds in ours),
+        *("does not fit" if seconds == float("inf") else setups.change(first[0], seconds) for seconds in ours),
     )
