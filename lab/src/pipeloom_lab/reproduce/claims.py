@@ -232,7 +232,7 @@ class OwnFigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgment:
     """A claim with our figures and the verdict."""
 
     claim: Claim
@@ -252,7 +252,7 @@ def command_of(claim: Claim, paper: str) -> str:
     return claim.command or f"pipeloom reproduce {paper} {claim.ours[0].part}"
 
 
-def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
+def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     """Look ours up and compare it.
 
     Raises
@@ -262,7 +262,7 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
     """
     command = command_of(claim, paper)
     if not claim.ours or any(cell.part not in records for cell in claim.ours):
-        return Judged(claim, "not made", "not made", _reason(claim, records), command)
+        return Judgment(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
         texts = [text for cell in claim.ours for text in cell.texts(records)]
         grades = [2 if claim.paper in text else 0 for text in texts]
@@ -272,7 +272,7 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
         grades = _rising(values) if claim.rule == "rises" else _compared(claim, values)
         ours = quantities_text(claim.ours, claim.unit, records)
     verdict: Verdict = _verdict(grades) if claim.comparable else "not comparable"
-    return Judged(claim, ours, verdict, _reason(claim, records), command)
+    return Judgment(claim, ours, verdict, _reason(claim, records), command)
 
 
 def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:

@@ -9,7 +9,7 @@ from pipeloom_lab.reproduce.claims import (
     SUBJECTS,
     VERDICTS,
     Claim,
-    Judged,
+    Judgment,
     MissingCellError,
     OwnFigure,
     command_of,
@@ -28,7 +28,7 @@ _CORES, _MOST_MINUTES = 2, 90
 """What the whole evaluation is to take, and on how many cores."""
 
 
-def judged_claims(records: Records) -> dict[str, list[Judged]]:
+def judged_claims(records: Records) -> dict[str, list[Judgment]]:
     """Every claim of every paper with ours beside it; what cannot be looked up is not made."""
     return {
         paper: [_judged(claim, paper, records.get(paper, {})) for claim in paper_claims(paper).claims]
@@ -36,11 +36,11 @@ def judged_claims(records: Records) -> dict[str, list[Judged]]:
     }
 
 
-def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
+def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     try:
         return judge(claim, paper, records)
     except MissingCellError as error:  # a part that was made with little, or whose rows have other names now
-        return Judged(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
+        return Judgment(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
 
 
 def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
@@ -119,13 +119,13 @@ def _makings(records: Records) -> str:
     return markdown_table(("day", "commit", "parts"), rows, words=True)
 
 
-def _row(paper: str, one: Judged) -> tuple[str, ...]:
+def _row(paper: str, one: Judgment) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
     return name, claim.where, claim.paper, one.ours, claim.subject, one.verdict, one.reason, f"`{one.command}`"
 
 
-def _tally(found: Mapping[str, list[Judged]]) -> str:
+def _tally(found: Mapping[str, list[Judgment]]) -> str:
     every = [one for each in found.values() for one in each]
     groups = {PAPERS[paper]: each for paper, each in found.items()}
     groups |= {f"*of* {subject}": [one for one in every if one.claim.subject == subject] for subject in SUBJECTS}
@@ -137,7 +137,7 @@ def _tally(found: Mapping[str, list[Judged]]) -> str:
     return markdown_table(("claims", "number", *VERDICTS), rows)
 
 
-def _misses(found: Mapping[str, list[Judged]]) -> str:
+def _misses(found: Mapping[str, list[Judgment]]) -> str:
     lines = []
     for verdict in ("not reached", "not made"):
         names = [

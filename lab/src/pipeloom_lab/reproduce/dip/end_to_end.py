@@ -140,7 +140,7 @@ def images_of(groups: Microbatches) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
+class Comparison:
     """A system beside ours on the same iterations."""
 
     title: str
@@ -157,7 +157,7 @@ class Against:
     """Which form of DIP it is, for the best of them."""
 
 
-def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Against]:
+def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Comparison]:
     """Systems that suit a model, timed beside ours."""
     out = {}
     for name in (name for name in names if runs.suits(name, setup)):
@@ -170,32 +170,32 @@ def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> 
     return out
 
 
-def _beside(setup: PaperSetup, name: str, form: str, numbers: list[tuple[int, int]], search_s: float) -> Against:
+def _beside(setup: PaperSetup, name: str, form: str, numbers: list[tuple[int, int]], search_s: float) -> Comparison:
     title = f"{name}: {form}" if form else name
     if name == runs.BEST_FORM and not form:
-        return Against(title)
+        return Comparison(title)
     found = runs.each_timed(setup, form or name, numbers, search_s)
     ours = runs.each_timed(setup, runs.OURS, numbers, search_s)
     chosen = sum(one is not None and one.as_chosen for one in found)
     fits = f"{chosen} / {len(found) - found.count(None) - chosen} / {found.count(None)}"
     both = [(a, b) for a, b in zip(found, ours, strict=True) if a is not None and b is not None]
     if not both:
-        return Against(title, fits, form=form)
+        return Comparison(title, fits, form=form)
     value, least = mean(a.seconds for a, _ in both), mean(b.seconds for _, b in both)
     if name == runs.OURS:
-        return Against(title, fits, value, 1.0)
+        return Comparison(title, fits, value, 1.0)
     jittered = gain(mean(a.jittered_s for a, _ in both), mean(b.jittered_s for _, b in both))
-    return Against(title, fits, value, least / value, gain(value, least), jittered, form)
+    return Comparison(title, fits, value, least / value, gain(value, least), jittered, form)
 
 
-def best_baseline(found: dict[str, Against]) -> str:
+def best_baseline(found: dict[str, Comparison]) -> str:
     """The baseline with the most throughput; of those that fit all iterations, if any do. Empty: none fits any."""
     fitting = [name for name in runs.BASELINE_TITLES if name in found and found[name].ratio is not None]
     whole = [name for name in fitting if found[name].fits.endswith("/ 0")]
     return max(whole or fitting, key=lambda name: found[name].ratio or 0.0, default="")
 
 
-def _over(found: dict[str, Against], best: str) -> tuple[str, str, str]:
+def _over(found: dict[str, Comparison], best: str) -> tuple[str, str, str]:
     """What ours is faster by than the best baseline; with jitter; and with the microbatches that are given."""
     theirs, given = found[best].seconds, found[runs.OURS_GIVEN].seconds
     return found[best].gain, found[best].jittered, "" if theirs is None or given is None else gain(theirs, given)
@@ -237,7 +237,7 @@ def _room(setup: PaperSetup, best: str, options: Options) -> tuple[str, str, str
     )
     bound, start = mean(least), mean(one.seconds for one in theirs)
 
-    def closed(found: list[runs.Timed]) -> str:
+    def closed(found: list[runs.TimedIteration]) -> str:
         return f"{(start - mean(one.seconds for one in found)) / (start - bound) * 100:.0f} %"
 
     return f"{(start / bound - 1) * 100:.1f} %", closed(ours), "" if given is None else closed(given)

@@ -94,7 +94,7 @@ def figure_12(options: Options) -> Outcome:
             graph = graph_of(case, layout, draw_iteration(case, count, 500 + options.seeds[0]), label)
             assert graph.candidates is not None
             graphs[label, count] = graph.with_candidates(np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
-    answers: dict[tuple[str, str, int], _Solved] = {}
+    answers: dict[tuple[str, str, int], _SolverRun] = {}
     lines: dict[str, dict[str, Line]] = {}
     # HiGHS goes first: it cannot run once CP-SAT's library has been loaded.
     for name, method in solvers.items():
@@ -137,7 +137,7 @@ def figure_12(options: Options) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class _SolverRun:
     """What was found, in how many processor seconds; or why nothing was tried."""
 
     spent_s: float = 0.0
@@ -147,7 +147,7 @@ class _Solved:
     problem: str = ""
 
 
-def _solved(graph: TaskGraph, method: str, options: Options) -> _Solved:
+def _solved(graph: TaskGraph, method: str, options: Options) -> _SolverRun:
     """Let our search or an exact solver order a graph."""
     begin, begin_there = time.process_time(), exact_worker.spent_s()
     if method == "default":
@@ -159,14 +159,14 @@ def _solved(graph: TaskGraph, method: str, options: Options) -> _Solved:
         try:
             exact = EXACT[method](graph, seconds=options.solver_s, hint=hint, bound_ns=0, seed=0)
         except InputError as error:
-            return _Solved(problem=f"refuses: {error.problem}")
+            return _SolverRun(problem=f"refuses: {error.problem}")
         makespan, bound, proved = simulate(graph, exact.schedule).makespan_ns, exact.bound_ns, exact.proved
     spent = time.process_time() - begin + exact_worker.spent_s() - begin_there
     # Solvers round times; a hundredth of a per cent is their grain.
-    return _Solved(spent, makespan, bound, proved or makespan <= bound * GRAIN)
+    return _SolverRun(spent, makespan, bound, proved or makespan <= bound * GRAIN)
 
 
-def _cell(answers: Mapping[tuple[str, str, int], _Solved], name: str, label: str, count: int) -> str:
+def _cell(answers: Mapping[tuple[str, str, int], _SolverRun], name: str, label: str, count: int) -> str:
     """An answer in words; ours against the optimum where a solver has proved it."""
     answer = answers.get((name, label, count))
     if answer is None:

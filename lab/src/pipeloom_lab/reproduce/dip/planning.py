@@ -47,7 +47,7 @@ def planning_time(options: Options) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedIteration:
     """Processor seconds up to the end of the search, and after it; what it found."""
 
     spent_s: tuple[float, float]
@@ -57,7 +57,9 @@ class Planned:
 
 
 @collector_paused()
-def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing) -> Planned | None:
+def planned(
+    setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing
+) -> PlannedIteration | None:
     """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
 
     ``finishing`` is what plan and proof took the last time, as the planner keeps it from batch to batch.
@@ -81,4 +83,4 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     after = time.process_time() - searched
     finishing.took(after, found.graph.num_tasks)
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return Planned((searched - begin, after), found.graph.num_tasks, found.iteration_s, gap)
+    return PlannedIteration((searched - begin, after), found.graph.num_tasks, found.iteration_s, gap)

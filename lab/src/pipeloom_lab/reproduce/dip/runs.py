@@ -176,7 +176,7 @@ def budget_of(name: str, search_s: float, finishing: Finishing | None = None) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedIteration:
     """One iteration under one system."""
 
     seconds: float
@@ -281,7 +281,7 @@ def refuse_faults(name: str, graph: TaskGraph, schedule: Schedule, timeline: Tim
 
 
 @functools.cache
-def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> Timed | None:
+def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> TimedIteration | None:
     """Time iteration ``number`` of a seed under a system by its title; None: it does not fit."""
     groups = setup.groups(seed, number)
     try:
@@ -295,7 +295,7 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
         return None
     spent = time.process_time() - begin
     judge(found)
-    return Timed(
+    return TimedIteration(
         found.iteration_s,
         spent,
         found.graph.num_tasks,
@@ -331,12 +331,16 @@ def best_form(
     return name, value
 
 
-def each_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed | None]:
+def each_timed(
+    setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float
+) -> list[TimedIteration | None]:
     """Time several iterations under a system; None in the place of one that does not fit."""
     return [timed(setup, name, *number, search_s) for number in numbers]
 
 
-def all_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed] | None:
+def all_timed(
+    setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float
+) -> list[TimedIteration] | None:
     """Time several iterations under a system; None: one of them does not fit."""
     out = []
     for number in numbers:

@@ -104,7 +104,7 @@ def replicas(options: Options) -> Outcome:
     return Outcome((make_table("pipetune/replicas", rows, global_batch=setups.GLOBAL_BATCH),), devices=(case.device,))
 
 
-def _dealings(case: setups.Emulated, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
+def _dealings(case: setups.EmulatedSetup, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
     order = random.Random(seed).sample(range(len(batch.samples)), len(batch.samples))
     chance = tuple(tuple(sorted(order[k::count])) for k in range(count))
     loads = batch_sizes(case.pipeline, batch).loads
@@ -115,7 +115,9 @@ def _dealings(case: setups.Emulated, batch: Batch, count: int, seed: int) -> dic
     }
 
 
-def _tuned(case: setups.Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int) -> tuple[Replica, ...]:
+def _tuned(
+    case: setups.EmulatedSetup, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int
+) -> tuple[Replica, ...]:
     parts = [batch.part(members) for members in dealt]
     return tuple(
         Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
@@ -123,7 +125,7 @@ def _tuned(case: setups.Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ..
     )
 
 
-def _seconds(case: setups.Emulated, replica: Replica) -> float:
+def _seconds(case: setups.EmulatedSetup, replica: Replica) -> float:
     """By the emulator's own costs, whatever the tables said."""
     plan = tuned_plan(case.pipeline, replica.batch, replica.tuned, case.costs, case.capacity_bytes)
     return simulate(plan.graph, plan.schedule).makespan_ns / 1e9

@@ -27,7 +27,7 @@ _SPEC = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
 
 
 @dataclass(frozen=True)
-class _Sized:
+class _SizedRun:
     """One batch at one size of microbatches, and how much longer its tasks are when they are slept."""
 
     mixture: str
@@ -53,7 +53,7 @@ def figure_11(options: Options) -> Outcome:
     setup = setups.ON_A["3b"]
     case = setups.emulated(setup)
     rows, points = [], {}
-    slept: list[_Sized] = []
+    slept: list[_SizedRun] = []
     for mixture in setups.MIXTURES:
         planned, real, right, pairs = [], [], 0, 0
         for number, (seed, batch) in enumerate(setups.batches(setup, mixture, options)):
@@ -66,7 +66,7 @@ def figure_11(options: Options) -> Outcome:
             real += theirs
             if number % options.iterations == 0:  # the first batch of every seed
                 factor = _MEAN_MS * 1e6 / float(runs[0].plan.graph.duration_ns.mean())
-                slept += [_Sized(mixture, number, one, factor) for one in runs]
+                slept += [_SizedRun(mixture, number, one, factor) for one in runs]
         points[setups.NAMES[mixture]] = (real, planned)
         errors = [abs(p / r - 1) for p, r in zip(planned, real, strict=True)]
         rows.append(
@@ -94,7 +94,7 @@ def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> tuple[int, i
     return right, pairs
 
 
-def _executed(case: setups.Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
+def _executed(case: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table, Figure]:
     """Run the plans on processes that sleep instead of computing."""
     found = run_on_ranks([emulation_of(case, one) for one in slept], setups.RANKS, "sleep")
     rows, points = [], {}
@@ -128,7 +128,7 @@ def _executed(case: setups.Emulated, slept: list[_Sized]) -> tuple[Table, Figure
     return make_table("pipetune/figure-11-executed", rows, ranks=setups.RANKS, mean_ms=_MEAN_MS), picture
 
 
-def emulation_of(case: setups.Emulated, one: _Sized) -> Emulation:
+def emulation_of(case: setups.EmulatedSetup, one: _SizedRun) -> Emulation:
     """Lower a tuned batch, and say how long each step is to be slept."""
     graph, plan = one.graph, one.run.plan
     lowered = lower(

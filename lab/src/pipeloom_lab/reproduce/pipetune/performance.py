@@ -250,7 +250,7 @@ def sensitivity(options: Options) -> Outcome:
     return Outcome(tables, (figure,), notes, devices=(used.device,))
 
 
-def _mean(case: setups.Emulated, mixture: str, contexts: int, options: Options) -> dict[str, float]:
+def _mean(case: setups.EmulatedSetup, mixture: str, contexts: int, options: Options) -> dict[str, float]:
     """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
     settings = setups.ends_of(case.setup) | {setups.OURS: TuningSpec()}
     ways = {name: setups.tuned_by(case, spec, contexts) for name, spec in settings.items()}

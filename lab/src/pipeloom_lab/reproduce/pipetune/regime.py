@@ -66,7 +66,7 @@ class Regime:
     ``max_contexts`` is 0 where not even one context fits.
     """
 
-    case: setups.Emulated
+    case: setups.EmulatedSetup
     max_contexts: int
 
 
@@ -86,7 +86,7 @@ def _tight(capacity_bytes: int, static_bytes: IntArray) -> IntArray:
     return np.array(np.ceil(capacity_bytes - static_bytes - room), np.int64)
 
 
-def padded(case: setups.Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
+def padded(case: setups.EmulatedSetup, batch: Batch, policy: Policy, seed: int) -> Batch:
     """Pack a batch into contexts by a policy, and fill each up with a sequence of nothing.
 
     Taken in order, any whole number of these contexts is a microbatch of just as many tokens.
@@ -207,22 +207,24 @@ def _loads(seconds: Mapping[str, float]) -> LayerLoad:
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
 
-class Joined(NamedTuple):
+class JoinedPlans(NamedTuple):
     """Mean seconds of the planner's own packings, orders and strategies; of the least bounds of packings it judged."""
 
     seconds: float
     bound_s: float
 
 
-def joined_plans(setup: setups.PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str) -> Joined:
+def joined_plans(
+    setup: setups.PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str
+) -> JoinedPlans:
     """Plan batches on a layout; infinite: one does not fit."""
     problem = joined(setup, name)
     try:
         each = [decide(problem, batch, Deadline(search_s, "cpu"), seed) for seed, batch in batches]
     except InfeasibleError:
-        return Joined(float("inf"), float("inf"))
+        return JoinedPlans(float("inf"), float("inf"))
     planned, least = np.mean([(one.ns, least_bound(problem, one).ns) for one in each], axis=0) / NS_PER_S
-    return Joined(float(planned), float(least))
+    return JoinedPlans(float(planned), float(least))
 
 
 @cache

@@ -57,7 +57,7 @@ ON_B = {size: PaperSetup(size, "pipetune-b", 1, 4096) for size in SIZES}
 
 
 @dataclass(frozen=True, eq=False)
-class Emulated:
+class EmulatedSetup:
     """A setup with its costs, laid out as TorchTitan does: encoder and projector before equally many layers a rank."""
 
     setup: PaperSetup
@@ -82,7 +82,7 @@ class Emulated:
 @cache
 def emulated(
     setup: PaperSetup, even: bool = True, recomputed: str = RECOMPUTED, most_contexts: int = MOST_CONTEXTS
-) -> Emulated:
+) -> EmulatedSetup:
     """Emulate a setup.
 
     Parameters
@@ -110,7 +110,7 @@ def emulated(
         max_length=setup.context,
         capacity_bytes=capacity,
     )
-    return Emulated(setup, costs, layout, pipeline, capacity, contexts)
+    return EmulatedSetup(setup, costs, layout, pipeline, capacity, contexts)
 
 
 def mean_load(setup: PaperSetup, costs: EmulatedCosts, dealt: frozenset[str] = frozenset()) -> dict[str, float]:
@@ -206,7 +206,7 @@ class Run:
         return self.timeline.makespan_ns / 1e9
 
 
-def run_batch(case: Emulated, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None) -> Run:
+def run_batch(case: EmulatedSetup, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None) -> Run:
     """Tune a batch by the tables, then time it with the emulator's own costs."""
     tuned = tune(case.pipeline, batch, token_budget or case.token_budget, spec, seed)
     plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
@@ -218,7 +218,7 @@ Way = Callable[[Batch, int], float]
 Key = TypeVar("Key")
 
 
-def tuned_by(case: Emulated, spec: TuningSpec, contexts: int | None = None) -> Way:
+def tuned_by(case: EmulatedSetup, spec: TuningSpec, contexts: int | None = None) -> Way:
     """Time batches under a setting, in microbatches of at most so many contexts (None: as many as fit)."""
     budget = None if contexts is None else contexts * case.setup.context
     return lambda batch, seed: run_batch(case, batch, spec, seed, budget).seconds
@@ -238,7 +238,7 @@ def means(found: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def static_sizes(case: Emulated) -> tuple[int, ...]:
+def static_sizes(case: EmulatedSetup) -> tuple[int, ...]:
     """Sizes of a microbatch, in contexts, that a user would try: powers of two, and the largest that fits."""
     return tuple(sorted({k for k in (1, 2, 4, 8) if k < case.max_contexts} | {case.max_contexts}))
 
@@ -257,7 +257,7 @@ def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) ->
     return best, mean[best]
 
 
-def searched_by(case: Emulated, options: Options) -> Way:
+def searched_by(case: EmulatedSetup, options: Options) -> Way:
     """Time batches under ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
     half = Deadline(options.search_s / 2, "cpu")
 
