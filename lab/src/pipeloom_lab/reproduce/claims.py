@@ -73,12 +73,12 @@ class Cell:
     """Subtracts another number."""
 
     def texts(self, records: Mapping[str, Record]) -> list[str]:
-        """The cells as they are written.
+        """Return the texts of the cells.
 
         Raises
         ------
         MissingCellError
-            The part is recorded without them.
+            The record has no such cells.
         """
         tables = _matching(records[self.part].tables, self.table, lambda table: table.title)
         cells = [cell for table in tables for cell in self._cells(table)]
@@ -96,12 +96,12 @@ class Cell:
         return [row[table.columns.index(column)] for column in columns for row in rows]
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure.
+        """Return the number.
 
         Raises
         ------
         MissingCellError
-            There are no such cells, or no number in one that stands by itself ("out of memory").
+            No cell matches, or the only matching cell has no number ("out of memory").
         """
         texts = [text for text in self.texts(records) if _NUMBER.search(text)]
         read = [_numbers(text) for text in texts]
@@ -117,24 +117,24 @@ class Cell:
 
 
 def _matching(items: Sequence[T], word: str, name: Callable[[T], str]) -> list[T]:
-    """Items of that very name, or else those whose names begin so."""
+    """Return the items with this name, or else those whose names start with it."""
     return [item for item in items if name(item) == word] or [item for item in items if name(item).startswith(word)]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, and with how many decimals it is told."""
+    """A number and its number of decimals."""
 
     value: float
     decimals: int
 
     def __str__(self) -> str:
-        """As it is told."""
+        """Return the number with its decimals."""
         return f"{round(self.value, self.decimals) + 0.0:.{self.decimals}f}"
 
 
 def _numbers(text: str) -> list[Figure]:
-    """Numbers in a text; "22 of 24" is a share in per cent, and one number."""
+    """Return the numbers in a text. "22 of 24" counts as one number, in per cent."""
     if share := _SHARE.search(text):
         return [Figure(100 * int(share[1]) / int(share[2]), 0)]
     return [Figure(float(word), len(word.partition("e")[0].partition(".")[2])) for word in _NUMBER.findall(text)]
@@ -243,22 +243,22 @@ class Judgment:
 
 
 def paper_numbers(claim: Claim) -> list[float]:
-    """The paper's figures."""
+    """Return the paper's figures."""
     return [figure.value for figure in _numbers(claim.paper)]
 
 
 def command_of(claim: Claim, paper: str) -> str:
-    """What makes ours."""
+    """Return the command that makes our figures."""
     return claim.command or f"pipeloom reproduce {paper} {claim.ours[0].part}"
 
 
 def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
-    """Look ours up and compare it.
+    """Look our figures up and compare them with the paper's.
 
     Raises
     ------
     MissingCellError
-        A part is recorded, but not what the claim looks for.
+        A record lacks a cell that the claim names.
     """
     command = command_of(claim, paper)
     if not claim.ours or any(cell.part not in records for cell in claim.ours):
@@ -276,12 +276,12 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
 
 
 def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:
-    """Figures and their unit as one text.
+    """Return the numbers and their unit as one text.
 
     Raises
     ------
     LookupError
-        A part is not recorded, or not with these figures.
+        A part is not recorded, or its record lacks a cell.
     """
     return ", ".join(str(quantity.number(records)) for quantity in ours) + f" {unit}".rstrip()
 
@@ -292,7 +292,7 @@ def _reason(claim: Claim, records: Mapping[str, Record]) -> str:
 
 
 def _compared(claim: Claim, values: list[float]) -> list[int]:
-    """Each figure's grade: 2 reached, 1 partly, 0 not."""
+    """Return the grade of each figure: 2 reached, 1 partly, 0 not reached."""
     off = 1.0 if claim.speedup else 0.0
     return [_grade(claim.rule, v - off, p - off) for v, p in zip(values, paper_numbers(claim), strict=True)]
 

@@ -1,4 +1,4 @@
-"""The index: every claim of the papers beside ours, from the records."""
+"""The index page: every claim of the papers with our figures, from the records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Records = Mapping[str, Mapping[str, Record]]
 
 
 _CORES, _MOST_MINUTES = 2, 90
-"""What the whole evaluation is to take, and on how many cores."""
+"""The goal for the whole evaluation: minutes, and on how many cores."""
 
 
 def judged_claims(records: Records) -> dict[str, list[Judgment]]:
-    """Every claim of every paper with ours beside it; what cannot be looked up is not made."""
+    """Judge every claim of every paper. A claim whose figures are not recorded is *not made*."""
     return {
         paper: [_judged(claim, paper, records.get(paper, {})) for claim in paper_claims(paper).claims]
         for paper in PAPERS
@@ -44,7 +44,7 @@ def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment
 
 
 def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
-    """Our own figures by name, told, with the commands that make them."""
+    """Return our own figures by name, with their text and the command that makes them."""
     found = {}
     for paper in PAPERS:
         for own in paper_claims(paper).own:
@@ -57,7 +57,7 @@ def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
 
 
 def index_page(records: Records) -> str:
-    """The whole page."""
+    """Return the page."""
     found = judged_claims(records)
     texts = read_data("pages")
     blocks = [texts["index_head"].strip(), "## How many", _tally(found), texts["rules"].strip()]
@@ -78,7 +78,7 @@ def index_page(records: Records) -> str:
 
 
 def _goals(records: Records) -> str:
-    """Our own goals, judged as claims are, and how long all of it takes."""
+    """Return the table of our goals and of the duration of the whole evaluation."""
     rows = list[tuple[str, ...]]()
     for paper in PAPERS:
         for goal in paper_claims(paper).goals:
@@ -89,7 +89,7 @@ def _goals(records: Records) -> str:
 
 
 def _whole_evaluation(records: Records) -> tuple[str, ...]:
-    """How long all of it takes, of what it should take."""
+    """Return the row that compares the duration of the whole evaluation with its goal."""
     seconds = {True: 0.0, False: 0.0}
     for _, part, record in _every_part(records):
         seconds[part.alone] += 0.0 if record is None else record.made.seconds
@@ -105,12 +105,12 @@ def _whole_evaluation(records: Records) -> tuple[str, ...]:
 
 
 def _every_part(records: Records) -> list[tuple[str, Part, Record | None]]:
-    """All parts of all papers, and what is recorded of them."""
+    """Return all parts of all papers with their records."""
     return [(paper, part, records.get(paper, {}).get(part.name)) for paper in PAPERS for part in parts_of(paper)]
 
 
 def _makings(records: Records) -> str:
-    """Which parts were made by which state of the source, the newest first, and those that were not made."""
+    """Return the table of parts by the source that made them, newest first, then parts without a record."""
     names: dict[tuple[str, str], list[str]] = {}
     for paper, part, record in _every_part(records):
         made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")

@@ -1,4 +1,4 @@
-"""Pages from records alone: one for each paper, and files of the tables that are too long for it."""
+"""Pages of the papers, written from records alone, and CSV files of long tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table, read_da
 from pipeloom_lab.reproduce.record import Record
 
 MOST_ROWS = 20
-"""Of a table on a page; a longer one is a file beside it."""
+"""Longest table on a page; a longer one becomes a CSV file."""
 _KINDS = {
     "emulated": "emulated (no accelerator was used)",
     "planned": "planned: schedules simulated on measured layer costs",
@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
-    """The picture that a paper's page opens with, drawn from its records; None: what it shows is not recorded."""
+    """Draw the opening figure of a paper's page from its records; None if a number is not recorded."""
     try:
         return paper_claims(paper).opening.draw(records)
     except LookupError:
@@ -30,7 +30,7 @@ def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
 
 
 def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
-    """The page of a paper: the picture that it opens with, its figures and short tables."""
+    """Return the page of a paper: opening figure, figures, and short tables."""
     texts = read_data("pages")
     head = [texts["paper_head"].format(title=PAPERS[paper], paper=paper).strip()]
     if opening is not None:
@@ -40,12 +40,12 @@ def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None
 
 
 def long_tables(record: Record) -> dict[str, str]:
-    """Tables that are too long for the page, as CSV by the name of their file."""
+    """Return the tables that are too long for the page, as CSV by file name."""
     return {_file_of(record, table): _csv(table) for table in record.tables if len(table.rows) > MOST_ROWS}
 
 
 def section(paper: str, record: Record) -> str:
-    """One part as Markdown: pictures, short tables, links to long ones, notes, and how it was made."""
+    """Return one part as Markdown: figures, short tables, links to long ones, notes, and provenance."""
     blocks = [f"## {record.title}"]
     blocks += [f"![{title}]({paper}/{name}.svg)\n\n*{title}*" for name, title in record.figures.items()]
     for table in record.tables:
@@ -61,7 +61,7 @@ def section(paper: str, record: Record) -> str:
 
 
 def _facts(record: Record) -> str:
-    """Source, kind of time, settings, devices, and how the record was made."""
+    """Return the source, kind of time, settings, devices, and provenance of a record."""
     made = record.made
     spent = "" if made.processor_seconds is None else f", {made.processor_seconds:.0f} s of processor time"
     facts = [f"Repeats {record.source}. Times are {_KINDS[record.time]}.", *_amounts(record.settings, record.searched)]
@@ -75,7 +75,7 @@ def _facts(record: Record) -> str:
 
 
 def _amounts(settings: Settings, searched: str) -> list[str]:
-    """The settings as one sentence, or none."""
+    """Return the settings as one sentence, or nothing."""
     words = []
     if settings.seeds is not None:
         words.append(f"seeds {', '.join(map(str, settings.seeds))}")

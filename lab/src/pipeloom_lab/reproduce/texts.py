@@ -14,7 +14,7 @@ from pipeloom_lab.reproduce.part import Table, read_data
 
 
 def make_table(name: str, rows: Iterable[tuple[str, ...]], /, **values: Any) -> Table:
-    """Make the table ``PAPER/NAME`` of rows."""
+    """Make the table ``PAPER/NAME`` with these rows."""
     paper, _, key = name.partition("/")
     text = read_texts(paper)[key]
     columns = list[str]()
@@ -25,7 +25,7 @@ def make_table(name: str, rows: Iterable[tuple[str, ...]], /, **values: Any) -> 
 
 
 def make_note(name: str, /, **values: Any) -> str:
-    """Make the note ``PAPER/NAME``, which belongs to no table or to several."""
+    """Make the note ``PAPER/NAME``, for notes of no single table."""
     paper, _, key = name.partition("/")
     note: str = read_texts(paper)["notes"][key]
     return note.format_map(values)
@@ -33,5 +33,5 @@ def make_note(name: str, /, **values: Any) -> str:
 
 @functools.cache
 def read_texts(paper: str) -> dict[str, Any]:
-    """Read the texts of a paper by the names of tables; ``notes`` has those that are no table's."""
+    """Read the texts of a paper by table name; ``notes`` has the texts of no single table."""
     return read_data(f"{paper}/tables")
