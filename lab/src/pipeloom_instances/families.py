@@ -73,7 +73,7 @@ DIT_30B = Network("dit", 48, 6144, 30e9)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one family's problems are made."""
+    """Parameters of one family of problems."""
 
     kind: str
     """``vlm``, ``t2v`` or ``uniform``."""
@@ -91,14 +91,14 @@ class Family:
     split: bool = False
     """Backwards are input and weight gradients of equal length."""
     jitter: float = 0.0
-    """Durations differ between ranks by up to this part."""
+    """Largest relative deviation of a duration between ranks."""
     delay_ns: int = 0
-    """Of every edge between two ranks."""
+    """Delay in nanoseconds of every edge between two ranks."""
     recompute: bool = False
     """The first module keeps little and computes its forward once more in its backward."""
     strategies: bool = False
     """Every pair has up to ten candidates, made of what its layers may do (`LAYER_STRATEGIES`). The capacity is then
-    ``memory`` times what it would be by the leanest of them."""
+    ``memory`` times what it would be by the minimum-memory candidates."""
     split_price: float | None = None
     """Every pair may run its backward whole or, longer by this part, split (with ``split``)."""
 

@@ -72,7 +72,7 @@ def transfers(placement: PartitionPlacement, giver: int, taker: int) -> Iterator
 def permutations(placement: PartitionPlacement, most_chunks: int) -> Iterator[PartitionPlacement]:
     """Place layers anew while every rank keeps its number of layers.
 
-    First whole groups of stages: each rank's layers in 1, 2, ... pieces, dealt in turn (I-1F1B) or down and up
+    First whole groups of stages: each rank's layers in 1, 2, ... pieces, assigned in turn (I-1F1B) or down and up
     (Hanayo). Then two neighbouring chunks in halves that alternate, and chunks of equal size that exchange ranks.
     """
     counts: dict[int, int] = {}

@@ -19,7 +19,7 @@ METHODS: dict[str, Method] = {
     "windows": Method(default_then_windows, assigns=True),
     "mcts": Method(mcts_sequence, every_rollout=True),
     "mcts priority": Method(mcts_priority, every_rollout=True),
-    # DIP's tree search with orders made for the best uniform setting, not for the leanest strategies as published.
+    # DIP's tree search with orders made for the best uniform setting, not for minimum-memory strategies as published.
     "mcts uniform": Method(mcts_sequence, every_rollout=True, start=uniform_start),
     # DIP to the letter: its own memory rule, and HiGHS for every rank in every rollout.
     "dip literal": Method(dip_literal, every_rollout=True),

@@ -21,12 +21,12 @@ HIGHS_GAP = 0.05
 
 
 def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:
-    """Candidates of one rank's pairs under the order that the schedule gives it."""
+    """Return the candidates of one rank's pairs under the schedule's order."""
     return solve_program(state_program(StrategyChooser(graph), schedule.order[rank], rank))
 
 
 def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
-    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
+    """Return the schedule with new candidates; its order must fit with minimum-memory candidates."""
     return Schedule(schedule.order, program_choice(StrategyChooser(graph), schedule.order), schedule.method)
 
 
@@ -41,7 +41,7 @@ def program_choice(chooser: StrategyChooser, orders: Sequence[IntArray]) -> IntA
 
 
 def _greedy(options: Options) -> IntArray:
-    """The leanest choice, with what is left used: a start for the program."""
+    """Return a start for the program: minimum-memory candidates, then upgrades while memory remains."""
     num_pairs, num_places = len(options.time), len(options.capacity)
 
     def numbers() -> npt.NDArray[np.float64]:
@@ -79,7 +79,7 @@ class StatedProgram:
 
 
 def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> StatedProgram:
-    """State the program of one rank under its order; the leanest candidates must fit."""
+    """Build the program of one rank under its order; minimum-memory candidates must fit."""
     import highspy
 
     t, d = chooser.tables, chooser.desk
@@ -128,7 +128,7 @@ def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> State
 def _columns(
     options: Options, places: IntArray, host_places: IntArray
 ) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
-    """Rows and amounts of every candidate of every pair: its pair's choice, then memory, then the host's."""
+    """Return rows and amounts of every candidate of every pair: the choice row, then memory, then host memory."""
     activation, gradient, span = options.activation, options.gradient, options.span
     num_pairs, num_options = options.time.shape
     first_host_row = num_pairs + len(places)

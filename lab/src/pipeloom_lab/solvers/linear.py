@@ -53,11 +53,11 @@ class LinearModel:
     unit_ns: float
 
     def is_integer(self, column: int) -> bool:
-        """Whether a column is an order bit."""
+        """Return whether a column is an order bit."""
         return self.num_tasks <= column < len(self.low) - 1
 
     def bound_ns(self, graph: TaskGraph, dual: float) -> int:
-        """The lower bound that a solver's dual bound means, less the solver's tolerance.
+        """Return the lower bound of a solver's dual bound, less the solver's tolerance.
 
         All makespans are multiples of the graph's unit, so the next one is a bound as well. A solver that is cut
         early may have none.
@@ -68,7 +68,7 @@ class LinearModel:
         return max(0, ceil((dual - TOLERANCE) * self.unit_ns / unit) * unit)
 
     def schedule(self, graph: TaskGraph, values: npt.NDArray[np.float64], method: str) -> Schedule:
-        """The orders that a solution's bits say."""
+        """Return the orders that a solution's bits encode."""
         before = self.before.copy()
         for (a, b), column in self.bits.items():
             before[a, b], before[b, a] = values[column] > 0.5, values[column] <= 0.5
@@ -76,7 +76,7 @@ class LinearModel:
 
 
 def refuse_candidates(graph: TaskGraph, method: str) -> None:
-    """Refuse what these models do not state."""
+    """Raise `InputError` if the graph has candidates, which these models lack."""
     if graph.candidates is not None:
         raise InputError("method", f"{method} takes no candidates", "use cp-sat, or choose the candidates first")
 
@@ -101,7 +101,7 @@ def settled_orders(graph: TaskGraph, horizon_ns: int) -> BoolArray:
 
 
 def open_pairs(graph: TaskGraph, before: BoolArray) -> Iterator[tuple[int, int]]:
-    """Two tasks of one rank, the lower number first, whose order is not settled."""
+    """Yield two tasks of one rank with open order, the lower number first."""
     for rank in range(graph.num_ranks):
         for a, b in combinations(np.flatnonzero(graph.rank == rank).tolist(), 2):
             if not (before[a, b] or before[b, a]):
@@ -109,7 +109,7 @@ def open_pairs(graph: TaskGraph, before: BoolArray) -> Iterator[tuple[int, int]]
 
 
 def orders_from_pairs(graph: TaskGraph, before: BoolArray) -> tuple[IntArray, ...]:
-    """Orders per rank from a full relation between any two tasks of a rank."""
+    """Return orders per rank from a total order relation."""
     place = before.sum(axis=0)
     orders = []
     for rank in range(graph.num_ranks):
@@ -119,7 +119,7 @@ def orders_from_pairs(graph: TaskGraph, before: BoolArray) -> tuple[IntArray, ..
 
 
 def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray, int]]:
-    """What must hold for every task at whose start memory could be short.
+    """Yield the memory constraint of every task at whose start memory could run out.
 
     Yields
     ------
@@ -145,7 +145,7 @@ def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray
 
 
 def state(graph: TaskGraph, hint: Schedule, bound_ns: int) -> LinearModel:
-    """Write the problem down; no schedule longer than the hint is allowed."""
+    """Build the model; no schedule longer than the hint is feasible."""
     horizon = simulate(graph, hint).makespan_ns
     unit = max(1.0, float(graph.duration_ns.mean()))
     head, tail = heads_and_tails(graph, graph.duration_ns)
@@ -188,7 +188,7 @@ def _by_a_path(graph: TaskGraph) -> BoolArray:
 
 
 def _memory(graph: TaskGraph, bits: dict[tuple[int, int], int], before: BoolArray) -> Iterator[Row]:
-    """While each task runs, what tasks before it have left, and what it takes, must fit."""
+    """Yield rows that keep the held bytes within capacity while each task runs."""
     for task, at_start, others, net, capacity in memory_rows(graph):
         scale = float(max(capacity, 1))
         columns: list[int] = []

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """What the program found, and what it proved."""
+    """Answer of the program, and what it proved."""
 
     placement: PartitionPlacement
     schedule: Schedule
@@ -50,13 +50,13 @@ class _Program:
     rows: list[Row] = field(default_factory=list)
 
     def column(self, high: float, integer: bool = False) -> int:
-        """A number from 0 to ``high``."""
+        """Add a variable from 0 to ``high``."""
         self.high.append(high)
         self.integer.append(integer)
         return len(self.high) - 1
 
     def row(self, low: float, *terms: tuple[int, float]) -> None:
-        """Columns and factors whose sum is at least ``low``."""
+        """Add a row: the sum of columns times factors is at least ``low``."""
         columns, factors = zip(*terms, strict=True)
         self.rows.append((columns, factors, low))
 
@@ -81,7 +81,7 @@ class _Statement:
         self.same: dict[tuple[int, int], int] = {}
 
     def whole(self) -> bool:
-        """State everything; False: there is no time for that."""
+        """Build the whole program; return False if time runs out."""
         self._place()
         self._follow()
         if not self._exclude():
@@ -121,7 +121,7 @@ class _Statement:
                     self.program.row(self.length[kind][i], (mine[m], 1.0), (mine[m - 1], -1.0))
 
     def _exclude(self) -> bool:
-        """Two passes whose order is open do not overlap on one rank; False: that took too long to state."""
+        """Keep passes of open order apart on one rank; return False if building takes too long."""
         passes = [
             (kind, i, m)
             for m in range(self.chain.num_microbatches)
@@ -146,7 +146,7 @@ class _Statement:
         self.program.row(self.length[b[0]][b[1]] + slack, (first, 1.0), (second, -1.0), (bit, far), *away)
 
     def _same(self, one: int, other: int) -> int:
-        """Column that is 1 where two layers lie on one rank."""
+        """Return the column that is 1 if two layers are on one rank."""
         key = (min(one, other), max(one, other))
         if key not in self.same:
             self.same[key] = same = self.program.column(1.0)
@@ -156,7 +156,7 @@ class _Statement:
 
 
 def _before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    """Whether a comes before b in every answer: by the chain, and by the order of microbatches."""
+    """Return whether a precedes b in every answer, by the chain or the order of microbatches."""
     (kind, i, m), (other, j, n) = a, b
     if m > n:
         return False
@@ -164,9 +164,9 @@ def _before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
 
 
 def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
-    """Decide where layers lie and when they run, with HiGHS, cut after so many seconds of the clock.
+    """Choose placement and schedule with HiGHS, within a wall-clock limit.
 
-    It gets neither a bound nor a good answer: equal stages under GPipe are all that it is told, as its horizon.
+    The solver gets no bound and no good schedule. Equal stages under GPipe only set its horizon.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def _known(chain: LayerChain) -> WholeAnswer:
 def _answer(
     chain: LayerChain, statement: _Statement, values: npt.NDArray[np.float64], known: WholeAnswer
 ) -> WholeAnswer:
-    """The placement and the orders that the columns say, simulated; what is known where they are refused."""
+    """Return the simulated placement and orders of a solution, or ``known`` if the checker rejects them."""
     home = tuple(int(np.argmax(values[mine])) for mine in statement.on)
     # A layer stays a chunk of its own: passes of layers of one rank need not follow at once.
     placement = PartitionPlacement(tuple(range(chain.num_layers + 1)), home)

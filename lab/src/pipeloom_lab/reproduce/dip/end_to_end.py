@@ -24,9 +24,9 @@ from pipeloom_lab.reproduce.texts import make_note, make_table
 MOST_CHUNKS = (2, 4, 8, 16)
 """Chunks a rank that Megatron-LM's gains are also shown for."""
 SELDOM = 5
-"""Of the changing iterations, DIP's searches plan one in so many."""
+"""DIP's searches plan every ``SELDOM``-th of the changing iterations."""
 PAPERS_ITERATION = 6
-"""Of the changing iterations, the one that the paper tells Megatron-LM's distance of."""
+"""The changing iteration for which the paper quotes Megatron-LM's distance."""
 
 
 def figure_8a(options: Options) -> Outcome:
@@ -135,17 +135,17 @@ def _vision_note(setup: PaperSetup) -> str:
 
 
 def images_of(groups: Microbatches) -> float:
-    """Mean images of a microbatch."""
+    """Return the mean number of images of a microbatch."""
     return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A system beside ours on the same iterations."""
+    """A system compared with ours on the same iterations."""
 
     title: str
     fits: str = ""
-    """How many iterations fit under the layout chosen, under another, and not at all."""
+    """Numbers of iterations that fit under the chosen layout, under another layout, and not at all."""
     seconds: float | None = None
     """Mean of the iterations that both fit; None: there are none."""
     ratio: float | None = None
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Comparison]:
-    """Systems that suit a model, timed beside ours."""
+    """Time the systems that can train a model, and ours on the same iterations."""
     out = {}
     for name in (name for name in names if runs.suits(name, setup)):
         numbers = runs.planned_iterations(options, runs.PUBLISHED if name == runs.BEST_FORM else name)
@@ -196,7 +196,7 @@ def best_baseline(found: dict[str, Comparison]) -> str:
 
 
 def _over(found: dict[str, Comparison], best: str) -> tuple[str, str, str]:
-    """What ours is faster by than the best baseline; with jitter; and with the microbatches that are given."""
+    """Return our gain over the best baseline: planned, with jitter, and with given microbatches."""
     theirs, given = found[best].seconds, found[runs.OURS_GIVEN].seconds
     return found[best].gain, found[best].jittered, "" if theirs is None or given is None else gain(theirs, given)
 
@@ -215,7 +215,7 @@ def unsearched(options: Options) -> Outcome:
 
 
 def _our_layout(setup: PaperSetup) -> str:
-    """Name of the layout that ours has, of those tried."""
+    """Return the name of our layout."""
     mine = runs.system(setup, runs.OURS).layout
     return next(one.name for one in setup.layouts if one.layout == mine)
 
@@ -281,7 +281,7 @@ def published_search(options: Options) -> Outcome:
 
 
 def tried_layouts(_options: Options) -> Outcome:
-    """What each layout that was tried would have cost."""
+    """List the planned time and the lower bound of every tried layout."""
     tables = []
     for label, setup in SETUPS.items():
         tables.append(
@@ -371,7 +371,7 @@ def figure_8b(options: Options) -> Outcome:
         y=Axis("iteration time, s", low=0.0),
         title="VLM-S, image counts rising and falling",
     )
-    rising, falling, told = slice(0, 10), slice(14, 20), slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
+    rising, falling, quoted = slice(0, 10), slice(14, 20), slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
     paper = {
         runs.MEGATRON: f"52.9 % (iteration {PAPERS_ITERATION})",
         runs.NNSCALER: "10.4 %, later 50.5 %",
@@ -382,7 +382,7 @@ def figure_8b(options: Options) -> Outcome:
         (
             shown.get(name, name),
             *(_seconds_beside(series[name][part], ours[part]) for part in (slice(None), rising, falling)),
-            _most_behind(series[name][told], ours[told]),
+            _most_behind(series[name][quoted], ours[quoted]),
             _most_behind(series[name], ours),
             paper.get(name, ""),
         )
@@ -414,13 +414,13 @@ def figure_8b(options: Options) -> Outcome:
 
 
 def _known(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Iterations that were timed, and their seconds."""
+    """Return the timed iterations and their seconds."""
     at = [i for i, value in enumerate(values) if not isnan(value)]
     return [float(i + 1) for i in at], [values[i] for i in at]
 
 
 def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
-    """Mean seconds, and what ours is faster by on the same iterations."""
+    """Return mean seconds, and our gain on the same iterations."""
     both = [(v, o) for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
     if not both:
         return "not timed"
@@ -434,7 +434,7 @@ def _most_behind(values: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def image_bounds(i: int) -> tuple[int, int]:
-    """Least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
+    """Return the least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
     if i < 5:
         return round(16 * i / 4), 32
     share = (19 - i) / 14
@@ -442,7 +442,7 @@ def image_bounds(i: int) -> tuple[int, int]:
 
 
 def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Microbatches:
-    """Microbatches of 8192 tokens with an even draw of ``low`` to ``high`` images each, the rest text."""
+    """Draw microbatches of 8192 tokens with ``low`` to ``high`` images each, and text for the rest."""
     generator = np.random.default_rng(seed)
     groups = []
     for m in range(count):

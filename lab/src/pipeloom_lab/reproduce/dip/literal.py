@@ -35,7 +35,7 @@ MOST_CANDIDATES = 10
 
 
 class KnapsackCosts(EmulatedCosts):
-    """Costs that offer the fastest mixture, the leanest, and the fastest in each of eight ranges of bytes between.
+    """Costs that offer the fastest mixture, the minimum-memory one, and the fastest in each of eight ranges of bytes.
 
     All mixtures of the layers' strategies count, those that offload too. Keeping everything comes first, as everywhere;
     where another is as fast and holds less, it is offered beside it.
@@ -140,7 +140,7 @@ def _timed_programs(graph: TaskGraph, ways: dict[str, tuple[float, bool]]) -> li
 
 
 def _first_order(graph: TaskGraph) -> Schedule:
-    """First in, first out with the leanest candidates, which fits."""
+    """Return first in, first out with minimum-memory candidates, which fits."""
     lean = graph.with_candidates(leanest(graph))
     return solve(lean, budget=Evaluations(1), seed=0, method="mcts").schedule
 
@@ -263,7 +263,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
 
 
 def _with_programs(graph: TaskGraph, schedule: Schedule) -> int | None:
-    """Nanoseconds of an order with strategies by the programs; None: it does not fit with the leanest either."""
+    """Return the makespan of an order with strategies by the programs, or None if it does not fit at all."""
     lean = Schedule(schedule.order, np.array(leanest(graph), np.int64), "")
     if not within_limits(graph, lean, simulate(graph, lean)):
         return None

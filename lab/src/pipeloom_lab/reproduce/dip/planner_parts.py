@@ -229,7 +229,7 @@ def figure_13(options: Options) -> Outcome:
 
 
 def dealing(options: Options) -> Outcome:
-    """Microbatches dealt to data-parallel replicas in turn, and by work (the papers leave this out)."""
+    """Assign microbatches to data-parallel replicas in turn, and by work, which the papers leave out."""
     setup, replicas, each = SETUPS["VLM-S"], 4, 16
     case = setup.case
     layout = our_layout(case, setup.typical)

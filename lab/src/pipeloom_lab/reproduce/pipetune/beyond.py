@@ -74,7 +74,7 @@ def trained(options: Options) -> Outcome:
 
 
 def replicas(options: Options) -> Outcome:
-    """A global batch dealt to data-parallel replicas, each tuned for itself; the slowest one counts."""
+    """Assign a global batch to data-parallel replicas and tune each; the slowest one counts."""
     setup = setups.ON_A["13b"]
     case = setups.emulated(setup)
     rows = []
