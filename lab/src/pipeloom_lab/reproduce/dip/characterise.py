@@ -18,8 +18,7 @@ from pipeloom.spec.batch import Sample, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.spec.parallelism import Degrees
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches, images_of
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device, device_text, mean
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, device_text, images_of, mean
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 

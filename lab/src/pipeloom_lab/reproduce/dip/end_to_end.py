@@ -6,18 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
-import numpy as np
-
 from pipeloom.compare.baseline import by_parameters, fixed_system
 from pipeloom.compare.baselines.fsdp import fsdp_time
-from pipeloom.compare.model_on_cluster import Microbatches, layer_seconds
+from pipeloom.compare.model_on_cluster import layer_seconds
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.search import Evaluations, interleaved_one_f_one_b
-from pipeloom.spec import Sample
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.setups import H20, SETUPS, PaperSetup, device, gain, mean, seconds_text
+from pipeloom_lab.reproduce.dip.setups import (
+    H20,
+    SETUPS,
+    PaperSetup,
+    bounded_microbatches,
+    device,
+    gain,
+    image_bounds,
+    images_of,
+    mean,
+    seconds_text,
+)
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_note, make_table
 
@@ -132,11 +140,6 @@ def _vision_note(setup: PaperSetup) -> str:
         f" A microbatch has {images_of(groups):.1f} images, and vision takes "
         f"{time['vision'] / sum(time.values()) * 100:.0f} % of the layers' time."
     )
-
-
-def images_of(groups: Microbatches) -> float:
-    """Return the mean number of images of a microbatch."""
-    return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +354,7 @@ def figure_8b(options: Options) -> Outcome:
     for i in range(2 * length):
         low, high = image_bounds(i % length)
         groups = bounded_microbatches(setup.num_microbatches, low, high, 777 + i)
-        images.append(sum(len(s.image_tokens) for g in groups for s in g) / len(groups))
+        images.append(images_of(groups))
         for name, one in systems.items():
             if name in runs.SEARCHED and i % seldom:
                 series[name].append(float("nan"))
@@ -431,25 +434,3 @@ def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
 def _most_behind(values: Sequence[float], ours: Sequence[float]) -> str:
     behind = [v / o - 1 for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
     return f"{max(behind) * 100:.1f} %" if behind else ""
-
-
-def image_bounds(i: int) -> tuple[int, int]:
-    """Return the least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
-    if i < 5:
-        return round(16 * i / 4), 32
-    share = (19 - i) / 14
-    return round(16 * share), round(32 * share)
-
-
-def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Microbatches:
-    """Draw microbatches of 8192 tokens with ``low`` to ``high`` images each, and text for the rest."""
-    generator = np.random.default_rng(seed)
-    groups = []
-    for m in range(count):
-        images = int(generator.integers(low, high + 1))
-        documents = max(1, min(8, images))
-        shares = [images // documents + (k < images % documents) for k in range(documents)]
-        text = 8192 - 169 * images
-        cuts = [text // documents + (k < text % documents) for k in range(documents)]
-        groups.append([Sample(f"{m}.{k}", cuts[k], (169,) * n, (2704,) * n) for k, n in enumerate(shares)])
-    return groups

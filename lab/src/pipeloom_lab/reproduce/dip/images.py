@@ -18,8 +18,7 @@ from pipeloom.search import Deadline, Evaluations, solve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.ablation import graph_of_size
 from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, models_of_table_1, up_to
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device, gain, mean
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, gain, mean
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_table
 

@@ -22,8 +22,7 @@ from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate, within_limits
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers import uniform_start
