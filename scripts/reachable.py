@@ -1,8 +1,9 @@
 """List definitions of the laboratory that no claim, command, page or benchmark reaches.
 
 ``python scripts/reachable.py`` prints one line for each: functions, classes, methods and constants of
-``pipeloom_lab`` and ``pipeloom_instances`` that only tests use, or nothing does. ``--parts`` lists the parts of the
-evaluations of which no claim, goal or quoted figure reads a number; pages still show their tables.
+``pipeloom_lab`` and ``pipeloom_instances`` that only tests use, or nothing does. ``--unnamed`` lists parts of the
+evaluations of which no claim, goal or quoted figure reads a number (pages still show their tables), and search methods
+that no evaluation, benchmark or page outside ``docs/notes`` names (``--method`` still takes them).
 
 The search starts at the entry points of ``lab/pyproject.toml``, at the commands, parts and methods that they name, and
 at ``benchmarks/`` and ``examples/``. A definition reaches every name in its source that its module defines or imports,
@@ -224,9 +225,21 @@ def unquoted_parts() -> Iterator[str]:
         yield from (f"{paper} {part.name}" for part in parts_of(paper) if part.name not in quoted)
 
 
+def unnamed_methods() -> Iterator[str]:
+    """Search methods of the laboratory that no evaluation, benchmark or page of ``docs`` names."""
+    from pipeloom_lab.solvers import METHODS
+
+    evaluations = (SOURCE / "pipeloom_lab" / "reproduce").rglob("*.py")
+    paths = [*evaluations, *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.md")]
+    texts = [path.read_text() for path in paths]
+    for name in METHODS:
+        if not any(re.search(rf"[`\"]{name}[`\"]", text) for text in texts):
+            yield f"method {name}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", action="store_true", help="list parts of which no claim reads a number")
-    lines = list(unquoted_parts() if parser.parse_args().parts else unreached())
+    parser.add_argument("--unnamed", action="store_true", help="list parts and methods that nothing quotes or names")
+    lines = [*unquoted_parts(), *unnamed_methods()] if parser.parse_args().unnamed else [*unreached()]
     print(*lines, sep="\n", end="\n" if lines else "")
     sys.exit(bool(lines))
