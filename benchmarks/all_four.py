@@ -58,7 +58,7 @@ MOST_SEARCH = 10
 """Times our planning time that the papers' tree searches get at their best number of microbatches."""
 
 
-class Found(NamedTuple):
+class Measurement(NamedTuple):
     """Mean seconds of an iteration under each system alone, under AdaPtis with DIP's strategies, and under ours."""
 
     alone: dict[str, float]
@@ -107,7 +107,7 @@ def grouped(made: ModelOnCluster, batch: Batch, number: int) -> Microbatches:
     return [[batch.samples[i] for i in microbatch.samples] for microbatch in packed.microbatches]
 
 
-def measure(search_s: float = 1.0) -> Found:
+def measure(search_s: float = 1.0) -> Measurement:
     """Time every system on the same batches."""
     made = case()
     alone: dict[str, float] = {}
@@ -126,7 +126,7 @@ def measure(search_s: float = 1.0) -> Found:
     problem = _problem(made, draft)
     problem.warm_up()
     found = [decide(problem, batch_of(seed), Deadline(search_s, "cpu"), 0) for seed in _BATCHES]
-    return Found(alone, both, mean(_seconds("joined", one) for one in found), draft.name)
+    return Measurement(alone, both, mean(_seconds("joined", one) for one in found), draft.name)
 
 
 def _problem(made: ModelOnCluster, draft: LayoutDraft, tuning: TuningSpec | None = None) -> Problem:
@@ -230,7 +230,7 @@ def _chosen(made: ModelOnCluster, drafts: Sequence[LayoutDraft]) -> LayoutDraft:
     return LayoutDraft(best.name, best.layout, best.rule)
 
 
-def rows_of(found: Found) -> Iterator[list[str]]:
+def rows_of(found: Measurement) -> Iterator[list[str]]:
     """A row for every system."""
     for name, seconds in found.alone.items():
         yield [name, f"{seconds:.3f}", f"{seconds / found.joined_s - 1:+.1%}"]

@@ -240,7 +240,7 @@ def _delivery(repeats: int) -> str:
     return f"{text}\n\n{markdown_table(['step', 'ms'], rows)}"
 
 
-class _Delivered(NamedTuple):
+class _Delivery(NamedTuple):
     checked_s: float
     """Until rank 0 may use a plan."""
     begin_s: float
@@ -272,7 +272,7 @@ def _standing_in(spec: ModelSpec) -> Model:
     return Model(modules, lambda out, _: out.sum(), lambda _: 1.0, name=spec.name)
 
 
-def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Delivered]:
+def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Delivery]:
     """On one rank: the times of every delivery."""
     torch.set_num_threads(1)
     planner = Planner(setup, TcpPlanStore.host)
@@ -303,7 +303,7 @@ def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Del
         ready = time.monotonic()
         cpu.append(time.thread_time())
         linked.unlink()
-        found.append(_Delivered(checked, begin, woken_begin, woken, there, ready, cpu[1] - cpu[0], cpu[2] - cpu[1]))
+        found.append(_Delivery(checked, begin, woken_begin, woken, there, ready, cpu[1] - cpu[0], cpu[2] - cpu[1]))
     return found
 
 

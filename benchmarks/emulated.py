@@ -33,7 +33,7 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "measured-over-planned
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """An emulation with what it was planned from, which stays with the launching process."""
 
     emulation: Emulation
@@ -160,7 +160,7 @@ def _large_model(microbatches: int, points: dict[str, Points]) -> str:
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _random_emulation(num_ranks: int, seed: int) -> Planned:
+def _random_emulation(num_ranks: int, seed: int) -> PlannedRun:
     """A plan searched for a random batch, whose tasks take random times."""
     model, costs, packing = _problem()
     # No planned time for messages: those of this machine are what is measured.
@@ -174,10 +174,10 @@ def _random_emulation(num_ranks: int, seed: int) -> Planned:
     shapes = boundary_shapes(model, layout)
     plan = lower(graph, solution.schedule, solution.timeline, layout, packed, shapes)
     emulation = Emulation(plan, step_durations(graph, layout.chunk_names))
-    return Planned(emulation, graph, solution.schedule, layout.chunk_names, solution.timeline.makespan_ns)
+    return PlannedRun(emulation, graph, solution.schedule, layout.chunk_names, solution.timeline.makespan_ns)
 
 
-def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
+def _vlm_m(num_ranks: int, microbatches: int) -> PlannedRun:
     """VLM-M on so many pipeline ranks, with real shapes and emulated costs."""
     degrees = Degrees(data=32 // num_ranks, tensor=2, pipeline=num_ranks)
     case = put_on_cluster("vlm-m", "dip-h800-64", degrees, update=False)
@@ -194,4 +194,4 @@ def _vlm_m(num_ranks: int, microbatches: int) -> Planned:
     planned_ns = simulate(graph, solution.schedule).makespan_ns
     emulation = Emulation(plan, step_durations(chosen, layout.chunk_names))
     schedule = replace(solution.schedule, candidate=None)
-    return Planned(emulation, chosen, schedule, layout.chunk_names, planned_ns)
+    return PlannedRun(emulation, chosen, schedule, layout.chunk_names, planned_ns)

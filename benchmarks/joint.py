@@ -19,7 +19,7 @@ from pipeloom_lab.reproduce.pipetune.setups import (
     ON_A,
     PIPETUNE,
     RANKS,
-    Emulated,
+    EmulatedSetup,
     batch_of,
     best_static,
     emulated,
@@ -66,7 +66,7 @@ def run() -> str:
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _row(case: Emulated, apart: Layout, mixture: str) -> list[str]:
+def _row(case: EmulatedSetup, apart: Layout, mixture: str) -> list[str]:
     options = Options(iterations=BATCHES, seeds=(0,))
     found: dict[str, list[float]] = {}
     for number in range(BATCHES):
@@ -88,7 +88,7 @@ def _row(case: Emulated, apart: Layout, mixture: str) -> list[str]:
     return [*(f"{value:.3f}" for value in values), f"{gain:+.1%}"]
 
 
-def separate_layout(case: Emulated) -> Layout:
+def separate_layout(case: EmulatedSetup) -> Layout:
     """Every module over all ranks, as DIP's rules have it, for the second mixture's mean composition."""
     model, load = case.costs.model_spec, mean_load(case.setup, case.costs)
     samples = batch_of(case.setup, "datamix2", 98).samples
@@ -97,7 +97,7 @@ def separate_layout(case: Emulated) -> Layout:
     return separate(model, RANKS, places, lambda module, layer: load[f"{module}/{layer.kind}"])
 
 
-def planned_s(case: Emulated, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
+def planned_s(case: EmulatedSetup, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
     """Seconds of an iteration that is planned in a CPU second."""
     packing = PackingSpec(contexts * case.setup.context, policy)  # type: ignore[arg-type]
     problem = Problem(case.costs.model_spec, layout, case.costs, packing, case.capacity_bytes)

@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Family, tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One problem: CPU seconds of the steps, gaps, and the process's peak of memory."""
 
     num_tasks: int
@@ -43,7 +43,7 @@ class Measured:
     peak_gib: float
 
 
-def measure(of: Family, num_microbatches: int, seconds: float = _SEARCH_S) -> Measured:
+def measure(of: Family, num_microbatches: int, seconds: float = _SEARCH_S) -> Measurement:
     """Make a problem and search it."""
     graph = generate(replace(of, num_microbatches=num_microbatches), 0)
     begin = time.process_time()
@@ -63,7 +63,7 @@ def measure(of: Family, num_microbatches: int, seconds: float = _SEARCH_S) -> Me
     check_s = time.process_time() - begin
     first_gap = 100 * (best_ns / found.lower_bound.ns - 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Measured(graph.num_tasks, bound_s, first_s, check_s, first_gap, 100 * found.gap, found.evaluations, peak)
+    return Measurement(graph.num_tasks, bound_s, first_s, check_s, first_gap, 100 * found.gap, found.evaluations, peak)
 
 
 def run() -> str:
@@ -97,6 +97,6 @@ def run() -> str:
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _warmly(of: Family, size: int) -> Measured:
+def _warmly(of: Family, size: int) -> Measurement:
     warm_up()
     return measure(of, size)

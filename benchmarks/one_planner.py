@@ -19,7 +19,6 @@ from benchmarks import all_four, arrange, joint, large, overtaking, own_systems,
 from pipeloom.planner import Finishing
 from pipeloom.report import markdown_table
 from pipeloom.search import warm_up
-from pipeloom_lab.reproduce.adaptis.setups import MOST_SEARCH
 from pipeloom_lab.reproduce.dip import planning, runs
 from pipeloom_lab.reproduce.dip.large import mean_and_mfu
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS
@@ -32,7 +31,7 @@ _TIGHT = ("vlm-s-m1.5", "vlm-s-k3-m2.5", "vlm-l-k2-m1.5")
 _ORDERS_MS = {"gpt-13b": 3060.0, "nemotron-nano-9b": 1880.0}
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What a row came to; ``reached`` is None where this machine cannot tell. ``detail``: tables for below."""
 
     text: str
@@ -45,7 +44,7 @@ class Row(NamedTuple):
 
     title: str
     target: str
-    measure: Callable[[Path | None], Measured]
+    measure: Callable[[Path | None], Measurement]
 
 
 def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
@@ -75,35 +74,35 @@ def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
     return "\n\n".join((table, *details))
 
 
-def _combinations(_layers: Path | None) -> Measured:
+def _combinations(_layers: Path | None) -> Measurement:
     """The covering set is a test; it is run as one."""
     # Without durations the last line says how many passed.
     command = [sys.executable, "-m", "pytest", "--override-ini=addopts=", "-n", "0", "tests/combinations"]
     root = Path(__file__).parents[1]
     made = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     last = (made.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
-    return Measured(f"tests/combinations: {last}", made.returncode == 0)
+    return Measurement(f"tests/combinations: {last}", made.returncode == 0)
 
 
-def _size(_layers: Path | None) -> Measured:
+def _size(_layers: Path | None) -> Measurement:
     case = pipetune.emulated(pipetune.ON_A["13b"])
     layout = joint.separate_layout(case)
     batches = [pipetune.batch_of(case.setup, "datamix2", number) for number in range(joint.BATCHES)]
     seconds = mean(joint.planned_s(case, layout, batch, "planned", case.max_contexts) for batch in batches)
-    return Measured(f"{seconds:.2f} s", seconds <= 3.97)
+    return Measurement(f"{seconds:.2f} s", seconds <= 3.97)
 
 
-def _orders(layers: Path | None) -> Measured:
+def _orders(layers: Path | None) -> Measurement:
     files = sorted(layers.glob("*.layers.json")) if layers is not None else []
     found = dict(arrange.trained_ms(file) for file in files)
     known = {name: found[name] for name in _ORDERS_MS if name in found}
     if len(known) < len(_ORDERS_MS):
-        return Measured("no layers of measured models at hand (--layers FOLDER)", None)
+        return Measurement("no layers of measured models at hand (--layers FOLDER)", None)
     text = "; ".join(f"{name}: {', '.join(f'{ms:.0f}' for ms in each)}" for name, each in known.items())
-    return Measured(f"{text} ms (seeds)", all(max(each) <= _ORDERS_MS[name] for name, each in known.items()))
+    return Measurement(f"{text} ms (seeds)", all(max(each) <= _ORDERS_MS[name] for name, each in known.items()))
 
 
-def _own(_layers: Path | None) -> Measured:
+def _own(_layers: Path | None) -> Measurement:
     found = []
     for one in own_systems.compare():
         print(f"    {one.workload}: {one.ours_s:.3f}, {one.own} {one.own_s:.3f}, {one.gain:+.1%}", flush=True)
@@ -113,86 +112,87 @@ def _own(_layers: Path | None) -> Measured:
     words = (
         "The joint planner has one CPU second per batch. DIP's tree searches have ten CPU seconds, and "
         "a layout by DIP's rules. Pipeloom's layout was chosen before, on other iterations. PipeTune's "
-        f"recurrence ends by itself. AdaPtis' generator and the co-optimization have {MOST_SEARCH:g} CPU "
-        "s before training. If a published baseline is faster than AdaPtis, the table has that one."
+        "recurrence ends by itself. AdaPtis' generator and the co-optimization have "
+        f"{own_systems.ADAPTIS_SEARCH:g} CPU s before training. If a published baseline is faster than AdaPtis, the "
+        "table has that one."
     )
-    return Measured(text, reached, (words, table))
+    return Measurement(text, reached, (words, table))
 
 
-def _four(_layers: Path | None) -> Measured:
+def _four(_layers: Path | None) -> Measurement:
     found = all_four.measure()
     table = markdown_table(["baseline, its best microbatches", "s", "longer by"], list(all_four.rows_of(found)))
-    return Measured(f"{found.gain:+.1%} over the best alone", found.gain >= all_four.LEAST_GAIN, (table,))
+    return Measurement(f"{found.gain:+.1%} over the best alone", found.gain >= all_four.LEAST_GAIN, (table,))
 
 
-def _t2v_l(_layers: Path | None) -> Measured:
+def _t2v_l(_layers: Path | None) -> Measurement:
     setup, numbers = SETUPS["T2V-L"], runs.iterations(_OPTIONS, 1)
     ours = runs.all_timed(setup, runs.OURS_GIVEN, numbers, _OPTIONS.search_s)
     same = runs.all_timed(setup, runs.OURS_SAME, numbers, _OPTIONS.search_s)
     if ours is None or same is None:
-        return Measured("an iteration does not fit", False)
+        return Measurement("an iteration does not fit", False)
     first, second = mean(one.seconds for one in ours), mean(one.seconds for one in same)
     gap = max(one.seconds / one.bound_s - 1 for one in ours)
     text = f"{first:.1f} s, on DIP's layout {second:.1f} s; {100 * gap:.1f} % above the bound"
-    return Measured(text, first <= second and gap <= 0.05)
+    return Measurement(text, first <= second and gap <= 0.05)
 
 
-def _t2v_xl(_layers: Path | None) -> Measured:
+def _t2v_xl(_layers: Path | None) -> Measurement:
     found = {}
     for label in ("T2V-XL, 3072 GPUs", "T2V-XL, 6144 GPUs"):
         values = mean_and_mfu(LARGE[label], runs.OURS_GIVEN, runs.iterations(_OPTIONS, 1)[:1], _OPTIONS.search_s)
         found[label] = 0.0 if values is None else values[1]
     text = "; ".join(f"{label}: {value:.3f}" for label, value in found.items())
-    return Measured(text, max(found.values()) > 0.39)
+    return Measurement(text, max(found.values()) > 0.39)
 
 
-def _tight(_layers: Path | None) -> Measured:
+def _tight(_layers: Path | None) -> Measurement:
     gaps = {kind: median(100 * one.gap for one in search.runs_of(kind)) for kind in _TIGHT}
     text = ", ".join(f"{gap:.1f}" for gap in gaps.values())
-    return Measured(f"{text} % (medians of five)", max(gaps.values()) <= 3.0)
+    return Measurement(f"{text} % (medians of five)", max(gaps.values()) <= 3.0)
 
 
-def _exact(_layers: Path | None) -> Measured:
+def _exact(_layers: Path | None) -> Measurement:
     above = [each for number in overtaking.SIZES for each in overtaking.above_exact(number)]
     text = f"worst {max(above):.2f} %, median {median(above):.2f} %"
-    return Measured(text, round(max(above), 1) <= 0.3 and round(median(above), 1) <= 0.0)
+    return Measurement(text, round(max(above), 1) <= 0.3 and round(median(above), 1) <= 0.0)
 
 
-def _chains(_layers: Path | None) -> Measured:
+def _chains(_layers: Path | None) -> Measurement:
     gaps = [median(100 * one.gap for one in arrange.searched(chain, 5.0)) for _, chain in arrange.random_chains()]
     text = f"{', '.join(f'{gap:.1f}' for gap in gaps)} %"
-    return Measured(text, max(gaps) <= 1.2)
+    return Measurement(text, max(gaps) <= 1.2)
 
 
-def _planning(_layers: Path | None) -> Measured:
+def _planning(_layers: Path | None) -> Measurement:
     spent: dict[str, float] = {}
     finishing = Finishing()
     for label, setup in SETUPS.items():
         found = [planning.planned(setup, *each, _OPTIONS, finishing) for each in runs.iterations(_OPTIONS, 1)]
         spent[label] = max(float("inf") if one is None else sum(one.spent_s) for one in found)
     text = ", ".join(f"{label} {seconds:.2f}" for label, seconds in spent.items())
-    return Measured(f"{text} (largest of three)", max(spent.values()) <= 1.0)
+    return Measurement(f"{text} (largest of three)", max(spent.values()) <= 1.0)
 
 
-def _large(_layers: Path | None) -> Measured:
+def _large(_layers: Path | None) -> Measurement:
     of, (_, few, many) = large.SHAPES[large.TIGHT]
     least, most = (large.measure(of, count) for count in (few, many))
     text = (
         f"{most.num_tasks} tasks: check {most.check_s:.1f} s; first schedule {most.first_s:.1f} s; gap after 30 s "
         f"{most.gap:.1f} %, with {least.num_tasks} tasks {least.gap:.1f} %"
     )
-    return Measured(text, most.check_s <= 1.0 and most.first_s <= 10.0 and most.gap <= least.gap + 0.1)
+    return Measurement(text, most.check_s <= 1.0 and most.first_s <= 10.0 and most.gap <= least.gap + 0.1)
 
 
-def _threads(_layers: Path | None) -> Measured:
+def _threads(_layers: Path | None) -> Measurement:
     cores = len(os.sched_getaffinity(0))
     if cores < threads.THREADS:
-        return Measured(f"{cores} cores here, {threads.THREADS} are needed", None)
+        return Measurement(f"{cores} cores here, {threads.THREADS} are needed", None)
     one, many = (
         threads.gap("vlm-s-m1.5/0", 0, count, seconds, real=True)
         for count, seconds in ((1, 4.0), (threads.THREADS, 1.0))
     )
-    return Measured(f"{many:.2f} % in 1 s; one thread {one:.2f} % in 4 s", many <= one)
+    return Measurement(f"{many:.2f} % in 1 s; one thread {one:.2f} % in 4 s", many <= one)
 
 
 ROWS = {

@@ -32,9 +32,11 @@ _ADAPTIS = (
     ("Nemotron-H", "Large"),
 )
 _ADAPTIS_TOKENS, _ADAPTIS_ROUNDS = 4096, 4
+ADAPTIS_SEARCH = 4.0
+"""Multiplies the search time for a placement, as in AdaPtis' evaluation."""
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """One workload: seconds of an iteration under ours and under the paper's own, and which of these that is."""
 
     workload: str
@@ -48,7 +50,7 @@ class Compared(NamedTuple):
         return self.own_s / self.ours_s - 1
 
 
-def compare(search_s: float = 1.0, seeds: tuple[int, ...] = _SEEDS) -> Iterator[Compared]:
+def compare(search_s: float = 1.0, seeds: tuple[int, ...] = _SEEDS) -> Iterator[Comparison]:
     """Every workload, as it has been measured."""
     options = Options(search_s=search_s, seeds=seeds, iterations=1)
     for label in SETUPS:
@@ -61,7 +63,7 @@ def compare(search_s: float = 1.0, seeds: tuple[int, ...] = _SEEDS) -> Iterator[
 
 
 @collector_paused()
-def dip(label: str, options: Options) -> Compared:
+def dip(label: str, options: Options) -> Comparison:
     """DIP's samples, packed anew in its memory and with its context, under the layout that planning chose."""
     setup = SETUPS[label]
     numbers = runs.iterations(options, 1)
@@ -69,7 +71,7 @@ def dip(label: str, options: Options) -> Compared:
     if found is None:
         raise AssertionError(f"{label}: no form of DIP fits")
     ours = mean(joined_s(setup, seed, number, options.search_s) for seed, number in numbers)
-    return Compared(label, ours, found[1], found[0])
+    return Comparison(label, ours, found[1], found[0])
 
 
 def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> float:
@@ -86,7 +88,7 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
     return made.ns / 1e9
 
 
-def packed(size: str, mixture: str) -> Compared:
+def packed(size: str, mixture: str) -> Comparison:
     """PipeTune's batches, under its layout or a separate one, whichever is faster in the mean."""
     case = pipetune.emulated(pipetune.ON_A[size])
     own, first, apart = [], [], []
@@ -97,19 +99,19 @@ def packed(size: str, mixture: str) -> Compared:
         first.append(joint.planned_s(case, case.layout, batch, "planned", case.max_contexts))
         apart.append(joint.planned_s(case, separate, batch, "planned", case.max_contexts))
     workload = f"{size.upper()} {pipetune.NAMES[mixture]}"
-    return Compared(workload, min(mean(first), mean(apart)), mean(own), "PipeTune")
+    return Comparison(workload, min(mean(first), mean(apart)), mean(own), "PipeTune")
 
 
-def arranged(family: str, size: str, options: Options) -> Compared:
+def arranged(family: str, size: str, options: Options) -> Comparison:
     """AdaPtis' model, arranged by ours once before training; then its order is searched as for every batch."""
     setup = adaptis.setup_of(family, size, _ADAPTIS_TOKENS, _ADAPTIS_ROUNDS)
-    before_s = adaptis.MOST_SEARCH * options.search_s
+    before_s = ADAPTIS_SEARCH * options.search_s
     rivals: list[ChainResult] = [adaptis.generated(setup, before_s)]
     if (fastest := adaptis.best_baseline(setup)) is not None:
         rivals.append(fastest)
     best = min(rivals, key=adaptis.seconds_of)
     ours = mean(_ordered_s(setup, seed, before_s, options.search_s) for seed in options.seeds)
-    return Compared(f"{family} {size}", ours, adaptis.seconds_of(best), best.name)
+    return Comparison(f"{family} {size}", ours, adaptis.seconds_of(best), best.name)
 
 
 def _ordered_s(setup: adaptis.PaperSetup, seed: int, before_s: float, search_s: float) -> float:
@@ -122,7 +124,7 @@ def _ordered_s(setup: adaptis.PaperSetup, seed: int, before_s: float, search_s: 
     return made.timeline.makespan_ns / 1e9
 
 
-def describe(found: list[Compared]) -> tuple[str, bool, list[list[str]]]:
+def describe(found: list[Comparison]) -> tuple[str, bool, list[list[str]]]:
     """What was found in words, whether it is what was to be reached, and a row for every workload."""
     gains = [each.gain for each in found]
     # So much slower is so much negative gain, but for parts in a hundred thousand.

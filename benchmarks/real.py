@@ -77,7 +77,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timing:
     """One system on one batch: seconds planned (0: by no plan of ours), and measured in each repeat."""
 
     planned_s: float
@@ -163,11 +163,11 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     return f"{text}\n\n{markdown_table(header, rows)}\n\n![Iterations measured](figures/{FIGURE.name})"
 
 
-def _mean_ms(timed: Sequence[Timed]) -> float:
+def _mean_ms(timed: Sequence[Timing]) -> float:
     return statistics.fmean(each.median_s for each in timed) * 1e3
 
 
-def _columns(theirs: Sequence[Timed], ours: Sequence[Timed]) -> list[str]:
+def _columns(theirs: Sequence[Timing], ours: Sequence[Timing]) -> list[str]:
     """Numbers of one system on all batches of one kind, beside the per-batch plans on the same ones."""
     measured_ms = _mean_ms(theirs)
     planned = statistics.fmean(each.planned_s for each in theirs)
@@ -241,14 +241,14 @@ def _packing(batch: Batch, model: Model, layout: Layout) -> Packing:
 # ------------------------------------------------------------------ on the ranks
 
 
-def _measure(settings: Settings) -> dict[tuple[str, str], list[Timed]]:
+def _measure(settings: Settings) -> dict[tuple[str, str], list[Timing]]:
     """On one rank: per kind of data and system, planned and measured seconds of every batch."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(settings.threads)
     model = build_model()
     for layer in model.modules[0].layers:
         layer.to(group_device())
-    found: dict[tuple[str, str], list[Timed]] = {}
+    found: dict[tuple[str, str], list[Timing]] = {}
     correction = _calibrated(model, settings)
     for even in (True, False):
         for number in range(settings.num_batches):
@@ -276,7 +276,7 @@ def _measure(settings: Settings) -> dict[tuple[str, str], list[Timed]]:
                 raise ExecutionError(f"the systems' gradients differ, their norms are {norms}")
             for name, step in steps.items():
                 planned = step.planned_s if isinstance(step, _Ours) else 0.0
-                timed = Timed(planned, tuple(times[name]))
+                timed = Timing(planned, tuple(times[name]))
                 found.setdefault(("equal" if even else "unequal", name), []).append(timed)
     return found
 

@@ -73,49 +73,34 @@ DIT_30B = Network("dit", 48, 6144, 30e9)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one family's problems are made.
-
-    Attributes
-    ----------
-    kind : str
-        ``vlm``, ``t2v`` or ``uniform``.
-    first, second : Network
-        Encoder and what follows it; a uniform pipeline has only the second.
-    num_ranks, num_microbatches, tensor : int
-    segments : int
-        Passes that the second module takes over all ranks (K).
-    memory : float, optional
-        Capacity of every rank: the larger of its fullest microbatch and ``memory * num_ranks`` times its mean
-        one. None: no limit.
-    split : bool
-        Backwards are input and weight gradients of equal length.
-    jitter : float
-        Durations differ between ranks by up to this part.
-    delay_ns : int
-        Of every edge between two ranks.
-    recompute : bool
-        The first module keeps little and computes its forward once more in its backward.
-    strategies : bool
-        Every pair has up to ten candidates, made of what its layers may do (`LAYER_STRATEGIES`). The capacity is
-        then ``memory`` times what it would be by the leanest of them.
-    split_price : float, optional
-        Every pair may run its backward whole or, longer by this part, split (with ``split``).
-    """
+    """Parameters of one family of problems."""
 
     kind: str
+    """``vlm``, ``t2v`` or ``uniform``."""
     first: Network | None
     second: Network
+    """Encoder and what follows it; a uniform pipeline has only the second."""
     num_ranks: int
     num_microbatches: int
     tensor: int
     segments: int = 1
+    """Passes that the second module takes over all ranks (K)."""
     memory: float | None = None
+    """Capacity of every rank: the larger of its fullest microbatch and ``memory * num_ranks`` times its mean one. None:
+    no limit."""
     split: bool = False
+    """Backwards are input and weight gradients of equal length."""
     jitter: float = 0.0
+    """Largest relative deviation of a duration between ranks."""
     delay_ns: int = 0
+    """Delay in nanoseconds of every edge between two ranks."""
     recompute: bool = False
+    """The first module keeps little and computes its forward once more in its backward."""
     strategies: bool = False
+    """Every pair has up to ten candidates, made of what its layers may do (`LAYER_STRATEGIES`). The capacity is then
+    ``memory`` times what it would be by the minimum-memory candidates."""
     split_price: float | None = None
+    """Every pair may run its backward whole or, longer by this part, split (with ``split``)."""
 
 
 Candidates = tuple[tuple[Candidate, ...], ...]

@@ -33,11 +33,11 @@ class Run:
 
     @property
     def gap(self) -> float:
-        """Makespan above the bound, relative to it."""
+        """Return the makespan above the lower bound, relative to the bound."""
         return gap(self.makespan_ns, self.bound_ns)
 
     def gap_at(self, seconds: float) -> float:
-        """The gap of the best schedule found so soon, or of the first one where there was none yet."""
+        """Return the gap of the best schedule at this time, or of the first one before it."""
         best = self.trace[0][1] if self.trace else self.makespan_ns
         for moment, makespan_ns in self.trace:
             if moment <= seconds:
@@ -54,7 +54,7 @@ def run_library(
     clock: Literal["wall", "cpu"] = "cpu",
     on_run: Callable[[Run], None] | None = None,
 ) -> Iterator[Run]:
-    """Solve every instance with every method and budget, on one thread; the search's seed is the instance's."""
+    """Solve every instance with every method and budget on one thread, with the instance's seed."""
     seeds, methods, budgets_s = list(seeds), list(methods), list(budgets_s)
     for kind in families:
         for seed in seeds:
@@ -85,7 +85,7 @@ def _run(name: str, graph: TaskGraph, method: str, budget_s: float, seed: int, c
 
 
 def gap_table(runs: Iterable[Run]) -> str:
-    """Markdown: one row per family and budget, one column per method, medians of the gap in per cent."""
+    """Return Markdown: a row per family and budget, a column per method, median gaps in per cent."""
     runs = list(runs)
     methods = list(dict.fromkeys(run.method for run in runs))
     cells: dict[tuple[str, float], dict[str, list[float]]] = {}

@@ -6,13 +6,25 @@ import functools
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from pipeloom_lab.reproduce import PAPERS, Outcome, Part, Record, Settings, Table, parts_of
-from pipeloom_lab.reproduce.claims import Claim, Found, NotThereError, Rule, Verdict, judge, paper_numbers, told
-from pipeloom_lab.reproduce.dip.claims.words import T2V, VLM
-from pipeloom_lab.reproduce.index import claims_of, goals_of, index_page, judged_claims, own_figures, own_of
+from pipeloom_lab.reproduce.claims import (
+    SUBJECTS,
+    Cause,
+    Cell,
+    Claim,
+    MissingCellError,
+    Rule,
+    Verdict,
+    judge,
+    paper_numbers,
+    quantities_text,
+)
+from pipeloom_lab.reproduce.claims_file import paper_claims
+from pipeloom_lab.reproduce.index import index_page, judged_claims, own_figures
 from pipeloom_lab.reproduce.page import opening_of
 from pipeloom_lab.reproduce.part import Options
 from pipeloom_lab.reproduce.record import make_record, read_records
@@ -41,42 +53,42 @@ BESIDE = _records(SYSTEMS, Table("Seconds of others", ("model", "seconds"), (("S
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("cell", "text"),
     [
-        (Found("part", "seconds", ("S", "one")), "2.0"),
-        (Found("part", "seconds", ("S", "two")), "4.00"),
-        (Found("part", "seconds, l", ("S", "one")), "3.5"),
-        (Found("part", "seconds", ("S",), "Seconds of systems", "mean"), "3.00"),
-        (Found("part", "seconds", (("S", "L"), ("one", "two")), how="least"), "2.00"),
-        (Found("part", "seconds", how="most"), "8.00"),
-        (Found("part", "gain", ("S", "two"), negated=True), "2"),
-        (Found("part", "gain", ("S", "one"), minus=Found("part", "gain", ("S", "two"))), "12.5"),
-        (Found("part", "alike", ("S", "one")), "75"),
-        (Found("part", "alike", ("L", "one"), nth=1), "2"),
+        (Cell("part", "seconds", ("S", "one")), "2.0"),
+        (Cell("part", "seconds", ("S", "two")), "4.00"),
+        (Cell("part", "seconds, l", ("S", "one")), "3.5"),
+        (Cell("part", "seconds", ("S",), "Seconds of systems", "mean"), "3.00"),
+        (Cell("part", "seconds", (("S", "L"), ("one", "two")), reduce="min"), "2.00"),
+        (Cell("part", "seconds", reduce="max"), "8.00"),
+        (Cell("part", "gain", ("S", "two"), negated=True), "2"),
+        (Cell("part", "gain", ("S", "one"), minus=Cell("part", "gain", ("S", "two"))), "12.5"),
+        (Cell("part", "alike", ("S", "one")), "75"),
+        (Cell("part", "alike", ("L", "one"), index=1), "2"),
     ],
 )
-def test_a_figure_is_looked_up(found: Found, text: str) -> None:
-    assert told((found,), "", BESIDE) == text
+def test_a_figure_is_looked_up(cell: Cell, text: str) -> None:
+    assert quantities_text((cell,), "", BESIDE) == text
 
 
 @pytest.mark.parametrize(
-    "found",
+    "cell",
     [
-        Found("part", "hours", ("S", "one")),
-        Found("part", "seconds", ("M",)),
-        Found("part", "seconds", ("S",), "Nothing"),
-        Found("part", "seconds", ("S",), "Seconds of systems"),  # which of the two?
-        Found("part", "seconds", ("L", "one"), "Seconds of systems"),
-        Found("part", "gain", ("S", "one"), nth=3),
+        Cell("part", "hours", ("S", "one")),
+        Cell("part", "seconds", ("M",)),
+        Cell("part", "seconds", ("S",), "Nothing"),
+        Cell("part", "seconds", ("S",), "Seconds of systems"),  # which of the two?
+        Cell("part", "seconds", ("L", "one"), "Seconds of systems"),
+        Cell("part", "gain", ("S", "one"), index=3),
     ],
 )
-def test_what_is_not_there_is_an_error(found: Found) -> None:
-    with pytest.raises(NotThereError):
-        found.number(BESIDE)
+def test_what_is_not_there_is_an_error(cell: Cell) -> None:
+    with pytest.raises(MissingCellError):
+        cell.number(BESIDE)
 
 
 @pytest.mark.parametrize(
-    ("rule", "paper", "ours", "speedup", "verdict"),
+    ("rule", "paper", "cells", "speedup", "verdict"),
     [
         ("at least", "10 %", ("10",), False, "reached"),
         ("at least", "10 %", ("9.9",), False, "partly"),
@@ -101,41 +113,48 @@ def test_what_is_not_there_is_an_error(found: Found) -> None:
         ("says", "TP 2", ("DP 8, TP 1",), False, "not reached"),
     ],
 )
-def test_the_rule(rule: Rule, paper: str, ours: tuple[str, ...], speedup: bool, verdict: Verdict) -> None:
-    columns = tuple(f"column {i}" for i in range(len(ours)))
-    records = _records(Table("t", columns, (ours,)))
-    claim = Claim("c", "Text", "Fig. 1", paper, tuple(Found("part", c) for c in columns), rule, "Why.", speedup=speedup)
+def test_the_rule(rule: Rule, paper: str, cells: tuple[str, ...], speedup: bool, verdict: Verdict) -> None:
+    columns = tuple(f"column {i}" for i in range(len(cells)))
+    records = _records(Table("t", columns, (cells,)))
+    ours = tuple(Cell("part", c) for c in columns)
+    claim = Claim(name="c", text="Text", paper=paper, ours=ours, rule=rule, reason="Why.", speedup=speedup)
     judged = judge(claim, "dip", records)
     assert judged.verdict == verdict
     assert judged.command == "pipeloom reproduce dip part"
-    assert judge(replace(claim, incomparable=True), "dip", records).verdict == "not comparable"
+    assert judge(replace(claim, comparable=False), "dip", records).verdict == "not comparable"
     assert judge(claim, "dip", {}).verdict == judge(replace(claim, ours=(), command="x"), "dip", records).verdict
     assert judge(claim, "dip", {}).verdict == "not made"
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_claim_is_whole(paper: str) -> None:
-    claims, names = claims_of(paper), {part.name for part in parts_of(paper)}
-    known = [claim.name for claim in claims] + [own.name for own in own_of(paper)]
+    claims, names = paper_claims(paper).claims, {part.name for part in parts_of(paper)}
+    known = [claim.name for claim in claims] + [own.name for own in paper_claims(paper).own]
     assert len(set(known)) == len(known)
     for claim in claims:
-        assert all((claim.text, claim.where, claim.paper, claim.why)), claim.name
+        assert all((claim.text, claim.where, claim.paper, claim.reason)), claim.name
         assert claim.ours or claim.command, f"{claim.name} has no command"
-        assert {found.part for found in (*claim.ours, *claim.also.values())} <= names, claim.name
+        assert claim.rule in get_args(Rule), claim.name
+        assert claim.cause in get_args(Cause), claim.name
+        assert claim.subject in SUBJECTS, claim.name
+        assert {found.part for found in (*claim.ours, *claim.values.values())} <= names, claim.name
         if claim.ours and claim.rule not in ("says", "rises"):
             assert len(paper_numbers(claim)) == len(claim.ours), claim.name
-        assert not re.search(r"\d\.\d|\d %", claim.why), f"{claim.name}: its figures of ours are typed, not looked up"
-        assert set(re.findall(r"\{(\w+)\}", claim.why)) == set(claim.also), claim.name
+        assert not re.search(r"\d\.\d|\d %", claim.reason), (
+            f"{claim.name}: its figures of ours are typed, not looked up"
+        )
+        assert set(re.findall(r"\{(\w+)\}", claim.reason)) == set(claim.values), claim.name
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_figure_of_a_claim_stands_in_the_records(paper: str) -> None:
-    for claim in claims_of(paper):
+    for claim in paper_claims(paper).claims:
         judged = judge(claim, paper, RECORDS[paper])
+        assert not claim.cause or judged.verdict in ("partly", "not reached"), claim.name
         recorded = all(found.part in RECORDS[paper] for found in claim.ours)
         assert (judged.verdict == "not made") == (not claim.ours or not recorded), claim.name
-        beside = all(found.part in RECORDS[paper] for found in claim.also.values())
-        assert "not made" not in judged.why or not beside, claim.name
+        beside = all(found.part in RECORDS[paper] for found in claim.values.values())
+        assert "not made" not in judged.reason or not beside, claim.name
     for name, (own, text, _) in own_figures(RECORDS).items():
         # What is built and not recorded yet is told as not made.
         recorded = all(found.part in RECORDS[name.partition("-")[0]] for found in own.ours)
@@ -145,7 +164,7 @@ def test_every_figure_of_a_claim_stands_in_the_records(paper: str) -> None:
 def test_the_index_has_all_claims_and_no_empty_cell() -> None:
     page = index_page(RECORDS)
     rows = [line for line in page.splitlines() if line.startswith('| <a id="')]
-    assert len(rows) == sum(len(claims_of(paper)) + len(own_of(paper)) for paper in PAPERS)
+    assert len(rows) == sum(len(paper_claims(paper).claims) + len(paper_claims(paper).own) for paper in PAPERS)
     for row in rows:
         assert all(re.split(r"(?<!\\)\|", cell)[0].strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]), row
     missed = page.partition("## What was missed")[2].partition("\n## ")[0]
@@ -159,26 +178,28 @@ def test_an_index_without_records_makes_nothing_up() -> None:
     bare = {"dip": {"table-5": replace(BESIDE["part"], part="table-5", settings=Settings())}}
     (one,) = (one for one in judged_claims(bare)["dip"] if one.claim.name == "table-5-ours")
     assert one.verdict == "not made"
-    assert "Not in the record" in one.why
+    assert "Not in the record" in one.reason
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_goals_are_judged_from_the_records(paper: str) -> None:
     page = index_page(RECORDS)
-    for goal in goals_of(paper):
+    for goal in paper_claims(paper).goals:
         judged = judge(goal, paper, RECORDS[paper])
         assert judged.verdict in ("reached", "partly", "not reached")
         assert f"| {goal.text} | {goal.paper} | {judged.ours} | {judged.verdict} |" in page
-        assert "not made" not in judged.why
+        assert "not made" not in judged.reason
 
 
 def test_what_the_bound_allows_over_megatron() -> None:
     gains = ("over the best baseline", "room to the lower bound", "of it closed", "over Megatron-LM interleaved")
-    rows = tuple((model, "+20.0 %", "25.0 %", "80 %", "+50.0 %") for model in (*VLM, *T2V))
+    rows = tuple(
+        (model, "+20.0 %", "25.0 %", "80 %", "+50.0 %") for model in ("VLM-S", "VLM-M", "VLM-L", "T2V-S", "T2V-L")
+    )
     table = Table("Gain of ours", ("model", *gains), rows)
     records = {"figure-8a": _records(table)["part"]}
     # Theirs takes 1.5, the best baseline 1.2 and the bound 0.96 of ours.
-    assert "allows 56.2, 56.2, 56.2 %" in judge(goals_of("dip")[0], "dip", records).why
+    assert "allows 56.2, 56.2, 56.2 %" in judge(paper_claims("dip").goals[0], "dip", records).reason
 
 
 @pytest.mark.parametrize("paper", PAPERS)

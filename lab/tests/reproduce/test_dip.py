@@ -22,10 +22,9 @@ from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce import Options
 from pipeloom_lab.reproduce.dip import FULL, PARTS, end_to_end, planner_parts, runs, setups
 from pipeloom_lab.reproduce.dip.characterise import section_2_2, table_1
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches, image_bounds
 from pipeloom_lab.reproduce.dip.images import AXIS, MOST_IMAGES, _appears, _nearest, spread_around
 from pipeloom_lab.reproduce.dip.literal import Workload, _shows
-from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup
+from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, bounded_microbatches, image_bounds
 from pipeloom_lab.solvers.exact import Exact
 
 ONCE = Options(seeds=(0,), iterations=1, search_s=0.05, solver_s=0.5)

@@ -10,8 +10,7 @@ from pipeloom.compare.model_on_cluster import draw_iteration
 from pipeloom.search import Evaluations
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import check
-from pipeloom_lab.reproduce.dip.jitter import jittered_s
-from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
+from pipeloom_lab.reproduce.dip.runs import jittered_s, partitioned, unadaptive_system
 from tests.compare.cases import vlm_on_h800
 
 

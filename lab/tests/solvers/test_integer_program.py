@@ -5,13 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.search import Evaluations, solve
-from pipeloom.timeline import check, simulate
-from pipeloom_instances import family, generate
 from pipeloom_lab.solvers.integer_program import program_on_rank, program_strategies
 from tests.search.test_host_memory import SMALL, assert_fits_on_the_host, offloading
 from tests.search.test_strategies import FEW_CHOICES, assert_between_bound_and_optimum
-from tests.strategies import graphs, with_strategies
+from tests.strategies import graphs
 
 
 @given(graphs(**FEW_CHOICES))
@@ -22,12 +19,3 @@ def test_chosen_strategies_are_feasible_and_between_bound_and_optimum(graph):
 @given(graphs(**SMALL), st.integers(0, 40))
 def test_chosen_strategies_fit_on_the_host_and_are_between_bound_and_optimum(graph, room):
     assert_fits_on_the_host(offloading(graph, room), program_strategies, program_on_rank)
-
-
-def test_strategies_by_the_integer_program_are_a_method_of_their_own():
-    plain = with_strategies(generate(family("vlm-s", num_microbatches=6, memory=0.6, num_ranks=3), 1))
-    graph = offloading(plain, int(0.3 * plain.capacity_bytes.max()))
-    found = solve(graph, budget=Evaluations(200), seed=0, method="highs strategies")
-    assert check(graph, found.schedule, found.timeline) == ()
-    by_program = program_strategies(graph, found.schedule)
-    assert found.timeline.makespan_ns <= simulate(graph, by_program).makespan_ns

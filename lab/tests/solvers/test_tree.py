@@ -18,9 +18,9 @@ from pipeloom_instances import family, generate
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.explore import next_permutation
 from pipeloom_lab.solvers.kernels import tree
-from pipeloom_lab.solvers.kernels.tree import complete, make_desk, make_tree, propagate, select
+from pipeloom_lab.solvers.kernels.tree import complete, make_tree, make_workspace, propagate, select
 from pipeloom_lab.solvers.sequences import Sequences
-from pipeloom_lab.solvers.tree import _Shared, _Walker
+from pipeloom_lab.solvers.tree import _SharedTree, _Walker
 from tests.strategies import with_strategies
 
 
@@ -100,17 +100,17 @@ def test_completions_keep_what_the_prefix_fixes(by_place):
     sequences = Sequences(search_of(graph))
     length = len(sequences.chain)
     tree = make_tree(4000)
-    desk = make_desk(length, len(sequences.chain_size), 5)
+    workspace = make_workspace(length, len(sequences.chain_size), 5)
     orders = np.empty((4, length), np.int64)
     depths = set()
     for _ in range(3000):
         # Every node gets one child only, so that the walk goes one level deeper each time.
-        depth = select(tree, desk, sequences.chains, by_place, 1.0, 1e-9)
-        tree.num_children[desk.path[:depth]] = -1
-        complete(desk, sequences.chains, depth, by_place, orders)
-        propagate(tree, desk, depth, 0.5)
+        depth = select(tree, workspace, sequences.chains, by_place, 1.0, 1e-9)
+        tree.num_children[workspace.path[:depth]] = -1
+        complete(workspace, sequences.chains, depth, by_place, orders)
+        propagate(tree, workspace, depth, 0.5)
         depths.add(depth)
-        prefix = desk.prefix[:depth]
+        prefix = workspace.prefix[:depth]
         for order in orders:
             assert sorted(order.tolist()) == list(range(length))
         if by_place:
@@ -124,8 +124,8 @@ def test_completions_keep_what_the_prefix_fixes(by_place):
             for c in range(len(sequences.chain_size)):
                 places = prefix[sequences.chain[:depth] == c]
                 assert (np.diff(places) > 0).all()
-                assert desk.sequence[places].tolist() == [c] * len(places)
-            assert np.bincount(desk.sequence, minlength=len(sequences.chain_size)).tolist() == (
+                assert workspace.sequence[places].tolist() == [c] * len(places)
+            assert np.bincount(workspace.sequence, minlength=len(sequences.chain_size)).tolist() == (
                 sequences.chain_size.tolist()
             )
         if depth == length:
@@ -137,7 +137,7 @@ def test_tree_statistics_are_complete_with_threads():
     """Every step counts once at the root, whichever thread made it, and scores are those of the best below."""
     graph = generate(family("vlm-s", num_microbatches=6), 0)
     search = Search(graph, begin(Evaluations(800), lower_bound(graph).ns))
-    shared = _Shared(search, by_place=True)
+    shared = _SharedTree(search, by_place=True)
     walkers = [_Walker(shared, seed) for seed in (1, 2, 3)]
 
     def run(walker):

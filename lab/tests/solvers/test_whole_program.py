@@ -10,8 +10,8 @@ from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, chain_of_layers, graph_of
 from pipeloom.search import gpipe
 from pipeloom.timeline import check, simulate
-from pipeloom_lab.reproduce.adaptis.programs import blocks_of
-from pipeloom_lab.solvers.milp import milp
+from pipeloom_lab.reproduce.adaptis.generation import blocks_of
+from pipeloom_lab.solvers.linear import milp
 from pipeloom_lab.solvers.whole_program import whole_program
 
 

@@ -74,7 +74,6 @@ def tune_phases(
         Tuning also ends when no phase can be improved.
     phases : tuple of str
         What may be tuned, of `TUNED`; the rest stays as in S-1F1B.
-    on_progress : callable, optional
 
     Raises
     ------

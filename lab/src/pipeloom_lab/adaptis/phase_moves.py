@@ -20,21 +20,14 @@ _NEAREST = 3
 
 @dataclass(frozen=True, slots=True)
 class BubbleShares:
-    """Where the mean rank's idle time comes from, in ns; the three add up to it.
-
-    Attributes
-    ----------
-    partition : int
-        Ranks have less work than the fullest one.
-    placement : int
-        Ranks begin late and end early, beyond that.
-    schedule : int
-        Gaps between a rank's tasks.
-    """
+    """Where the mean rank's idle time comes from, in ns; the three add up to it."""
 
     partition: int
+    """Ranks have less work than the fullest one."""
     placement: int
+    """Ranks begin late and end early, beyond that."""
     schedule: int
+    """Gaps between a rank's tasks."""
 
 
 def bubble_shares(graph: TaskGraph, timeline: Timeline) -> BubbleShares:
@@ -79,7 +72,7 @@ def transfers(placement: PartitionPlacement, giver: int, taker: int) -> Iterator
 def permutations(placement: PartitionPlacement, most_chunks: int) -> Iterator[PartitionPlacement]:
     """Place layers anew while every rank keeps its number of layers.
 
-    First whole groups of stages: each rank's layers in 1, 2, ... pieces, dealt in turn (I-1F1B) or down and up
+    First whole groups of stages: each rank's layers in 1, 2, ... pieces, assigned in turn (I-1F1B) or down and up
     (Hanayo). Then two neighbouring chunks in halves that alternate, and chunks of equal size that exchange ranks.
     """
     counts: dict[int, int] = {}

@@ -26,13 +26,7 @@ from pipeloom_lab.adaptis.dualpipev import dual_pipe_v
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainResult:
-    """One system's answer for a chain.
-
-    Attributes
-    ----------
-    fits : bool
-        Whether it stays within the chain's memory limit; fixed orders do not ask.
-    """
+    """One system's answer for a chain."""
 
     name: str
     placement: PartitionPlacement
@@ -40,6 +34,7 @@ class ChainResult:
     schedule: Schedule
     timeline: Timeline
     fits: bool
+    """Whether it stays within the chain's memory limit; fixed orders do not ask."""
 
 
 def run_system(name: str, chain: LayerChain) -> ChainResult:
@@ -49,7 +44,6 @@ def run_system(name: str, chain: LayerChain) -> ChainResult:
     ----------
     name : str
         One of `SYSTEMS`. Those that split backwards do so where the chain is split.
-    chain : LayerChain
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The papers' evaluations as programs: every table and figure again, from seeds, with our own numbers.
 
-One package per paper; each has a tuple ``PARTS`` of what can be run by name, and in its file ``claims`` what the paper
-claims. A part is recorded as data (`record`); pages (`page`) and the index of all claims (`index`) are written from the
-records. No published number enters a computation; it may stand beside ours in a column that says so.
+One package per paper. Each has a tuple ``PARTS`` of what can be run by name, and a file ``claims.toml`` with the
+paper's claims. A part is recorded as data (`record`). Pages (`page`) and the index of all claims (`index`) are written
+from the records. No published number enters a computation; a column that says so may quote it beside ours.
 """
 
 from pipeloom_lab.reproduce.part import PAPERS, Figure, Options, Outcome, Part, Settings, Table, full_of, parts_of

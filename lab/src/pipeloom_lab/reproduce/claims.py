@@ -1,7 +1,11 @@
-"""What the papers claim, beside what is recorded of ours: looked up, and judged by one rule."""
+"""Claims of the papers: look up the recorded figures that answer them, and judge them by one set of rules.
+
+`claims_file` reads the claims from ``PAPER/claims.toml``.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +20,15 @@ Rule = Literal["at least", "at most", "near", "says", "rises"]
 Verdict = Literal["reached", "partly", "not reached", "not comparable", "not made"]
 VERDICTS: tuple[Verdict, ...] = ("reached", "partly", "not reached", "not comparable", "not made")
 Subject = Literal["Pipeloom", "written again", "setting"]
-"""What a figure of ours is of: Pipeloom; a paper's system or baselines, written again from the paper; or models, data
-and hardware, as sampled and emulated."""
+"""What our figure measures: Pipeloom; a paper's system or baselines, reimplemented from the paper; or models, data and
+hardware, as sampled and emulated."""
 SUBJECTS: tuple[Subject, ...] = ("Pipeloom", "written again", "setting")
-How = Literal["one", "least", "most", "mean"]
+Cause = Literal["", "bound", "stronger baseline", "unknown regime", "unknown"]
+"""Why a claim was not reached: a lower bound excludes it; our baselines are faster than the paper's; the paper does not
+say under which conditions it holds; or the cause is unknown."""
+Reduction = Literal["", "min", "max", "mean"]
 T = TypeVar("T")
 
-RULES = """\
-- A gain is *reached* where ours is at least the paper's, *partly* where it is at least half of it. Of speedups (1.34 ×)
-  the part above one counts, of reductions of time how much is saved.
-- A time, an error or a loss is *reached* where ours is at most the paper's, *partly* up to twice as much.
-- A quantity of the workload is *reached* within 10 % of the paper's, *partly* within 25 %.
-- What is said in words is *reached* where ours says the same; what is said to rise or fall, where each of ours does.
-- A claim of several figures is *reached* where all are, *not reached* where none is even partly, else *partly*.
-- *Not comparable* has its reason beside it. *Not made* is a miss: nothing of ours is recorded.
-"""
-"""How verdicts are given, as the index tells it."""
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _SHARE = re.compile(r"(\d+) of (\d+)")
@@ -40,51 +37,53 @@ _GRAIN = 1e-9
 """Decimal figures have no exact form."""
 
 
-_COMES_TO: Mapping[How, Callable[[Sequence[float]], float]] = {
-    "one": max,
-    "least": min,
-    "most": max,
+_REDUCE: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
+    "": max,  # of one cell
+    "min": min,
+    "max": max,
     "mean": statistics.fmean,
 }
 
 
-class NotThereError(LookupError):
-    """A record has no such table, row, column or number."""
+class MissingCellError(LookupError):
+    """A record lacks the table, row, column or number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One figure of ours: where it stands in the records of a paper, or what several cells come to.
+class Cell:
+    """One number of a paper's records: from one cell of a table, or reduced from several.
 
-    Names match whole, or else by how they begin, since some end in what was found ("DIP, best of its forms: ...").
+    Titles, rows and columns match exactly, or else by prefix, since some end in a result ("DIP, best of its forms:
+    ...").
     """
 
     part: str
     column: str
     row: tuple[str | tuple[str, ...], ...] = ()
-    """The first cells of the row; several words in one place: any of them; nothing: every row."""
+    """The first cells of the row. A tuple in one place matches any of its words; empty matches every row."""
     table: str = ""
-    """The title; nothing: every table that has the column."""
-    how: How = "one"
-    nth: int = 0
-    """Which number of the cell."""
+    """The title of the table; empty matches every table that has the column."""
+    reduce: Reduction = ""
+    """Reduces several cells; empty requires exactly one cell."""
+    index: int = 0
+    """Selects a number where the cell has several."""
     negated: bool = False
-    """A change of time is told as what is saved."""
-    minus: Found | None = None
-    """What is taken off."""
+    """Flips the sign, which turns a change of time into the time saved."""
+    minus: Cell | None = None
+    """Subtracts another number."""
 
     def texts(self, records: Mapping[str, Record]) -> list[str]:
-        """The cells as they are written.
+        """Return the texts of the cells.
 
         Raises
         ------
-        NotThereError
-            The part is recorded without them.
+        MissingCellError
+            The record has no such cells.
         """
         tables = _matching(records[self.part].tables, self.table, lambda table: table.title)
         cells = [cell for table in tables for cell in self._cells(table)]
-        if not cells or (self.how == "one" and len(cells) > 1):
-            raise NotThereError(f"{self.part}: {len(cells)} cells are {self.table!r}, {self.row}, {self.column!r}")
+        if not cells or (not self.reduce and len(cells) > 1):
+            raise MissingCellError(f"{self.part}: {len(cells)} cells are {self.table!r}, {self.row}, {self.column!r}")
         return cells
 
     def _cells(self, table: Table) -> list[str]:
@@ -97,19 +96,19 @@ class Found:
         return [row[table.columns.index(column)] for column in columns for row in rows]
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure.
+        """Return the number.
 
         Raises
         ------
-        NotThereError
-            There are no such cells, or no number in one that stands by itself ("out of memory").
+        MissingCellError
+            No cell matches, or the only matching cell has no number ("out of memory").
         """
         texts = [text for text in self.texts(records) if _NUMBER.search(text)]
         read = [_numbers(text) for text in texts]
-        if not read or any(len(each) <= self.nth for each in read):
-            raise NotThereError(f"{self.part}: no number {self.nth} in {self.texts(records)}")
-        values = [each[self.nth] for each in read]
-        value = _COMES_TO[self.how]([-each.value if self.negated else each.value for each in values])
+        if not read or any(len(each) <= self.index for each in read):
+            raise MissingCellError(f"{self.part}: no number {self.index} in {self.texts(records)}")
+        values = [each[self.index] for each in read]
+        value = _REDUCE[self.reduce]([-each.value if self.negated else each.value for each in values])
         decimals = max(each.decimals for each in values)
         if self.minus is not None:
             other = self.minus.number(records)
@@ -118,164 +117,182 @@ class Found:
 
 
 def _matching(items: Sequence[T], word: str, name: Callable[[T], str]) -> list[T]:
-    """Items of that very name, or else those whose names begin so."""
+    """Return the items with this name, or else those whose names start with it."""
     return [item for item in items if name(item) == word] or [item for item in items if name(item).startswith(word)]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, and with how many decimals it is told."""
+    """A number and its number of decimals."""
 
     value: float
     decimals: int
 
     def __str__(self) -> str:
-        """As it is told."""
+        """Return the number with its decimals."""
         return f"{round(self.value, self.decimals) + 0.0:.{self.decimals}f}"
 
 
 def _numbers(text: str) -> list[Figure]:
-    """Numbers in a text; "22 of 24" is a share in per cent, and one number."""
+    """Return the numbers in a text. "22 of 24" counts as one number, in per cent."""
     if share := _SHARE.search(text):
         return [Figure(100 * int(share[1]) / int(share[2]), 0)]
     return [Figure(float(word), len(word.partition("e")[0].partition(".")[2])) for word in _NUMBER.findall(text)]
 
 
-class Looked(Protocol):
-    """A figure that is looked up in records, or reckoned from several."""
+class Quantity(Protocol):
+    """A number that is looked up in records or computed from several cells."""
 
     @property
     def part(self) -> str:
-        """Where it stands."""
+        """The part that records it."""
         ...
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure."""
+        """Return the number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least of figures of several parts; the first part is told to make it."""
+class Minimum:
+    """The smallest number of several parts."""
 
-    of: tuple[Found, ...]
+    cells: tuple[Cell, ...]
 
     @property
     def part(self) -> str:
-        """Of the first."""
-        return self.of[0].part
+        """The part of the first cell."""
+        return self.cells[0].part
 
     def number(self, records: Mapping[str, Record]) -> Figure:
-        """The figure."""
-        return min((found.number(records) for found in self.of), key=lambda figure: figure.value)
+        """Return the number."""
+        return min((cell.number(records) for cell in self.cells), key=lambda figure: figure.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A claim of a paper, and what of ours stands against it."""
+class CompoundGain:
+    """The product of gains, divided by other gains, in per cent.
 
-    name: str
-    """Of its place in the index, ``PAPER-NAME``, to which texts link that quote it."""
-    text: str
-    where: str
-    paper: str
-    """The figures as the paper has them, as many as ``ours``; what there is none for, in words."""
-    ours: tuple[Found, ...]
-    """Empty: not made."""
-    rule: Rule
-    why: str
-    """One line; ``{name}`` is replaced by the figure of ``also``, so that no figure of ours is typed."""
-    unit: str = ""
-    also: Mapping[str, Looked] = field(default_factory=dict)
-    speedup: bool = False
-    """Figures are ratios, of which the part above one counts."""
-    of: Subject = "Pipeloom"
-    incomparable: bool = False
-    """``why`` says for which reason."""
-    command: str = ""
-    """What makes it; nothing: the part that ``ours`` stands in."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnFigure:
-    """A figure of ours that no paper claims and our texts quote."""
-
-    name: str
-    text: str
-    ours: tuple[Looked, ...]
-    unit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A claim with ours beside it.
-
-    Attributes
-    ----------
-    claim : Claim
-    ours : str
-    verdict : Verdict
-    why, command : str
+    If the lower bound is 25 % below the best baseline, which is 20 % faster than another one, then a plan as long as
+    the lower bound is 50 % faster than that one.
     """
+
+    cells: tuple[Cell, ...]
+    over: tuple[Cell, ...] = ()
+
+    @property
+    def part(self) -> str:
+        """The part of the first cell."""
+        return self.cells[0].part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """Return the number."""
+        gain, over = (
+            math.prod(1 + cell.number(records).value / 100 for cell in cells) for cells in (self.cells, self.over)
+        )
+        return Figure(100 * (gain / over - 1), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A claim of a paper, and which of our figures answer it."""
+
+    name: str
+    """Its anchor in the index is ``PAPER-NAME``; texts that quote it link there."""
+    text: str
+    where: str = ""
+    """Paper, figure and section."""
+    paper: str
+    """The paper's figures, as many as ``ours``, or its words where it has no figure."""
+    ours: tuple[Cell, ...] = ()
+    """Empty if we have not measured it."""
+    rule: Rule
+    reason: str
+    """One line; ``{name}`` stands for a number of ``values``, so that no figure of ours is typed."""
+    values: Mapping[str, Quantity] = field(default_factory=dict)
+    cause: Cause = ""
+    unit: str = ""
+    speedup: bool = False
+    """Figures are ratios, and the part above one is compared."""
+    subject: Subject = "Pipeloom"
+    comparable: bool = True
+    """If false, ``reason`` says why."""
+    command: str = ""
+    """The command that makes ours; by default the one that makes the part of ``ours``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFigure:
+    """A figure of ours that our texts quote and no paper claims."""
+
+    name: str
+    text: str
+    ours: tuple[Quantity, ...]
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """A claim with our figures and the verdict."""
 
     claim: Claim
     ours: str
     verdict: Verdict
-    why: str
+    reason: str
     command: str
 
 
 def paper_numbers(claim: Claim) -> list[float]:
-    """The paper's figures."""
+    """Return the paper's figures."""
     return [figure.value for figure in _numbers(claim.paper)]
 
 
 def command_of(claim: Claim, paper: str) -> str:
-    """What makes ours."""
+    """Return the command that makes our figures."""
     return claim.command or f"pipeloom reproduce {paper} {claim.ours[0].part}"
 
 
-def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
-    """Look ours up and compare it.
+def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
+    """Look our figures up and compare them with the paper's.
 
     Raises
     ------
-    NotThereError
-        A part is recorded, but not what the claim looks for.
+    MissingCellError
+        A record lacks a cell that the claim names.
     """
     command = command_of(claim, paper)
-    if not claim.ours or any(found.part not in records for found in claim.ours):
-        return Judged(claim, "not made", "not made", _reason(claim, records), command)
+    if not claim.ours or any(cell.part not in records for cell in claim.ours):
+        return Judgment(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
-        texts = [text for found in claim.ours for text in found.texts(records)]
+        texts = [text for cell in claim.ours for text in cell.texts(records)]
         grades = [2 if claim.paper in text else 0 for text in texts]
         ours = "; ".join(dict.fromkeys(texts))
     else:
-        values = [found.number(records).value for found in claim.ours]
+        values = [cell.number(records).value for cell in claim.ours]
         grades = _rising(values) if claim.rule == "rises" else _compared(claim, values)
-        ours = told(claim.ours, claim.unit, records)
-    verdict: Verdict = "not comparable" if claim.incomparable else _verdict(grades)
-    return Judged(claim, ours, verdict, _reason(claim, records), command)
+        ours = quantities_text(claim.ours, claim.unit, records)
+    verdict: Verdict = _verdict(grades) if claim.comparable else "not comparable"
+    return Judgment(claim, ours, verdict, _reason(claim, records), command)
 
 
-def told(ours: Sequence[Looked], unit: str, records: Mapping[str, Record]) -> str:
-    """Figures and their unit as one text.
+def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:
+    """Return the numbers and their unit as one text.
 
     Raises
     ------
     LookupError
-        A part is not recorded, or not with these figures.
+        A part is not recorded, or its record lacks a cell.
     """
-    return ", ".join(str(found.number(records)) for found in ours) + f" {unit}".rstrip()
+    return ", ".join(str(quantity.number(records)) for quantity in ours) + f" {unit}".rstrip()
 
 
 def _reason(claim: Claim, records: Mapping[str, Record]) -> str:
-    found = {name: str(each.number(records)) for name, each in claim.also.items() if each.part in records}
-    return claim.why.format_map(dict.fromkeys(claim.also, "not made") | found)
+    found = {name: str(each.number(records)) for name, each in claim.values.items() if each.part in records}
+    return claim.reason.format_map(dict.fromkeys(claim.values, "not made") | found)
 
 
 def _compared(claim: Claim, values: list[float]) -> list[int]:
-    """Each figure's grade: 2 reached, 1 partly, 0 not."""
+    """Return the grade of each figure: 2 reached, 1 partly, 0 not reached."""
     off = 1.0 if claim.speedup else 0.0
     return [_grade(claim.rule, v - off, p - off) for v, p in zip(values, paper_numbers(claim), strict=True)]
 

@@ -1,92 +1,55 @@
-"""The index: every claim of the papers beside ours, from the records."""
+"""The index page: every claim of the papers with our figures, from the records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 from pipeloom.report import markdown_table
 from pipeloom_lab.reproduce.claims import (
-    RULES,
     SUBJECTS,
     VERDICTS,
     Claim,
-    Judged,
-    NotThereError,
+    Judgment,
+    MissingCellError,
     OwnFigure,
     command_of,
     judge,
-    told,
+    quantities_text,
 )
-from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of
+from pipeloom_lab.reproduce.claims_file import paper_claims
+from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of, read_data
 from pipeloom_lab.reproduce.record import Record
 
 Records = Mapping[str, Mapping[str, Record]]
 """Records by paper and part."""
 
-_HEAD = """\
-# The papers' claims, and ours
-
-Every claim of the four papers, the paper's figure, ours, and whether it was reached. Written by `pipeloom reproduce`
-from the recorded data, which the pages of [DIP and PipeWeaver](dip.md), [PipeTune](pipetune.md) and
-[AdaPtis](adaptis.md) show in full; no figure of ours and no verdict is typed by hand. Times are emulated
-([emulator](../emulator.md)): no claim is measured on GPUs. Times of tuning and solving are of this machine's
-processor; losses, and runs of ranks that sleep, are real ones. What two papers say alike is one claim.
-[When each part was made](#when-each-was-made) is at the end. Systems outside the four papers are in
-[notes](../notes/outside-systems.md).
-
-*Of* says whose figure ours is: of Pipeloom; of a paper's system, or of baselines, written again from the papers; or of
-the setting, that is models, data and hardware.
-
-`pipeloom reproduce PAPER PART` makes a line again, `pipeloom reproduce all` everything. A part is recorded as soon as
-it has ended, in `PAPER/PART.json` beside these pages; after an interruption the same command goes on from there, for
-what is recorded of the same source with the same options is not made again (`--again` makes it). As many parts run at
-a time as there are cores (`--processes`). Searches have processor time, not time of the clock; parts that read the
-clock run alone. The time left is told as parts begin and end, by what they took the last time.
-"""
-
 
 _CORES, _MOST_MINUTES = 2, 90
-"""What the whole evaluation is to take, and on how many cores."""
+"""The goal for the whole evaluation: minutes, and on how many cores."""
 
 
-def claims_of(paper: str) -> tuple[Claim, ...]:
-    """All claims of a paper's evaluation, in its order."""
-    claims: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.claims").CLAIMS
-    return claims
+def judged_claims(records: Records) -> dict[str, list[Judgment]]:
+    """Judge every claim of every paper. A claim whose figures are not recorded is *not made*."""
+    return {
+        paper: [_judged(claim, paper, records.get(paper, {})) for claim in paper_claims(paper).claims]
+        for paper in PAPERS
+    }
 
 
-def own_of(paper: str) -> tuple[OwnFigure, ...]:
-    """Figures that no paper claims, and that our texts quote."""
-    own: tuple[OwnFigure, ...] = getattr(import_module(f"pipeloom_lab.reproduce.{paper}.claims"), "OWN", ())
-    return own
-
-
-def goals_of(paper: str) -> tuple[Claim, ...]:
-    """What we set out to reach in a paper's evaluation, judged as the paper's claims are."""
-    goals: tuple[Claim, ...] = import_module(f"pipeloom_lab.reproduce.{paper}.goals").GOALS
-    return goals
-
-
-def judged_claims(records: Records) -> dict[str, list[Judged]]:
-    """Every claim of every paper with ours beside it; what cannot be looked up is not made."""
-    return {paper: [_judged(claim, paper, records.get(paper, {})) for claim in claims_of(paper)] for paper in PAPERS}
-
-
-def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judged:
+def _judged(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     try:
         return judge(claim, paper, records)
-    except NotThereError as error:  # a part that was made with little, or whose rows have other names now
-        return Judged(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
+    except MissingCellError as error:  # a part that was made with little, or whose rows have other names now
+        return Judgment(claim, "not made", "not made", f"Not in the record: {error}.", command_of(claim, paper))
 
 
 def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
-    """Our own figures by name, told, with the commands that make them."""
+    """Return our own figures by name, with their text and the command that makes them."""
     found = {}
     for paper in PAPERS:
-        for own in own_of(paper):
+        for own in paper_claims(paper).own:
             try:
-                text = told(own.ours, own.unit, records.get(paper, {}))
+                text = quantities_text(own.ours, own.unit, records.get(paper, {}))
             except LookupError:
                 text = "not made"
             found[f"{paper}-{own.name}"] = own, text, f"pipeloom reproduce {paper} {own.ours[0].part}"
@@ -94,9 +57,10 @@ def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
 
 
 def index_page(records: Records) -> str:
-    """The whole page."""
+    """Return the page."""
     found = judged_claims(records)
-    blocks = [_HEAD.strip(), "## How many", _tally(found), RULES.strip()]
+    texts = read_data("pages")
+    blocks = [texts["index_head"].strip(), "## How many", _tally(found), texts["rules"].strip()]
     blocks += ["## What was missed", _misses(found)]
     blocks += ["## What we set out to reach", _goals(records)]
     for paper, title in PAPERS.items():
@@ -114,18 +78,18 @@ def index_page(records: Records) -> str:
 
 
 def _goals(records: Records) -> str:
-    """Our own goals, judged as claims are, and how long all of it takes."""
+    """Return the table of our goals and of the duration of the whole evaluation."""
     rows = list[tuple[str, ...]]()
     for paper in PAPERS:
-        for goal in goals_of(paper):
+        for goal in paper_claims(paper).goals:
             one = _judged(goal, paper, records.get(paper, {}))
-            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.why, f"`{one.command}`"))
+            rows.append((goal.text, goal.paper, one.ours, one.verdict, one.reason, f"`{one.command}`"))
     rows.append(_whole_evaluation(records))
     return markdown_table(("goal", "to reach", "ours", "verdict", "why", "command"), rows, words=True)
 
 
 def _whole_evaluation(records: Records) -> tuple[str, ...]:
-    """How long all of it takes, of what it should take."""
+    """Return the row that compares the duration of the whole evaluation with its goal."""
     seconds = {True: 0.0, False: 0.0}
     for _, part, record in _every_part(records):
         seconds[part.alone] += 0.0 if record is None else record.made.seconds
@@ -141,12 +105,12 @@ def _whole_evaluation(records: Records) -> tuple[str, ...]:
 
 
 def _every_part(records: Records) -> list[tuple[str, Part, Record | None]]:
-    """All parts of all papers, and what is recorded of them."""
+    """Return all parts of all papers with their records."""
     return [(paper, part, records.get(paper, {}).get(part.name)) for paper in PAPERS for part in parts_of(paper)]
 
 
 def _makings(records: Records) -> str:
-    """Which parts were made by which state of the source, the newest first, and those that were not made."""
+    """Return the table of parts by the source that made them, newest first, then parts without a record."""
     names: dict[tuple[str, str], list[str]] = {}
     for paper, part, record in _every_part(records):
         made = ("", "not made") if record is None else (record.made.day, record.made.commit or "not recorded")
@@ -155,16 +119,16 @@ def _makings(records: Records) -> str:
     return markdown_table(("day", "commit", "parts"), rows, words=True)
 
 
-def _row(paper: str, one: Judged) -> tuple[str, ...]:
+def _row(paper: str, one: Judgment) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
-    return name, claim.where, claim.paper, one.ours, claim.of, one.verdict, one.why, f"`{one.command}`"
+    return name, claim.where, claim.paper, one.ours, claim.subject, one.verdict, one.reason, f"`{one.command}`"
 
 
-def _tally(found: Mapping[str, list[Judged]]) -> str:
+def _tally(found: Mapping[str, list[Judgment]]) -> str:
     every = [one for each in found.values() for one in each]
     groups = {PAPERS[paper]: each for paper, each in found.items()}
-    groups |= {f"*of* {subject}": [one for one in every if one.claim.of == subject] for subject in SUBJECTS}
+    groups |= {f"*of* {subject}": [one for one in every if one.claim.subject == subject] for subject in SUBJECTS}
     groups["all"] = every
     rows = [
         (name, str(len(each)), *(str(sum(one.verdict == verdict for one in each)) for verdict in VERDICTS))
@@ -173,11 +137,11 @@ def _tally(found: Mapping[str, list[Judged]]) -> str:
     return markdown_table(("claims", "number", *VERDICTS), rows)
 
 
-def _misses(found: Mapping[str, list[Judged]]) -> str:
+def _misses(found: Mapping[str, list[Judgment]]) -> str:
     lines = []
     for verdict in ("not reached", "not made"):
         names = [
-            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.of})"
+            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.subject})"
             for paper, each in found.items()
             for one in each
             if one.verdict == verdict

@@ -1,54 +1,18 @@
-"""Pages from records alone: one for each paper, and files of the tables that are too long for it."""
+"""Pages of the papers, written from records alone, and CSV files of long tables."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Mapping
-from importlib import import_module
 
 from pipeloom.report import markdown_table
-from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table
+from pipeloom_lab.reproduce.claims_file import paper_claims
+from pipeloom_lab.reproduce.part import PAPERS, Figure, Settings, Table, read_data
 from pipeloom_lab.reproduce.record import Record
 
 MOST_ROWS = 20
-"""Of a table on a page; a longer one is a file beside it."""
-_ABOUT = """# {title}: the evaluation again
-
-Written by `pipeloom reproduce {paper}`, a section for every part, from the data in `{paper}/PART.json`;
-`pipeloom reproduce {paper} PART` makes one again. [All claims](index.md) says which of the paper's figures were
-reached, and why not. Every section names its seeds and the kind of its times. Columns headed "paper" are quotations and
-enter no computation.
-"""
-_WORDS = {
-    "dip": """\
-- *Pipeloom* or *ours*: our planner. *DIP*, *PipeWeaver*: their searches written again from the papers. *As
-  published*: their layout, their order search and a strategy for every pair, but strategies are chosen by our solver
-  from our candidates; the papers' integer program and memory rule to the letter are in the part `literal`.
-- *nnScaler\\**: the paper's own form of it, static stages under 1F1B with a recomputation for each. *Coarse* and
-  *fine* Optimus: encoders filled into bubbles by whole stages or by layers.
-- *vision 4 x2, lm all x4*: instances of a module go together four at a time, or all of a microbatch; and its layers
-  are two or four segments on every rank. *Instances dealt*: every device of a rank has the whole encoder and a share
-  of the images.
-- *Standstill*: under the paper's memory rule no rank can go on.
-- *Seconds of search* in a section's last line are those that ours has for given microbatches. It has ten times as
-  many to plan an iteration from its samples on, as every search of DIP has on each of its threads.
-""",
-    "pipetune": """\
-- *Original*: samples in the order drawn, as many contexts to a microbatch as memory has room for, under 1F1B.
-  *Balanced*: the paper's packing. *PipeTune*: its packing, order and encoder pre-computation, written again.
-  *Pipeloom* or *ours*: our planner.
-- *Context*: the most tokens of one sequence; a microbatch has one or several. *DataMix1*, *2*, *3*: a tenth, six and
-  nine tenths of the samples have images.
-""",
-    "adaptis": """\
-- *S-1F1B*, *I-1F1B*, *ZB*: 1F1B with one stage a rank, interleaved 1F1B, and zero-bubble with split backwards.
-  *Mist*: stages and recomputation chosen together. *AdaPtis* or *its generator*: the paper's search for partition,
-  placement and schedule, written again. *Pipeloom* or *ours*: our planner.
-- *P*: ranks of the pipeline.
-""",
-}
-"""Names that the tables of a page use."""
+"""Longest table on a page; a longer one becomes a CSV file."""
 _KINDS = {
     "emulated": "emulated (no accelerator was used)",
     "planned": "planned: schedules simulated on measured layer costs",
@@ -58,30 +22,30 @@ _KINDS = {
 
 
 def opening_of(paper: str, records: Mapping[str, Record]) -> Figure | None:
-    """The picture that a paper's page opens with, drawn from its records; None: what it shows is not recorded."""
+    """Draw the opening figure of a paper's page from its records; None if a number is not recorded."""
     try:
-        figure: Figure = import_module(f"pipeloom_lab.reproduce.{paper}.goals").opening(records)
+        return paper_claims(paper).opening.draw(records)
     except LookupError:
         return None
-    return figure
 
 
 def paper_page(paper: str, records: Mapping[str, Record], opening: Figure | None = None) -> str:
-    """The page of a paper: the picture that it opens with, its figures and short tables."""
-    head = [_ABOUT.format(title=PAPERS[paper], paper=paper).strip()]
+    """Return the page of a paper: opening figure, figures, and short tables."""
+    texts = read_data("pages")
+    head = [texts["paper_head"].format(title=PAPERS[paper], paper=paper).strip()]
     if opening is not None:
         head.append(f"![{opening.title}]({paper}/{opening.name}.svg)\n\n*{opening.title}.*")
-    head += ["**Words**", _WORDS[paper].strip()]
+    head += ["**Words**", texts["words"][paper].strip()]
     return "\n\n".join([*head, *(section(paper, record) for record in records.values())]) + "\n"
 
 
 def long_tables(record: Record) -> dict[str, str]:
-    """Tables that are too long for the page, as CSV by the name of their file."""
+    """Return the tables that are too long for the page, as CSV by file name."""
     return {_file_of(record, table): _csv(table) for table in record.tables if len(table.rows) > MOST_ROWS}
 
 
 def section(paper: str, record: Record) -> str:
-    """One part as Markdown: pictures, short tables, links to long ones, notes, and how it was made."""
+    """Return one part as Markdown: figures, short tables, links to long ones, notes, and provenance."""
     blocks = [f"## {record.title}"]
     blocks += [f"![{title}]({paper}/{name}.svg)\n\n*{title}*" for name, title in record.figures.items()]
     for table in record.tables:
@@ -97,7 +61,7 @@ def section(paper: str, record: Record) -> str:
 
 
 def _facts(record: Record) -> str:
-    """Source, kind of time, settings, devices, and how the record was made."""
+    """Return the source, kind of time, settings, devices, and provenance of a record."""
     made = record.made
     spent = "" if made.processor_seconds is None else f", {made.processor_seconds:.0f} s of processor time"
     facts = [f"Repeats {record.source}. Times are {_KINDS[record.time]}.", *_amounts(record.settings, record.searched)]
@@ -111,7 +75,7 @@ def _facts(record: Record) -> str:
 
 
 def _amounts(settings: Settings, searched: str) -> list[str]:
-    """The settings as one sentence, or none."""
+    """Return the settings as one sentence, or nothing."""
     words = []
     if settings.seeds is not None:
         words.append(f"seeds {', '.join(map(str, settings.seeds))}")

@@ -1,22 +1,24 @@
-"""What a part of an evaluation is given, and what it gives back."""
+"""Parts of the evaluations: their options, their outcome, and the files that describe them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.resources import files
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import InputError
 
 PAPERS = {"dip": "DIP and PipeWeaver", "pipetune": "PipeTune", "adaptis": "AdaPtis"}
-"""Names of the packages beside this file, and whose evaluation they repeat."""
+"""Packages in this folder, and the paper that each repeats."""
 
 Setting = Literal["seeds", "iterations", "search", "solver"]
 TimeKind = Literal["emulated", "planned", "measured", "processor"]
-"""Emulated: all times are the emulator's. Planned: schedules of profiled costs. Measured: real runs, of computation
-or of sleeping ranks. Processor: CPU time of our own programs (search, tuning)."""
+"""Emulated: times from the emulator. Planned: schedules of profiled costs. Measured: real runs that compute or sleep.
+Processor: CPU time of our own programs (search, tuning)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +26,18 @@ class Options:
     """How much work a reproduction does."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the sampled batches and of the searches."""
+    """Seeds of the sampled batches and of the searches."""
     iterations: int = 10
-    """Batches for every mean, where the paper has more."""
+    """Batches that every mean is taken over, where the paper has more."""
     search_s: float = 1.0
     """Processor seconds of our search for one batch; in DIP's evaluation a tenth of those from its samples on."""
     solver_s: float = 60.0
-    """Seconds after which an exact solver is cut."""
+    """Time limit of an exact solver in seconds."""
     full: bool = False
-    """As many iterations, seconds and sizes as the paper; may take days."""
+    """Use as many iterations, seconds and sizes as the paper. This may take days."""
 
     def __post_init__(self) -> None:
-        """Refuse runs of nothing."""
+        """Raise `InputError` for empty or non-positive amounts."""
         if not self.seeds:
             raise InputError("--seeds", "is 0", "use at least 1")
         for name, value in (
@@ -49,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Options as one part has used them; None: it makes no use of that one."""
+    """Options as one part used them; None for an option that it ignores."""
 
     seeds: tuple[int, ...] | None = None
     iterations: int | None = None
@@ -60,16 +62,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text; ours and the paper's numbers in columns of their own."""
+    """Rows of text. Our numbers and the paper's are in separate columns."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    """Why numbers differ, assumptions."""
+    """Assumptions, and why numbers differ."""
 
     def __post_init__(self) -> None:
-        """Refuse rows that do not fit, and columns of one name, which nobody could look up."""
+        """Raise `ValueError` for rows of another width and for duplicate columns."""
         if len(set(self.columns)) < len(self.columns):
             raise ValueError(f"table {self.title!r}: two columns of {self.columns} have the same name")
         for row in self.rows:
@@ -79,64 +81,93 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture, and what it shows."""
+    """A figure as SVG."""
 
     name: str
-    """Stem of its file."""
+    """Stem of the file name."""
     title: str
     svg: str
 
 
+class Line(NamedTuple):
+    """A line of a figure, point by point."""
+
+    x: list[float]
+    y: list[float]
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point."""
+        self.x.append(x)
+        self.y.append(y)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one part found."""
+    """The result of a part."""
 
     tables: tuple[Table, ...] = ()
     figures: tuple[Figure, ...] = ()
     notes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    """Device tables that the times rest on, by name; and whether each is of a data sheet or calibrated."""
+    """Names of the device tables behind the times, and whether each is calibrated or from a data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One table or figure of a paper, or a few that are made together."""
+    """One table or figure of a paper, or several that are computed together."""
 
     name: str
-    """On the command line, for example ``table-5``."""
+    """The name on the command line, for example ``table-5``."""
     title: str
     source: str
-    """Paper and place, for example ``dip.txt`` Table 5, section 7.3."""
+    """The place in the paper, for example ``dip.txt`` Table 5, section 7.3."""
     time: TimeKind
     run: Callable[[Options], Outcome]
     uses: tuple[Setting, ...] = ("seeds", "iterations", "search")
-    """Which of the options make a difference to it; its section states these."""
+    """Options that the part depends on; its section on the page lists them."""
     searched: str = "a batch"
-    """What our search is given its time for."""
+    """The unit of work that ``search_s`` is spent on."""
     search_factor: float = 1.0
-    """Times ``search_s`` that this gets."""
+    """Multiplies ``search_s``. A placement is made once, before training, and gets several times a batch's."""
     shares: str = ""
-    """Parts with the same word time the same things, so that one process makes them one after the other."""
+    """Parts with the same value reuse each other's timings, so one process runs them in turn."""
     alone: bool = False
-    """It reads a clock that other work on the machine disturbs, so nothing runs beside it."""
+    """If true, nothing runs at the same time, because other work would disturb its timings."""
     most_iterations: int | None = None
-    """More batches are timed with ``--full`` alone."""
+    """Upper limit of ``iterations`` without ``--full``."""
 
     def given(self, options: Options) -> Options:
-        """What it is run with."""
+        """Return the options that the part runs with."""
+        options = replace(options, search_s=self.search_factor * options.search_s)
         if self.most_iterations is None or options.full:
             return options
         return replace(options, iterations=min(options.iterations, self.most_iterations))
 
     def settings(self, options: Options) -> Settings:
-        """Those of the options that make a difference to it."""
+        """Return the options that the part depends on."""
         return Settings(
             options.seeds if "seeds" in self.uses else None,
             self.given(options).iterations if "iterations" in self.uses else None,
-            self.search_factor * options.search_s if "search" in self.uses else None,
+            self.given(options).search_s if "search" in self.uses else None,
             options.solver_s if "solver" in self.uses else None,
             options.full,
         )
+
+
+def read_data(name: str) -> dict[str, Any]:
+    """Read a TOML file of this package by its path without suffix: ``pages``, ``dip/claims``."""
+    return tomllib.loads(files("pipeloom_lab.reproduce").joinpath(f"{name}.toml").read_text("utf-8"))
+
+
+def read_parts(paper: str, runs: Mapping[str, Callable[[Options], Outcome]]) -> tuple[Part, ...]:
+    """Read the parts of a paper from its ``parts.toml``, each with the function that runs it."""
+    parts = read_data(f"{paper}/parts")
+    if parts.keys() != runs.keys():
+        raise ValueError(f"{paper}: parts.toml and its functions differ in {sorted(parts.keys() ^ runs.keys())}")
+    for fields in parts.values():
+        if "uses" in fields:
+            fields["uses"] = tuple(fields["uses"])
+    return tuple(Part(name, run=runs[name], **fields) for name, fields in parts.items())
 
 
 def parts_of(paper: str) -> tuple[Part, ...]:
@@ -152,7 +183,7 @@ def parts_of(paper: str) -> tuple[Part, ...]:
 
 
 def full_of(paper: str) -> Options:
-    """As many iterations, seeds and seconds as the paper has."""
+    """Return options with as many iterations, seeds and seconds as the paper."""
     full: Options = getattr(_package(paper), "FULL", Options(full=True))
     return full
 

@@ -1,4 +1,4 @@
-"""What is running: which source, at which commit, on which machine."""
+"""The source, commit and machine of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pipeloom
 
 @functools.cache
 def source_commit() -> str:
-    """The commit of the package's source, ``-dirty`` behind it where files of the package differ; empty: unknown.
+    """Return the commit of the package's source, with ``-dirty`` if its files differ; empty if unknown.
 
     Unknown where the package does not lie in a git checkout of its own source, or there is no git. Asked once in a
     process: what changes on disk later is not what runs.
@@ -37,7 +37,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Ten hexadecimal digits of all files of the package but compiled ones: what is the same gives the same results.
+    """Return ten hexadecimal digits of a hash of the package's source files; equal digests give equal results.
 
     Unlike a commit it also tells changed files apart, and stays when only pages are committed.
     """
@@ -51,7 +51,7 @@ def source_digest() -> str:
 
 
 def machine() -> str:
-    """Processor, cores and Python of this machine."""
+    """Return the processor, cores and Python version of this machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

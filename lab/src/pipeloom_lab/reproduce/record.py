@@ -1,4 +1,4 @@
-"""What a part has found, as a file of data beside the pages: one writer, one reader."""
+"""Records: the outcome of a part as a JSON file next to the pages."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from pipeloom_lab.reproduce.provenance import machine, source_commit, source_dig
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How a record came about."""
+    """When, where and from which source a record was made."""
 
     seconds: float
     processor_seconds: float | None
-    """None: not recorded."""
+    """None if not recorded."""
     machine: str
     day: str
     version: str
     commit: str
-    """Empty: not known."""
+    """Empty if unknown."""
     source_digest: str
-    """`provenance.source_digest`; empty: not known."""
+    """`provenance.source_digest`; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One part as it was made, all that its section and the index are written from."""
+    """The outcome of a part: everything that its section and the index need."""
 
     part: str
     title: str
@@ -46,18 +46,18 @@ class Record:
     devices: tuple[str, ...]
     tables: tuple[Table, ...]
     figures: dict[str, str]
-    """Titles by the stem of the picture's file."""
+    """Titles by the stem of the figure's file name."""
     notes: tuple[str, ...]
     made: Making
 
 
 def record_path(out: Path, paper: str, name: str) -> Path:
-    """Where the record of a part lies."""
+    """Return the path of a part's record."""
     return out / paper / f"{name}.json"
 
 
 def make_record(part: Part, options: Options) -> tuple[Record, Outcome]:
-    """Run a part; what is written of it, and with it the pictures."""
+    """Run a part, and return its record and its outcome with the figures."""
     begin, begin_cpu = time.monotonic(), sum(os.times()[:4])
     outcome = part.run(part.given(options))
     elapsed, spent = time.monotonic() - begin, sum(os.times()[:4]) - begin_cpu
@@ -81,7 +81,7 @@ def make_record(part: Part, options: Options) -> tuple[Record, Outcome]:
 
 
 def make_part(part: Part, options: Options, out: Path, paper: str) -> Record:
-    """Run a part, and write its pictures and then its record."""
+    """Run a part, and write its figures and then its record."""
     record, outcome = make_record(part, options)
     make_folder(out / paper)
     for figure in outcome.figures:
@@ -91,7 +91,7 @@ def make_part(part: Part, options: Options, out: Path, paper: str) -> Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write a record, a line for each cell, so that what changes shows."""
+    """Write a record with one line per cell, so that diffs are readable."""
     write_text(path, msgspec.json.format(msgspec.json.encode(record).decode(), indent=1) + "\n")
 
 
@@ -110,13 +110,13 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(out: Path, paper: str) -> dict[str, Record]:
-    """All parts of a paper that have been made, by name, in the paper's order."""
+    """Read all records of a paper, by part, in the paper's order."""
     paths = {part.name: record_path(out, paper, part.name) for part in parts_of(paper)}
     return {name: read_record(path) for name, path in paths.items() if path.exists()}
 
 
 def is_made(record: Record | None, part: Part, options: Options) -> bool:
-    """Whether a record is of this source and these options, so that the part would give the same again."""
+    """Return whether a record has the current source and these options, so that a new run would repeat it."""
     return (
         record is not None
         and record.made.source_digest == source_digest()

@@ -1,4 +1,4 @@
-"""Make parts of the evaluations, each in a process of its own where there are several, and write their pages."""
+"""Run parts of the evaluations, several at a time in separate processes, and write their pages."""
 
 from __future__ import annotations
 
@@ -21,34 +21,25 @@ from pipeloom_lab.reproduce.provenance import source_commit
 from pipeloom_lab.reproduce.record import Record, is_made, make_part, read_records
 
 EVERY_S = 60.0
-"""While nothing begins or ends, progress is told so often."""
+"""Seconds between progress reports while no part starts or ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A part begins, is under way, has ended, or is recorded already.
-
-    Attributes
-    ----------
-    paper : str
-    part : Part
-    state : str
-    elapsed_s : float
-        Since the part began; that of the record where it is recorded already.
-    left : str
-        Parts and time that are left, in words.
-    """
+    """State of a part: begun, under way, done, failed, or recorded earlier."""
 
     paper: str
     part: Part
     state: str
     elapsed_s: float
+    """Seconds since the part began, or the recorded duration of a part recorded earlier."""
     left: str
+    """Remaining parts and time, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Parts that one process makes one after the other."""
+    """Parts that one process runs in turn."""
 
     paper: str
     parts: tuple[Part, ...]
@@ -56,23 +47,23 @@ class Job:
 
     @property
     def alone(self) -> bool:
-        """Nothing may run beside it."""
+        """Whether nothing else may run at the same time."""
         return any(part.alone for part in self.parts)
 
 
 @dataclass(slots=True)
 class Remaining:
-    """How long what is left takes, by the seconds that were recorded the last time."""
+    """Estimate of the remaining time from the durations of the last records."""
 
     known_s: dict[tuple[str, str], float]
     processes: int
     waiting: list[Job]
     begun: dict[tuple[str, str], float] = field(default_factory=dict)
-    """When parts that are under way began."""
+    """Start times of running parts."""
     ended: set[tuple[str, str]] = field(default_factory=set)
 
     def of(self, job: Job, now: float) -> float:
-        """Seconds of a job that are left."""
+        """Return the remaining seconds of a job."""
         names = [(job.paper, part.name) for part in job.parts]
         return sum(
             max(0.0, self.known_s.get(name, 0.0) - (now - self.begun[name] if name in self.begun else 0.0))
@@ -81,7 +72,7 @@ class Remaining:
         )
 
     def words(self) -> str:
-        """Parts and time left."""
+        """Return the remaining parts and time in words."""
         now = time.monotonic()
         names = [(job.paper, part.name) for job in self.waiting for part in job.parts]
         left = [name for name in names if name not in self.ended]
@@ -106,36 +97,34 @@ def reproduce(
     again: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, dict[str, Record]]:
-    """Make the named parts of papers, or all, and write their records, the pages and the index.
+    """Run the named parts of papers, or all, and write their records, the pages and the index.
 
-    What is recorded of this source with these options is not made again. A record is written as soon as its part has
-    ended, so what is cut off goes on from there. Parts that are not named stay as they are.
+    A part with a record of the same source and options is skipped. Each record is written as soon as its part ends, so
+    an interrupted run resumes there. Records of other parts stay as they are.
 
     Parameters
     ----------
-    papers : sequence of tuple of str and Options
     names : sequence of str
-        No names: all parts.
+        Parts to run; empty for all.
     out : Path
-        Gets ``PAPER/PART.json``, pictures and long tables beside it, ``PAPER.md`` and ``index.md``.
+        Folder of ``PAPER/PART.json``, figures and long tables, ``PAPER.md`` and ``index.md``.
     processes : int
-        Most parts at a time; those that read the clock run alone. Searches have processor time, so that what runs
-        beside them takes none of theirs.
+        Largest number of parts at a time. Parts that measure wall time run alone. Searches are limited by processor
+        time, so parallel parts do not affect them.
     again : bool
-        Make also what is recorded.
-    on_progress : callable
+        Also run parts that are recorded.
 
     Returns
     -------
     dict of dict of Record
-        The parts asked for, by paper.
+        Records of the named parts, by paper.
 
     Raises
     ------
     InputError
         No such paper or part.
     PipeloomError
-        A part failed in a process of its own; the others were made.
+        A part failed in its process. All other parts were run.
     """
     if processes < 1:
         raise InputError("--processes", f"{processes} is below 1")
@@ -192,7 +181,7 @@ def write_pages(out: Path, paper: str) -> None:
 
 
 def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[str, str]:
-    """All that is written from records, by its path: a paper's page, its long tables, and the index."""
+    """Return all files that records determine, by path: a paper's page, its long tables, and the index."""
     mine = records[paper]
     files = {f"{paper}/{name}": text for one in mine.values() for name, text in long_tables(one).items()}
     if (opening := opening_of(paper, mine)) is not None:
@@ -201,7 +190,7 @@ def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[
 
 
 def _jobs(paper: str, parts: Sequence[Part], options: Options) -> list[Job]:
-    """Parts that share what they time are one job, in the paper's order; every other part is one by itself."""
+    """Group parts that share timings into one job each, in the paper's order."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
         groups.setdefault(part.shares or part.name, []).append(part)
@@ -209,11 +198,11 @@ def _jobs(paper: str, parts: Sequence[Part], options: Options) -> list[Job]:
 
 
 Step = tuple[str, Part, str, float]
-"""Paper, part, what happened, seconds."""
+"""Paper, part, state, and seconds."""
 
 
 def _here(jobs: Sequence[Job], out: Path) -> Iterator[Step]:
-    """One part after the other in this process."""
+    """Run the parts in turn in this process."""
     for job in jobs:
         for part in job.parts:
             yield job.paper, part, "begins", 0.0
@@ -222,7 +211,7 @@ def _here(jobs: Sequence[Job], out: Path) -> Iterator[Step]:
 
 
 def _in_processes(jobs: Sequence[Job], out: Path, remaining: Remaining) -> Iterator[Step]:
-    """Every job in a fresh process, the longest first, those that must be alone at the end."""
+    """Run every job in a fresh process: the longest first, and last those that run alone."""
     todo = sorted(jobs, key=lambda job: (job.alone, -remaining.of(job, 0.0)))
     running: dict[Connection, tuple[SpawnProcess, Job, list[Part]]] = {}
     try:
@@ -255,7 +244,7 @@ def _in_processes(jobs: Sequence[Job], out: Path, remaining: Remaining) -> Itera
 def _received(
     connection: Connection, running: dict[Connection, tuple[SpawnProcess, Job, list[Part]]]
 ) -> Iterator[Step]:
-    """What a process says; nothing more to come: it has ended, and what it has not made has failed."""
+    """Yield what a process reports. When it has ended, its unfinished parts have failed."""
     process, job, parts = running[connection]
     try:
         state, seconds = connection.recv()
@@ -271,7 +260,7 @@ def _received(
 
 
 def _work(connection: Connection, paper: str, names: Sequence[str], options: Options, out: Path) -> None:
-    """Make parts in a process of its own, telling of each."""
+    """Run parts in a child process, and report each over the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is who waits for this, and ends it
     known = {part.name: part for part in parts_of(paper)}
     for name in names:

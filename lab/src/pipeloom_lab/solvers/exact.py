@@ -20,7 +20,7 @@ from pipeloom_lab.solvers import exact_worker
 
 
 def finish(graph: TaskGraph, hint: Schedule, found: Schedule | None, bound_ns: int, optimal: bool) -> Exact:
-    """What a solver found if it is feasible and shorter than the hint, else the hint; its bound if that can be.
+    """Return the solver's schedule if it is feasible and shorter than the hint, else the hint, with a valid bound.
 
     The models know a task that lasts no time only by its moment, so orders among such tasks may not be what the
     solver had in mind, and are checked.
@@ -36,7 +36,7 @@ def finish(graph: TaskGraph, hint: Schedule, found: Schedule | None, bound_ns: i
 
 
 def unit_of(graph: TaskGraph) -> int:
-    """Largest nanoseconds that all durations and delays are multiples of; coarser numbers solve faster."""
+    """Return the greatest common divisor of all durations and delays; coarser units solve faster."""
     options = pair_options(graph)
     parts = (options.forward_ns, options.backward_ns, options.weight_ns, graph.duration_ns, graph.edge_delay_ns)
     values = np.concatenate([part.ravel() for part in parts])
@@ -50,7 +50,6 @@ def cp_sat(
 
     Parameters
     ----------
-    graph : TaskGraph
     seconds : float
         Wall-time limit.
     hint : Schedule
@@ -68,7 +67,7 @@ def cp_sat(
 
 
 def solve_here(graph: TaskGraph, seconds: float, hint: Schedule, bound_ns: int, workers: int, seed: int) -> Exact:
-    """`cp_sat`, called in the process that has OR-Tools."""
+    """Run `cp_sat` in the process that loads OR-Tools."""
     from ortools.sat.python import cp_model
 
     unit = unit_of(graph)
@@ -122,7 +121,7 @@ def solve_here(graph: TaskGraph, seconds: float, hint: Schedule, bound_ns: int, 
 
 
 def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:
-    """One true literal per pair."""
+    """Return literals of every pair's candidates, exactly one of them true."""
     if graph.candidates is None:
         return [[1] for _ in range(graph.num_pairs)]
     rows = [[model.new_bool_var(f"c{p}.{j}") for j in range(len(row))] for p, row in enumerate(graph.candidates)]
@@ -134,7 +133,7 @@ def _pick_candidates(model: Any, graph: TaskGraph) -> list[list[Any]]:
 def _add_memory(
     model: Any, graph: TaskGraph, start: list[Any], end: list[Any], picked: list[list[Any]], horizon: int
 ) -> None:
-    """State the limits of every rank, and then those of its host, as resources of their own."""
+    """Add the memory limits of every rank and of its host as cumulative resources."""
     options, ranks = pair_options(graph), graph.num_ranks
     spans: list[list[Any]] = [[] for _ in range(2 * ranks)]
     demands: list[list[Any]] = [[] for _ in range(2 * ranks)]
@@ -182,7 +181,7 @@ def _add_memory(
 
 
 def orders_of(graph: TaskGraph, start: IntArray, end: IntArray) -> tuple[IntArray, ...]:
-    """Orders from times; tasks that last no time go by precedence where they share a moment."""
+    """Return orders by time; tasks of zero length follow precedence within one moment."""
     depth = np.zeros(graph.num_tasks, np.int64)
     depth[topological_order(graph)] = np.arange(graph.num_tasks)
     order = np.lexsort((depth, end, start))

@@ -32,7 +32,7 @@ _spent_s = [0.0]
 
 
 def spent_s() -> float:
-    """Processor time of all calls so far."""
+    """Return the processor time of all calls so far."""
     return _spent_s[0]
 
 

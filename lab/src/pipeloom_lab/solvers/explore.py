@@ -1,4 +1,4 @@
-"""Searches without guidance, which the papers compare with: random, depth first; and the worst schedule."""
+"""Unguided searches that the papers compare with: random, depth first; and the worst schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_REFUSED = 100
 
 
 def random_search(search: Search, stretch: Stretch) -> None:
-    """Uniformly random sequences."""
+    """Try uniformly random sequences."""
     try_first(search)
     sequences, choice = Sequences(search), published_choice(search)
     while search.meter.spent < stretch.until and search.round_size():
@@ -22,7 +22,7 @@ def random_search(search: Search, stretch: Stretch) -> None:
 
 
 def depth_first(search: Search, stretch: Stretch) -> None:
-    """All sequences in lexicographic order from first in, first out: the last places change first."""
+    """Try sequences in lexicographic order from first in, first out; the last places change first."""
     try_first(search)
     sequences, choice = Sequences(search), published_choice(search)
     # Ranks of the chains in the order of their first appearance, so that the default sequence is the first.
@@ -38,7 +38,7 @@ def depth_first(search: Search, stretch: Stretch) -> None:
 
 
 def next_permutation(values: IntArray) -> bool:
-    """Turn into the next sequence in lexicographic order; False after the last one."""
+    """Change to the next sequence in lexicographic order; return False after the last one."""
     falls = np.flatnonzero(values[:-1] < values[1:])
     if not falls.size:
         return False
@@ -50,7 +50,7 @@ def next_permutation(values: IntArray) -> bool:
 
 
 def worst(search: Search, stretch: Stretch) -> None:
-    """The inverted objective (`dip.txt` §7.3): the longest schedule that any order gives.
+    """Search for the longest schedule that any order gives (`dip.txt` §7.3).
 
     Random sequences, and changes of the longest one found; the answer is not an incumbent to improve on.
     """

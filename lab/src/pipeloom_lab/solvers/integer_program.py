@@ -11,22 +11,22 @@ import numpy.typing as npt
 
 from pipeloom.search.kernels.strategies import fill_allocated, lay_out, repair
 from pipeloom.search.kernels.tables import Options, Work
-from pipeloom.search.methods import Exact
 from pipeloom.search.strategies import Strategies, StrategyChooser, total_ns
 from pipeloom.taskgraph import IntArray, TaskGraph
-from pipeloom.timeline import Schedule, simulate, within_limits
+from pipeloom.timeline import Schedule
+from pipeloom_lab.solvers import highs
 
 HIGHS_GAP = 0.05
 """As in both papers (`dip.txt` §5.3)."""
 
 
 def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:
-    """Candidates of one rank's pairs under the order that the schedule gives it."""
+    """Return the candidates of one rank's pairs under the schedule's order."""
     return solve_program(state_program(StrategyChooser(graph), schedule.order[rank], rank))
 
 
 def program_strategies(graph: TaskGraph, schedule: Schedule) -> Schedule:
-    """The schedule's order with the candidates chosen anew; its order must fit with the leanest ones."""
+    """Return the schedule with new candidates; its order must fit with minimum-memory candidates."""
     return Schedule(schedule.order, program_choice(StrategyChooser(graph), schedule.order), schedule.method)
 
 
@@ -40,25 +40,8 @@ def program_choice(chooser: StrategyChooser, orders: Sequence[IntArray]) -> IntA
     return choice
 
 
-def chosen_by_program(
-    graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0
-) -> Exact:
-    """The hint's order, with strategies by the program where that is faster: an `ExactSolver` of these alone.
-
-    It asks for no time: each rank's program ends within its gap. The order stays, so nothing is proved.
-    """
-    del seconds, workers, seed
-    best = hint
-    if graph.candidates is not None:
-        found = program_strategies(graph, hint)
-        timeline = simulate(graph, found)
-        if within_limits(graph, found, timeline) and timeline.makespan_ns < simulate(graph, hint).makespan_ns:
-            best = found
-    return Exact(best, bound_ns, proved=simulate(graph, best).makespan_ns <= bound_ns)
-
-
 def _greedy(options: Options) -> IntArray:
-    """The leanest choice, with what is left used: a start for the program."""
+    """Return a start for the program: minimum-memory candidates, then upgrades while memory remains."""
     num_pairs, num_places = len(options.time), len(options.capacity)
 
     def numbers() -> npt.NDArray[np.float64]:
@@ -84,27 +67,19 @@ def _greedy(options: Options) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatedProgram:
-    """One rank's program, ready to be solved.
-
-    Attributes
-    ----------
-    pairs : array
-        Pairs of the rank.
-    options : Options
-        Times and bytes of their candidates, and what memory is free at every place of the order.
-    greedy : array
-        A choice that fits, to start from.
-    lp : highspy.HighsLp
-    """
+    """One rank's program, ready to be solved."""
 
     pairs: IntArray
+    """Pairs of the rank."""
     options: Options
+    """Times and bytes of their candidates, and what memory is free at every place of the order."""
     greedy: IntArray
+    """A choice that fits, to start from."""
     lp: Any
 
 
 def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> StatedProgram:
-    """State the program of one rank under its order; the leanest candidates must fit."""
+    """Build the program of one rank under its order; minimum-memory candidates must fit."""
     import highspy
 
     t, d = chooser.tables, chooser.desk
@@ -153,7 +128,7 @@ def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> State
 def _columns(
     options: Options, places: IntArray, host_places: IntArray
 ) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
-    """Rows and amounts of every candidate of every pair: its pair's choice, then memory, then the host's."""
+    """Return rows and amounts of every candidate of every pair: the choice row, then memory, then host memory."""
     activation, gradient, span = options.activation, options.gradient, options.span
     num_pairs, num_options = options.time.shape
     first_host_row = num_pairs + len(places)
@@ -179,7 +154,6 @@ def solve_program(
 
     Parameters
     ----------
-    stated : StatedProgram
     gap : float
         Distance from the solver's bound at which it may stop.
     warm : bool
@@ -187,27 +161,18 @@ def solve_program(
     seconds : float, optional
         Of the clock, after which it is cut.
     """
-    import highspy
-
     options, greedy, time = stated.options, stated.greedy, stated.options.time
     num_pairs, num_options = time.shape
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, setting in (("output_flag", False), ("mip_rel_gap", gap), ("threads", 1)):
-        solver.setOptionValue(name, setting)
-    if seconds is not None:
-        solver.setOptionValue("time_limit", max(0.01, seconds))
-    solver.passModel(stated.lp)
+    start = None
     if warm:
-        chosen = np.zeros((num_pairs, num_options))
-        chosen[np.arange(num_pairs), greedy] = 1.0
-        known = highspy.HighsSolution()
-        known.col_value = chosen.ravel().tolist()
-        solver.setSolution(known)
-    solver.run()
-    answer = np.array(solver.getSolution().col_value)
+        start = np.zeros((num_pairs, num_options))
+        start[np.arange(num_pairs), greedy] = 1.0
+        start = start.ravel()
+    limit = {} if seconds is None else {"time_limit": max(0.01, seconds)}
+    answer = highs.solve(stated.lp, start, mip_rel_gap=gap, threads=1, **limit)
     choice, allocated = greedy, np.zeros(len(options.capacity) + 1, np.int64)
-    if len(answer) == time.size:
-        found: IntArray = answer.reshape(num_pairs, num_options).argmax(axis=1)
+    if len(answer.values) == time.size:
+        found: IntArray = answer.values.reshape(num_pairs, num_options).argmax(axis=1)
         fill_allocated(options, found, allocated)
         # The solver's tolerance could let a few bytes too many through.
         if (allocated[:-1] <= options.capacity).all() and total_ns(time, found) < total_ns(time, greedy):
@@ -216,5 +181,4 @@ def solve_program(
     copies = (time == time[:, :1]) & (options.activation == options.activation[:, :1])
     copies &= (options.gradient == options.gradient[:, :1]) & (options.host == options.host[:, :1])
     choice = np.where(copies[np.arange(num_pairs), choice], 0, choice)
-    bound = float(solver.getInfo().mip_dual_bound) * 1e6
-    return Strategies(stated.pairs, choice, total_ns(time, choice), bound)
+    return Strategies(stated.pairs, choice, total_ns(time, choice), answer.bound * 1e6)

@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InputError
+from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import IntArray, TaskGraph, topological_order
 from pipeloom.timeline import Schedule, heads_and_tails, memory_changes, simulate
-from pipeloom_lab.solvers.exact import unit_of
+from pipeloom_lab.solvers import highs
+from pipeloom_lab.solvers.exact import finish, unit_of
+from pipeloom_lab.solvers.highs import Row
 
 BoolArray = npt.NDArray[np.bool_]
 TOLERANCE = 2e-6
 """Of the solvers' bounds, in mean task durations."""
-Row = tuple[list[int], list[float], float]
-"""Columns, coefficients, and what their sum must at least be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,6 @@ class LinearModel:
     ----------
     low, high : list of float
         Bounds of every column: starts of the tasks, then order bits, then the makespan; times in ``unit_ns``.
-    num_tasks : int
-    rows : list of Row
     bits : dict
         Column of the bit that is 1 where task a comes before task b, by (a, b); one of every two tasks of a rank
         whose order is open.
@@ -54,11 +53,11 @@ class LinearModel:
     unit_ns: float
 
     def is_integer(self, column: int) -> bool:
-        """Whether a column is an order bit."""
+        """Return whether a column is an order bit."""
         return self.num_tasks <= column < len(self.low) - 1
 
     def bound_ns(self, graph: TaskGraph, dual: float) -> int:
-        """The lower bound that a solver's dual bound means, less the solver's tolerance.
+        """Return the lower bound of a solver's dual bound, less the solver's tolerance.
 
         All makespans are multiples of the graph's unit, so the next one is a bound as well. A solver that is cut
         early may have none.
@@ -69,7 +68,7 @@ class LinearModel:
         return max(0, ceil((dual - TOLERANCE) * self.unit_ns / unit) * unit)
 
     def schedule(self, graph: TaskGraph, values: npt.NDArray[np.float64], method: str) -> Schedule:
-        """The orders that a solution's bits say."""
+        """Return the orders that a solution's bits encode."""
         before = self.before.copy()
         for (a, b), column in self.bits.items():
             before[a, b], before[b, a] = values[column] > 0.5, values[column] <= 0.5
@@ -77,7 +76,7 @@ class LinearModel:
 
 
 def refuse_candidates(graph: TaskGraph, method: str) -> None:
-    """Refuse what these models do not state."""
+    """Raise `InputError` if the graph has candidates, which these models lack."""
     if graph.candidates is not None:
         raise InputError("method", f"{method} takes no candidates", "use cp-sat, or choose the candidates first")
 
@@ -102,7 +101,7 @@ def settled_orders(graph: TaskGraph, horizon_ns: int) -> BoolArray:
 
 
 def open_pairs(graph: TaskGraph, before: BoolArray) -> Iterator[tuple[int, int]]:
-    """Two tasks of one rank, the lower number first, whose order is not settled."""
+    """Yield two tasks of one rank with open order, the lower number first."""
     for rank in range(graph.num_ranks):
         for a, b in combinations(np.flatnonzero(graph.rank == rank).tolist(), 2):
             if not (before[a, b] or before[b, a]):
@@ -110,7 +109,7 @@ def open_pairs(graph: TaskGraph, before: BoolArray) -> Iterator[tuple[int, int]]
 
 
 def orders_from_pairs(graph: TaskGraph, before: BoolArray) -> tuple[IntArray, ...]:
-    """Orders per rank from a full relation between any two tasks of a rank."""
+    """Return orders per rank from a total order relation."""
     place = before.sum(axis=0)
     orders = []
     for rank in range(graph.num_ranks):
@@ -120,7 +119,7 @@ def orders_from_pairs(graph: TaskGraph, before: BoolArray) -> tuple[IntArray, ..
 
 
 def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray, int]]:
-    """What must hold for every task at whose start memory could be short.
+    """Yield the memory constraint of every task at whose start memory could run out.
 
     Yields
     ------
@@ -146,7 +145,7 @@ def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray
 
 
 def state(graph: TaskGraph, hint: Schedule, bound_ns: int) -> LinearModel:
-    """Write the problem down; no schedule longer than the hint is allowed."""
+    """Build the model; no schedule longer than the hint is feasible."""
     horizon = simulate(graph, hint).makespan_ns
     unit = max(1.0, float(graph.duration_ns.mean()))
     head, tail = heads_and_tails(graph, graph.duration_ns)
@@ -189,7 +188,7 @@ def _by_a_path(graph: TaskGraph) -> BoolArray:
 
 
 def _memory(graph: TaskGraph, bits: dict[tuple[int, int], int], before: BoolArray) -> Iterator[Row]:
-    """While each task runs, what tasks before it have left, and what it takes, must fit."""
+    """Yield rows that keep the held bytes within capacity while each task runs."""
     for task, at_start, others, net, capacity in memory_rows(graph):
         scale = float(max(capacity, 1))
         columns: list[int] = []
@@ -208,3 +207,34 @@ def _memory(graph: TaskGraph, bits: dict[tuple[int, int], int], before: BoolArra
                 limit += change / scale
         if columns:
             yield columns, factors, limit
+
+
+HAIR = 1e-7
+"""In mean task durations; well within the tolerance that bounds are corrected by."""
+
+
+def milp(graph: TaskGraph, *, seconds: float, hint: Schedule, bound_ns: int, workers: int = 1, seed: int = 0) -> Exact:
+    """Solve with HiGHS; arguments as in `pipeloom_lab.solvers.exact.cp_sat`.
+
+    Raises
+    ------
+    InputError
+        The graph has candidates.
+    """
+    refuse_candidates(graph, "milp")
+    model = state(graph, hint, bound_ns)
+    # Rows of times give way by a hair: exact ones, which rounding makes a little too strict, let HiGHS cut off optima.
+    slack = np.array([HAIR * (min(columns) < model.num_tasks) for columns, _, _ in model.rows])
+    integer = [model.is_integer(column) for column in range(len(model.low))]
+    lp = highs.program_of_rows(np.array(model.low), np.array(model.high), integer, model.rows, slack)
+    answer = highs.solve(
+        lp,
+        threads=workers,
+        random_seed=seed % (1 << 31),
+        time_limit=max(0.01, seconds),
+        mip_feasibility_tolerance=1e-9,
+        mip_rel_gap=0.0,
+    )
+    found = model.schedule(graph, answer.values, "milp") if answer.feasible else None
+    proved_ns = model.bound_ns(graph, answer.bound)
+    return finish(graph, hint, found, max(bound_ns, proved_ns), answer.optimal)

@@ -1,8 +1,7 @@
 """DIP's planner as its paper prints it: its memory rule, a program for every rank of every rollout (`dip.txt` §5).
 
-What the paper leaves open is settled so: an order that comes to a standstill, since every rank's forward queue is
-disabled and nobody can go on, scores nothing; the first order is the one that our admission finds, so that there is an
-answer whatever the rule does.
+Where the paper leaves a choice open: an order that deadlocks, because every rank's forward queue is disabled, gets no
+score; the first order is the one that our admission finds, so that there is always an answer.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _REMEMBERED = 64
 
 
 class ProgramChooser(StrategyChooser):
-    """Chooses strategies by the papers' integer program, where `StrategyChooser` has its Lagrangian.
+    """Chooses strategies by the papers' integer program instead of the Lagrangian of `StrategyChooser`.
 
-    What was chosen last is remembered, since a search asks again for the order that it keeps.
+    The last choices are cached, since a search asks again for the order that it keeps.
     """
 
     def __init__(
@@ -42,13 +41,13 @@ class ProgramChooser(StrategyChooser):
         self._chosen: IntArray = np.zeros(graph.num_pairs, np.int64)
 
     def another(self) -> ProgramChooser:
-        """One for another thread, with the same memory of what was chosen."""
+        """Return a chooser for another thread, which shares the cache of choices."""
         made = ProgramChooser(self.graph, self.params, self.tables)
         made._known = self._known
         return made
 
     def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
-        """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results."""
+        """Choose candidates for a feasible sequence of all tasks, and return the resulting makespan."""
         del rounds
         key, graph = sequence.tobytes(), self.graph
         if key not in self._known:
@@ -62,7 +61,7 @@ class ProgramChooser(StrategyChooser):
         return makespan
 
     def choice(self) -> IntArray:
-        """The chosen candidate of every pair."""
+        """Return the chosen candidate of every pair."""
         return self._chosen
 
 
@@ -77,7 +76,7 @@ def dip_literal(search: Search, stretch: Stretch) -> None:
 
 
 def standstills(graph: TaskGraph, orders: int, seed: int) -> int:
-    """How many of so many random orders come to a standstill under the papers' memory rule, all pairs the leanest."""
+    """Return how many random orders deadlock under the papers' memory rule with minimum-memory candidates."""
     search = Search(graph.with_candidates(leanest(graph)), begin(Evaluations(1)))
     if not search.limited:
         return 0

@@ -29,7 +29,6 @@ class Sequences:
     ----------
     groups, chain : array, shape (num_groups,)
         Groups chain by chain, and the chain of each.
-    chain_size, chain_start : array, shape (num_chains,)
     default : array, shape (num_groups,)
         First in, first out.
     """
@@ -48,25 +47,25 @@ class Sequences:
         self.default: IntArray = self.chain[np.argsort(groups.first[self.groups], kind="stable")]
 
     def order(self, sequence: IntArray) -> IntArray:
-        """Order of groups, forward groups first, of a sequence of chains."""
+        """Return the order of groups of a sequence of chains, forward groups first."""
         order = np.empty(len(sequence), np.int64)
         write_order(self.chains, sequence, self._next_group, order)
         return order
 
 
 def published_choice(search: Search) -> IntArray:
-    """Alternate where both kinds are ready, as both papers do."""
+    """Return the rule of both papers: alternate directions where both are ready."""
     return np.array([codes.ALTERNATE, codes.WEIGHT_LAST, search.rule, 1], np.int64)
 
 
 def try_first(search: Search) -> None:
-    """First in, first out, so that there is an answer whatever the budget."""
+    """Try first in, first out, so that there is an answer under any budget."""
     start = next(starts(search.packed, search.groups, search.rule))
     search.try_order(start.order, start.choice)
 
 
 def uniform_start(graph: TaskGraph) -> Schedule | None:
-    """First in, first out under the setting for all pairs with which that is fastest; None: no setting fits.
+    """Return first in, first out under its fastest uniform setting, or None if no setting fits.
 
     Settings that fit in some odd order only are left out.
     """

@@ -45,7 +45,7 @@ def mcts_priority(search: Search, stretch: Stretch) -> None:
 def _tree_search(search: Search, stretch: Stretch, by_place: bool) -> None:
     threads = search.context.threads
     try_first(search)
-    shared = _Shared(search, by_place)
+    shared = _SharedTree(search, by_place)
     seeds = search.random.integers(1, 1 << 62, size=threads)
 
     def work(seed: int) -> None:
@@ -60,7 +60,7 @@ def _tree_search(search: Search, stretch: Stretch, by_place: bool) -> None:
         list(pool.map(work, seeds.tolist()))
 
 
-class _Shared:
+class _SharedTree:
     """The tree, and what all threads read; tree and incumbent change under the lock only."""
 
     def __init__(self, search: Search, by_place: bool) -> None:
@@ -72,7 +72,7 @@ class _Shared:
         work = float(search.packed.work.sum()) / len(search.packed.capacity)
         self.full_score = float(search.target_ns) if by_place else work
 
-    def room_for_one(self) -> None:
+    def grow_if_full(self) -> None:
         """Make the tree larger if it is full."""
         if self.tree.size[0] == len(self.tree.visits):
             self.tree = tree_kernels.make_tree(2 * len(self.tree.visits), self.tree)
@@ -87,13 +87,13 @@ class _Best:
 class _Walker:
     """One thread of a tree search."""
 
-    def __init__(self, shared: _Shared, seed: int) -> None:
+    def __init__(self, shared: _SharedTree, seed: int) -> None:
         self.shared = shared
         search, sequences = shared.search, shared.sequences
         self.scratch = make_scratch(search.packed)
         self.chooser = None if search.chooser is None else search.chooser.another()
         self.choice = published_choice(search)
-        self.desk = tree_kernels.make_desk(len(sequences.chain), len(sequences.chain_size), seed)
+        self.workspace = tree_kernels.make_workspace(len(sequences.chain), len(sequences.chain_size), seed)
         self.orders = np.empty((ROLLOUTS, len(sequences.chain)), np.int64)
         self.makespans = np.empty(ROLLOUTS, np.int64)
 
@@ -101,18 +101,18 @@ class _Walker:
         """Select, expand, roll out ten times, propagate; False once everything has been tried."""
         shared, search, sequences = self.shared, self.shared.search, self.shared.sequences
         with shared.lock:
-            shared.room_for_one()
-            depth = tree_kernels.select(shared.tree, self.desk, sequences.chains, shared.by_place, ALPHA, BETA)
+            shared.grow_if_full()
+            depth = tree_kernels.select(shared.tree, self.workspace, sequences.chains, shared.by_place, ALPHA, BETA)
         if depth == tree_kernels.EXHAUSTED:
             return False
-        tree_kernels.complete(self.desk, sequences.chains, depth, shared.by_place, self.orders)
+        tree_kernels.complete(self.workspace, sequences.chains, depth, shared.by_place, self.orders)
         best = self._roll_out()
         with shared.lock:
             search.meter.used += ROLLOUTS
             if best.order is not None:
                 search.adopt(best.makespan, best.order, self.choice)
             score = shared.full_score / max(1, best.makespan)
-            tree_kernels.propagate(shared.tree, self.desk, depth, score)
+            tree_kernels.propagate(shared.tree, self.workspace, depth, score)
         return True
 
     def _roll_out(self) -> _Best:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,8 @@ from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacemen
 from pipeloom.search import gpipe
 from pipeloom.taskgraph import IntArray, topological_order
 from pipeloom.timeline import Schedule, check, simulate
+from pipeloom_lab.solvers import highs
+from pipeloom_lab.solvers.highs import Row
 
 _TOLERANCE = 1e-6
 """Of HiGHS on rows, in the unit of time."""
@@ -26,50 +27,38 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """What the program found, and what it proved.
-
-    Attributes
-    ----------
-    placement : PartitionPlacement
-    schedule : Schedule
-    makespan_ns, bound_ns : int
-        Of the schedule, simulated; and what the solver proved no placement and order to be below.
-    proved : bool
-        Whether the solver proved its answer the best.
-    num_columns, num_rows : int
-        Size of the program; 0: it was not stated in time.
-    """
+    """Answer of the program, and what it proved."""
 
     placement: PartitionPlacement
     schedule: Schedule
     makespan_ns: int
     bound_ns: int
+    """Of the schedule, simulated; and what the solver proved no placement and order to be below."""
     proved: bool
+    """Whether the solver proved its answer the best."""
     num_columns: int
     num_rows: int
+    """Size of the program; 0: it was not stated in time."""
 
 
 @dataclass(slots=True)
 class _Program:
-    """Columns and rows under construction: ``low <= row``; the last column is minimised."""
+    """Columns and rows under construction; the last column is minimised."""
 
     high: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
-    columns: list[tuple[int, ...]] = field(default_factory=list)
-    factors: list[tuple[float, ...]] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def column(self, high: float, integer: bool = False) -> int:
-        """A number from 0 to ``high``."""
+        """Add a variable from 0 to ``high``."""
         self.high.append(high)
         self.integer.append(integer)
         return len(self.high) - 1
 
     def row(self, low: float, *terms: tuple[int, float]) -> None:
-        """Columns and factors whose sum is at least ``low``."""
-        self.columns.append(tuple(column for column, _ in terms))
-        self.factors.append(tuple(factor for _, factor in terms))
-        self.low.append(low)
+        """Add a row: the sum of columns times factors is at least ``low``."""
+        columns, factors = zip(*terms, strict=True)
+        self.rows.append((columns, factors, low))
 
 
 class _Statement:
@@ -92,7 +81,7 @@ class _Statement:
         self.same: dict[tuple[int, int], int] = {}
 
     def whole(self) -> bool:
-        """State everything; False: there is no time for that."""
+        """Build the whole program; return False if time runs out."""
         self._place()
         self._follow()
         if not self._exclude():
@@ -132,7 +121,7 @@ class _Statement:
                     self.program.row(self.length[kind][i], (mine[m], 1.0), (mine[m - 1], -1.0))
 
     def _exclude(self) -> bool:
-        """Two passes whose order is open do not overlap on one rank; False: that took too long to state."""
+        """Keep passes of open order apart on one rank; return False if building takes too long."""
         passes = [
             (kind, i, m)
             for m in range(self.chain.num_microbatches)
@@ -157,7 +146,7 @@ class _Statement:
         self.program.row(self.length[b[0]][b[1]] + slack, (first, 1.0), (second, -1.0), (bit, far), *away)
 
     def _same(self, one: int, other: int) -> int:
-        """Column that is 1 where two layers lie on one rank."""
+        """Return the column that is 1 if two layers are on one rank."""
         key = (min(one, other), max(one, other))
         if key not in self.same:
             self.same[key] = same = self.program.column(1.0)
@@ -167,7 +156,7 @@ class _Statement:
 
 
 def _before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    """Whether a comes before b in every answer: by the chain, and by the order of microbatches."""
+    """Return whether a precedes b in every answer, by the chain or the order of microbatches."""
     (kind, i, m), (other, j, n) = a, b
     if m > n:
         return False
@@ -175,18 +164,15 @@ def _before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
 
 
 def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
-    """Decide where layers lie and when they run, with HiGHS, cut after so many seconds of the clock.
+    """Choose placement and schedule with HiGHS, within a wall-clock limit.
 
-    It gets neither a bound nor a good answer: equal stages under GPipe are all that it is told, as its horizon.
+    The solver gets no bound and no good schedule. Equal stages under GPipe only set its horizon.
 
     Parameters
     ----------
     chain : LayerChain
         With the first strategy of every layer; its memory is not stated.
-    seconds : float
     """
-    import highspy
-
     until = time.monotonic() + seconds
     free = chain.with_capacity(None)
     known = _known(free)
@@ -195,28 +181,20 @@ def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
     if not statement.whole():
         return known
     program = statement.program
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, setting in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("random_seed", 0),
-        ("time_limit", max(0.01, until - time.monotonic())),
-        ("mip_rel_gap", 0.0),
-    ):
-        solver.setOptionValue(name, setting)
-    solver.passModel(_lp(program))
-    solver.run()
-    info = solver.getInfo()
-    values = np.array(solver.getSolution().col_value)
-    dual = float(info.mip_dual_bound)
-    bound = max(0, int((dual - _TOLERANCE) * unit)) if np.isfinite(dual) else 0
-    size = len(program.high), len(program.low)
-    found = known
-    if len(values) == len(program.high) and info.primal_solution_status == 2:
-        found = _answer(free, statement, values, known)
-    proved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    left = max(0.01, until - time.monotonic())
+    high, low, slack = np.array(program.high), np.zeros(len(program.high)), np.zeros(len(program.rows))
+    lp = highs.program_of_rows(low, high, program.integer, program.rows, slack)
+    answer = highs.solve(lp, threads=1, random_seed=0, time_limit=left, mip_rel_gap=0.0)
+    bound = max(0, int((answer.bound - _TOLERANCE) * unit)) if np.isfinite(answer.bound) else 0
+    found = _answer(free, statement, answer.values, known) if answer.feasible else known
     return WholeAnswer(
-        found.placement, found.schedule, found.makespan_ns, min(bound, found.makespan_ns), bool(proved), *size
+        found.placement,
+        found.schedule,
+        found.makespan_ns,
+        min(bound, found.makespan_ns),
+        answer.optimal,
+        len(high),
+        len(program.rows),
     )
 
 
@@ -229,29 +207,10 @@ def _known(chain: LayerChain) -> WholeAnswer:
     return WholeAnswer(placement, schedule, simulate(graph, schedule).makespan_ns, 0, False, 0, 0)
 
 
-def _lp(program: _Program) -> Any:
-    import highspy
-
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(program.high), len(program.low)
-    lp.col_cost_ = np.eye(1, lp.num_col_, lp.num_col_ - 1)[0]
-    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.array(program.high)
-    lp.row_lower_, lp.row_upper_ = np.array(program.low), np.full(lp.num_row_, highspy.kHighsInf)
-    starts = np.zeros(lp.num_row_ + 1, np.int32)
-    np.cumsum([len(columns) for columns in program.columns], out=starts[1:])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = starts
-    lp.a_matrix_.index_ = np.array([c for columns in program.columns for c in columns], np.int32)
-    lp.a_matrix_.value_ = np.array([f for factors in program.factors for f in factors])
-    kinds = highspy.HighsVarType
-    lp.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in program.integer]
-    return lp
-
-
 def _answer(
     chain: LayerChain, statement: _Statement, values: npt.NDArray[np.float64], known: WholeAnswer
 ) -> WholeAnswer:
-    """The placement and the orders that the columns say, simulated; what is known where they are refused."""
+    """Return the simulated placement and orders of a solution, or ``known`` if the checker rejects them."""
     home = tuple(int(np.argmax(values[mine])) for mine in statement.on)
     # A layer stays a chunk of its own: passes of layers of one rank need not follow at once.
     placement = PartitionPlacement(tuple(range(chain.num_layers + 1)), home)

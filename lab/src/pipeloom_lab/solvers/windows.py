@@ -48,7 +48,6 @@ class Window:
     holds : list of (int, int, int, int, bool)
         Rank, bytes, task with which the bytes are taken (-1: held from the begin), task at whose end they are given
         back (-1: not within the window), and whether they are taken at the task's start or at its end.
-    capacity : list of int
     limit : int
         Steps to the end of all as it is; only what ends sooner is asked for.
     """

@@ -10,28 +10,11 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimise import placement_bound
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.adaptis.systems import ChainResult
-from pipeloom_lab.reproduce.adaptis.setups import (
-    BASELINES,
-    DEPTHS,
-    FAMILIES,
-    GENERATOR,
-    ROUNDS,
-    SIZES,
-    PaperSetup,
-    best_baseline,
-    chains,
-    device,
-    generated,
-    mean,
-    ours,
-    run_baseline,
-    seconds_of,
-)
+from pipeloom_lab.reproduce.adaptis import setups
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_table
 
 TOKENS = 4096
-SEARCH = 1.25
-"""Times ``search_s`` that ours and the paper's generator have for a placement here, where cells are many."""
 _BEST, _BOUND = "the best of eight", "the lower bound"
 _PAPER = {"Mist": "1.20", "S-1F1B": "1.34", "I-1F1B": "1.42", "ZB": "1.34"}
 """Average throughput over each system. For display only."""
@@ -39,27 +22,18 @@ _PAPER = {"Mist": "1.20", "S-1F1B": "1.34", "I-1F1B": "1.42", "ZB": "1.34"}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model and size on one pipeline.
-
-    Attributes
-    ----------
-    label : str
-    pipeline, rounds : int
-        Ranks, and microbatches of each.
-    seconds : dict of str to float
-        Of an iteration under what fits.
-    bound_s : float
-        No placement's iteration is shorter.
-    best : str
-        The fastest published system that fits.
-    """
+    """One model and size on one pipeline."""
 
     label: str
     pipeline: int
     rounds: int
+    """Ranks, and microbatches of each."""
     seconds: dict[str, float]
+    """Of an iteration under what fits."""
     bound_s: float
+    """No placement's iteration is shorter."""
     best: str
+    """The fastest published system that fits."""
 
     def over(self, system: str, who: str = "ours") -> float | None:
         """Throughput of one system over another's; None: one of them does not fit."""
@@ -71,45 +45,48 @@ def figure_8_depths(options: Options) -> Outcome:
     """Every model and size on 4, 8 and 16 ranks, with two and four microbatches a rank."""
     cells = [
         _cell(family, size, pipeline, rounds, options)
-        for pipeline in sorted(DEPTHS)
-        for rounds in ROUNDS
-        for family in FAMILIES
-        for size in SIZES
+        for pipeline in sorted(setups.DEPTHS)
+        for rounds in setups.ROUNDS
+        for family in setups.FAMILIES
+        for size in setups.SIZES
     ]
     groups: list[tuple[str, str, list[Cell]]] = []
-    for pipeline in sorted(DEPTHS):
+    for pipeline in sorted(setups.DEPTHS):
         here = [cell for cell in cells if cell.pipeline == pipeline]
-        groups += [(str(pipeline), str(rounds), [c for c in here if c.rounds == rounds]) for rounds in ROUNDS]
+        groups += [(str(pipeline), str(rounds), [c for c in here if c.rounds == rounds]) for rounds in setups.ROUNDS]
         groups.append((str(pipeline), "both", here))
     groups.append(("all", "both", cells))
-    bars = {system: [_average(each, system) for _, _, each in groups] for system in (*BASELINES, GENERATOR, _BEST)}
+    bars = {
+        system: [_average(each, system) for _, _, each in groups]
+        for system in (*setups.BASELINES, setups.GENERATOR, _BEST)
+    }
     svg = bar_figure([f"P {p}, {r}" for p, r, _ in groups], bars, y=Axis("our throughput over it, average"))
     return Outcome(
         (_headline(groups), _all_systems(groups), _each(cells)),
         (Figure("figure-8-depths", "Our throughput over each system, by P and microbatches a rank", svg),),
-        devices=device(),
+        devices=setups.device(),
     )
 
 
 def _cell(family: str, size: str, pipeline: int, rounds: int, options: Options) -> Cell:
-    setup = PaperSetup(f"{FAMILIES[family]}-{size.lower()}", pipeline, 2, rounds * pipeline, TOKENS)
-    search_s, seconds = SEARCH * options.search_s, dict[str, float]()
-    for name, system in BASELINES.items():
+    setup = setups.PaperSetup(f"{setups.FAMILIES[family]}-{size.lower()}", pipeline, 2, rounds * pipeline, TOKENS)
+    seconds = dict[str, float]()
+    for name, system in setups.BASELINES.items():
         with suppress(InputError):  # too few layers or microbatches for it
-            result = run_baseline(system, setup)
+            result = setups.run_baseline(system, setup)
             if result.fits:
-                seconds[name] = seconds_of(result)
-    best = best_baseline(setup)
+                seconds[name] = setups.seconds_of(result)
+    best = setups.best_baseline(setup)
     if best is not None:
-        seconds[_BEST] = seconds_of(best)
+        seconds[_BEST] = setups.seconds_of(best)
     searches: dict[str, Callable[[], ChainResult]] = {
-        GENERATOR: lambda: generated(setup, search_s),
-        "ours": lambda: ours(setup, options.seeds[0], search_s),
+        setups.GENERATOR: lambda: setups.generated(setup, options.search_s),
+        "ours": lambda: setups.ours(setup, options.seeds[0], options.search_s),
     }
     for name, search in searches.items():
         with suppress(InfeasibleError):
-            seconds[name] = seconds_of(search())
-    bound_s = placement_bound(chains(setup)[1]).ns / 1e9
+            seconds[name] = setups.seconds_of(search())
+    bound_s = placement_bound(setups.chains(setup)[1]).ns / 1e9
     return Cell(f"{family} {size}", pipeline, rounds, seconds, bound_s, "" if best is None else best.name)
 
 
@@ -119,7 +96,7 @@ def _gains(cells: Sequence[Cell], system: str, who: str = "ours") -> list[float]
 
 def _average(cells: Sequence[Cell], system: str, who: str = "ours") -> float | None:
     gains = _gains(cells, system, who)
-    return mean(gains) if gains else None
+    return setups.mean(gains) if gains else None
 
 
 def _text(value: float | None) -> str:
@@ -130,54 +107,34 @@ def _headline(groups: Sequence[tuple[str, str, list[Cell]]]) -> Table:
     """Over Mist and over the paper's own generator, and how far from the bound that one is."""
     rows = []
     for pipeline, rounds, cells in groups:
-        over, own = _gains(cells, "Mist"), _gains(cells, GENERATOR)
-        theirs = [cell.seconds[GENERATOR] / cell.bound_s for cell in cells if GENERATOR in cell.seconds]
+        over, own = _gains(cells, "Mist"), _gains(cells, setups.GENERATOR)
+        theirs = [cell.seconds[setups.GENERATOR] / cell.bound_s for cell in cells if setups.GENERATOR in cell.seconds]
         rows.append(
             (
                 pipeline,
                 rounds,
                 _text(_average(cells, "Mist")),
                 _text(max(over, default=None)),
-                _text(_average(cells, "Mist", GENERATOR)),
-                _text(_average(cells, GENERATOR)),
+                _text(_average(cells, "Mist", setups.GENERATOR)),
+                _text(_average(cells, setups.GENERATOR)),
                 _text(min(own, default=None)),
                 _text(max(own, default=None)),
-                _text(mean(theirs) if theirs else None),
+                _text(setups.mean(theirs) if theirs else None),
                 _PAPER["Mist"] if pipeline == "all" else "",
             )
         )
-    columns = (
-        "P",
-        "microbatches a rank",
-        "over Mist, average",
-        "over Mist, largest",
-        f"{GENERATOR} over Mist, average",
-        f"over {GENERATOR}, average",
-        f"over {GENERATOR}, least",
-        f"over {GENERATOR}, largest",
-        f"{GENERATOR} over the lower bound, average",
-        "paper: over Mist, average",
-    )
-    note = (
-        f"Nine models (three families, three sizes), T = 2, microbatches of one sequence of {TOKENS} tokens. The paper "
-        "evaluates P = 4, 8 and 16 and does not say which of them its figure has. AdaPtis is its generator written "
-        "again from the paper, with as much time as ours, which is of the first seed. No placement is shorter than "
-        "the lower bound, so that the "
-        "last column but one is the most that anything can be ahead of that generator."
-    )
-    return Table("Over Mist, and over AdaPtis' own generator", columns, tuple(rows), note)
+    return make_table("adaptis/figure-8-depths-mist", rows, tokens=TOKENS, generator=setups.GENERATOR)
 
 
 def _all_systems(groups: Sequence[tuple[str, str, list[Cell]]]) -> Table:
-    names = (*BASELINES, _BEST)
+    names = (*setups.BASELINES, _BEST)
     rows = [(p, r, *(_text(_average(cells, name)) for name in names)) for p, r, cells in groups]
     rows.append(("paper", "not stated", *(_PAPER.get(name, "") for name in names)))
-    note = "A system is left out where it does not fit or has too few layers."
-    return Table("Our throughput over each system, average", ("P", "microbatches a rank", *names), tuple(rows), note)
+    return make_table("adaptis/figure-8-depths-systems", rows, names=names)
 
 
 def _each(cells: Sequence[Cell]) -> Table:
-    names = ("I-1F1B", "ZB", "Mist", GENERATOR, "ours")
+    names = ("I-1F1B", "ZB", "Mist", setups.GENERATOR, "ours")
     rows = tuple(
         (
             cell.label,
@@ -190,13 +147,4 @@ def _each(cells: Sequence[Cell]) -> Table:
         )
         for cell in cells
     )
-    columns = (
-        "model",
-        "P",
-        "microbatches a rank",
-        *names,
-        "ours over the best of eight",
-        "which that is",
-        "ours over the lower bound",
-    )
-    return Table("Throughput over S-1F1B", columns, rows, "Empty: it does not fit, or has too few layers.")
+    return make_table("adaptis/figure-8-depths-models", rows, names=names)

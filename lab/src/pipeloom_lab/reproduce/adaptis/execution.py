@@ -18,68 +18,53 @@ from pipeloom.spec import Batch, Layout, Sample, Workload
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import Schedule, simulate
 from pipeloom_lab.adaptis.systems import ChainResult
-from pipeloom_lab.reproduce.adaptis.setups import (
-    BASELINES,
-    GENERATOR,
-    MOST_SEARCH,
-    SIZES,
-    PaperSetup,
-    bubble_share,
-    chains,
-    device,
-    generated,
-    ours,
-    run_baseline,
-    seconds_of,
-    setup_of,
-)
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.adaptis import setups
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _MEAN_MS = 40
 """Of a task on sleeping ranks."""
 _REPEATS = 3
 """Runs on sleeping ranks, of which the median counts: other work on the machine wakes some of them late."""
 
-_PAPER_12 = {"S-1F1B": "", "I-1F1B": "4.55 %", "ZB": "2.12 %", "Mist": "6.57 %", GENERATOR: "4.42 %", "ours": ""}
+_PAPER_12 = {"S-1F1B": "", "I-1F1B": "4.55 %", "ZB": "2.12 %", "Mist": "6.57 %", setups.GENERATOR: "4.42 %", "ours": ""}
 
 
 def figure_11(options: Options) -> Outcome:
     """Timelines of S-1F1B, Mist, the paper's generator and ours on Nemotron-H large."""
-    setup = PaperSetup("nemotron-h-large", 8, 4, 64, 4096)
-    found = {name: run_baseline(BASELINES[name], setup) for name in ("S-1F1B", "Mist")}
-    found[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
-    found["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
+    setup = setups.PaperSetup("nemotron-h-large", 8, 4, 64, 4096)
+    found = {name: setups.run_baseline(setups.BASELINES[name], setup) for name in ("S-1F1B", "Mist")}
+    found[setups.GENERATOR] = setups.generated(setup, options.search_s)
+    found["ours"] = setups.ours(setup, options.seeds[0], options.search_s)
     tracks, rows = [], []
     for name, one in found.items():
         tracks.append(make_track(name, one.graph, one.schedule, one.timeline))
         rows.append(
             (
                 name,
-                f"{1e3 * seconds_of(one):.1f} ms",
-                f"{100 * bubble_share(one):.1f} %",
+                f"{1e3 * setups.seconds_of(one):.1f} ms",
+                f"{100 * setups.bubble_share(one):.1f} %",
                 str(one.placement.num_chunks),
                 f"{int(one.timeline.peak_bytes.max()) / 2**30:.1f} GiB",
             )
         )
     svg = timeline_svg(tracks)
-    note = "P = 8, T = 4, 64 microbatches of one sequence of 4096 tokens. Planned; the paper has real traces too."
-    columns = ("system", "iteration", "bubbles", "chunks", "fullest rank")
     return Outcome(
-        (Table("The four timelines", columns, tuple(rows), note),),
+        (make_table("adaptis/figure-11", rows),),
         (Figure("figure-11", "S-1F1B, Mist, AdaPtis and ours", svg),),
-        devices=device(),
+        devices=setups.device(),
     )
 
 
 def figure_12(options: Options) -> Outcome:
     """Lower every system's schedule to messages and run it on emulated ranks."""
     found: list[tuple[str, str, ChainResult, int]] = []
-    for size in SIZES:
-        setup = setup_of("Nemotron-H", size, 4096, 4)
-        results = {name: run_baseline(system, setup) for name, system in BASELINES.items()}
-        results[GENERATOR] = generated(setup, MOST_SEARCH * options.search_s)
-        results["ours"] = ours(setup, options.seeds[0], MOST_SEARCH * options.search_s)
-        found += [(size, name, one, chains(setup)[0].delay_ns) for name, one in results.items()]
+    for size in setups.SIZES:
+        setup = setups.setup_of("Nemotron-H", size, 4096, 4)
+        results = {name: setups.run_baseline(system, setup) for name, system in setups.BASELINES.items()}
+        results[setups.GENERATOR] = setups.generated(setup, options.search_s)
+        results["ours"] = setups.ours(setup, options.seeds[0], options.search_s)
+        found += [(size, name, one, setups.chains(setup)[0].delay_ns) for name, one in results.items()]
     slept = sleep([one for _, _, one, _ in found])
     rows = []
     for (size, name, one, delay_ns), (planned_ns, took_ns, late) in zip(found, slept, strict=True):
@@ -98,33 +83,15 @@ def figure_12(options: Options) -> Outcome:
             )
         )
     sizes = [abs(took / planned - 1) for planned, took, _ in slept]
-    note = (
-        f"On sleeping ranks the error is {100 * statistics.fmean(sizes):.2f} % on average, "
-        f"{100 * statistics.median(sizes):.2f} % in the median and {100 * max(sizes):.2f} % at most; the goal is 2 %, "
-        "the paper has 2.12 % on average on real devices (its largest errors are shown). On the virtual clock messages "
-        "carry time and nothing waits, so that the difference is nothing where what was planned is what runs, "
-        "deadlock-free and in order; that is all it shows."
+    slept_note = make_note("adaptis/figure-12", mean_ms=_MEAN_MS, repeats=_REPEATS)
+    table = make_table(
+        "adaptis/figure-12",
+        rows,
+        average=100 * statistics.fmean(sizes),
+        median=100 * statistics.median(sizes),
+        largest=100 * max(sizes),
     )
-    slept_note = (
-        "Each of the four sleeping ranks is a process of this machine that sleeps where it would compute; every time "
-        f"is made longer alike, until a task takes {_MEAN_MS} ms on average. Of {_REPEATS} runs the median counts. "
-        "Messages are real, on gloo, so none are in what is planned for them. Woken late is what the sleeps alone that "
-        "ended late add: the machine's share of the error, which other work on it makes larger. Neither shows what "
-        "kernels cost."
-    )
-    columns = (
-        "size",
-        "system",
-        "planned",
-        "difference on the virtual clock",
-        "planned for sleeping ranks",
-        "they took",
-        "error",
-        "of it: woken late",
-        "paper: largest error",
-    )
-    table = Table("Prediction against execution, Nemotron-H, 4096 tokens", columns, tuple(rows), note)
-    return Outcome((table,), notes=(slept_note,), devices=device())
+    return Outcome((table,), notes=(slept_note,), devices=setups.device())
 
 
 def lowered(result: ChainResult) -> tuple[Layout, Packing, TaskGraph]:

@@ -10,20 +10,9 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout.cooptimise import placement_bound
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.adaptis.systems import SYSTEMS, ChainResult
-from pipeloom_lab.reproduce.adaptis.setups import (
-    BASELINES,
-    DEPTHS,
-    GENERATOR,
-    MOST_SEARCH,
-    PaperSetup,
-    chains,
-    device,
-    generated,
-    iteration_s,
-    ours,
-    run_baseline,
-)
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.adaptis import setups
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _DEVICES = (8, 16, 32, 64, 128)
 _TENSOR = (1, 2, 4, 8)
@@ -44,7 +33,7 @@ _WEAK = (
 )
 _MODELS = {"Nemotron-H": ("nemotron-h-large", (1,)), "DeepSeek": ("deepseek-medium", (1, 8))}
 """By family: the model, and over how many devices experts may be divided."""
-_NAMES = {system: name for name, system in BASELINES.items()}
+_NAMES = {system: name for name, system in setups.BASELINES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +41,7 @@ class _Best:
     """A system on the grid point where it is fastest."""
 
     seconds: float
-    setup: PaperSetup
+    setup: setups.PaperSetup
 
 
 def figure_14(options: Options) -> Outcome:
@@ -71,7 +60,7 @@ def _scale(
     tables, figures = [], []
     for family, (model, _) in _MODELS.items():
         rows = []
-        shown = (*BASELINES, GENERATOR, "ours")
+        shown = (*setups.BASELINES, setups.GENERATOR, "ours")
         bars: dict[str, list[float | None]] = {system: [] for system in shown}
         first = 0.0
         for devices, theirs in zip(_DEVICES, paper, strict=True):
@@ -79,8 +68,8 @@ def _scale(
             points = grid(family, devices, sequences)
             best = _baselines(points)
             best |= {
-                GENERATOR: _searched(points, lambda s: generated(s, MOST_SEARCH * options.search_s)),
-                "ours": _searched(points, lambda s: ours(s, options.seeds[0], MOST_SEARCH * options.search_s)),
+                setups.GENERATOR: _searched(points, lambda s: setups.generated(s, options.search_s)),
+                "ours": _searched(points, lambda s: setups.ours(s, options.seeds[0], options.search_s)),
             }
             base, mine = best["S-1F1B"], best["ours"]
             ratio = {system: base.seconds / one.seconds if base and (one := best[system]) else None for system in shown}
@@ -100,35 +89,13 @@ def _scale(
                     f"{rate / first:.1f}" if first else "",
                 )
             )
-        columns = (
-            "devices",
-            "S-1F1B's best",
-            "our best",
-            "I-1F1B",
-            "ZB",
-            "Mist",
-            GENERATOR,
-            "ours",
-            "ours over the best of eight",
-            f"ours over {GENERATOR}",
-            "paper: I-1F1B / ZB / Mist / AdaPtis",
-            "our throughput over 8 devices",
-        )
         svg = bar_figure([str(d) for d in _DEVICES], bars, y=Axis("throughput over S-1F1B"))
-        tables.append(Table(f"{model}: throughput over S-1F1B", columns, tuple(rows)))
+        tables.append(make_table("adaptis/scaling", rows, model=model, generator=setups.GENERATOR))
         stem = name if family == "Nemotron-H" else f"{name}-{family.lower()}"
         figures.append(Figure(stem, f"{title}, {model}", svg))
-    note = (
-        f"Sequences of {_TOKENS} tokens, one a microbatch. Every system has the best of its own grid of P "
-        f"({', '.join(map(str, sorted(DEPTHS)))}), T ({', '.join(map(str, _TENSOR))}), E and D = devices / (P T); the "
-        "experts of DeepSeek lie on one or eight devices each. An iteration ends when the last rank has reduced its "
-        "gradients over the replicas, updated its weights and gathered them (ZeRO-1, emulated as in `pipeloom "
-        "emulate`, after the rank's last task); both searches count that too. Of the two searches' grids, points whose "
-        "lower bound is above what was found elsewhere are left out. The paper fixes P and the microbatches of a rank "
-        "and does not state them; "
-        "it has no figure for DeepSeek."
-    )
-    return Outcome(tuple(tables), tuple(figures), (note,), device())
+    depths, tensor = (", ".join(map(str, sorted(each))) for each in (setups.DEPTHS, _TENSOR))
+    note = make_note("adaptis/scaling", tokens=_TOKENS, depths=depths, tensor=tensor)
+    return Outcome(tuple(tables), tuple(figures), (note,), setups.device())
 
 
 def _over_fastest(best: dict[str, _Best | None], mine: _Best | None) -> str:
@@ -141,7 +108,7 @@ def _over_fastest(best: dict[str, _Best | None], mine: _Best | None) -> str:
 
 
 def _over_generator(best: dict[str, _Best | None], mine: _Best | None) -> str:
-    theirs = best[GENERATOR]
+    theirs = best[setups.GENERATOR]
     return "" if theirs is None or mine is None else f"{theirs.seconds / mine.seconds:.3f}"
 
 
@@ -153,31 +120,31 @@ def _degrees(best: _Best | None) -> str:
     return f"P {setup.pipeline}, T {setup.tensor}, D {setup.data}{experts}, {setup.num_microbatches} microbatches"
 
 
-def _baselines(points: list[PaperSetup]) -> dict[str, _Best | None]:
+def _baselines(points: list[setups.PaperSetup]) -> dict[str, _Best | None]:
     """Every published system on the point where it is fastest; None: it fits on none."""
     found: dict[str, _Best | None] = {}
     for system in SYSTEMS:
         best: _Best | None = None
         for setup in points:
             try:
-                result = run_baseline(system, setup)
+                result = setups.run_baseline(system, setup)
             except InputError:  # too few layers or microbatches for it
                 continue
-            seconds = iteration_s(setup, result)
+            seconds = setups.iteration_s(setup, result)
             if result.fits and (best is None or seconds < best.seconds):
                 best = _Best(seconds, setup)
         found[_NAMES.get(system, system)] = best
     return found
 
 
-def _searched(points: list[PaperSetup], search: Callable[[PaperSetup], ChainResult]) -> _Best | None:
+def _searched(points: list[setups.PaperSetup], search: Callable[[setups.PaperSetup], ChainResult]) -> _Best | None:
     """A search on every point that can still be the best, most promising first."""
     best: _Best | None = None
     for setup, least in sorted(((s, _least_s(s)) for s in points), key=lambda entry: entry[1]):
         if best is not None and least >= best.seconds:
             break
         try:
-            seconds = iteration_s(setup, search(setup))
+            seconds = setups.iteration_s(setup, search(setup))
         except InfeasibleError:
             continue
         if best is None or seconds < best.seconds:
@@ -186,16 +153,16 @@ def _searched(points: list[PaperSetup], search: Callable[[PaperSetup], ChainResu
 
 
 @functools.lru_cache(maxsize=512)
-def _least_s(setup: PaperSetup) -> float:
+def _least_s(setup: setups.PaperSetup) -> float:
     """No placement's iteration is shorter."""
-    return placement_bound(chains(setup)[1]).ns / 1e9
+    return placement_bound(setups.chains(setup)[1]).ns / 1e9
 
 
-def grid(family: str, devices: int, sequences: int) -> list[PaperSetup]:
+def grid(family: str, devices: int, sequences: int) -> list[setups.PaperSetup]:
     """All P, T, E and D on so many devices that leave every replica at least P microbatches."""
     model, experts = _MODELS[family]
     found = []
-    for depth in DEPTHS:
+    for depth in setups.DEPTHS:
         for tensor in _TENSOR:
             data = devices // (tensor * depth)
             if not data or data * tensor * depth != devices:
@@ -203,7 +170,7 @@ def grid(family: str, devices: int, sequences: int) -> list[PaperSetup]:
             if sequences % data or sequences // data < depth:
                 continue
             found += [
-                PaperSetup(model, depth, tensor, sequences // data, _TOKENS, data, expert, ends=True)
+                setups.PaperSetup(model, depth, tensor, sequences // data, _TOKENS, data, expert, ends=True)
                 for expert in experts
                 if (data * tensor) % expert == 0
             ]

@@ -33,8 +33,6 @@ BASELINES = {"S-1F1B": "S-1F1B", "I-1F1B": "I-1F1B", "ZB": "ZB-H1", "Mist": "Mis
 GENERATOR = "AdaPtis"
 """AdaPtis' own generator, written again from the paper."""
 _SPLIT = ("ZB-H1", "ZB-V", "DualPipeV")
-MOST_SEARCH = 4.0
-"""Times the search time of one batch that a placement gets, since it is made once, before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +149,12 @@ def _generated(setup: PaperSetup, seconds: float, phases: tuple[str, ...], split
 
 def generated_s(setup: PaperSetup, options: Options, phases: tuple[str, ...] = TUNED, split: bool = True) -> float:
     """Iteration of the paper's generator in seconds."""
-    return seconds_of(generated(setup, MOST_SEARCH * options.search_s, phases, split))
+    return seconds_of(generated(setup, options.search_s, phases, split))
 
 
 def ours_s(setup: PaperSetup, options: Options, phases: tuple[str, ...] = (), split: bool = True) -> float:
     """Median over the seeds of our iteration, in seconds."""
-    found = [ours(setup, seed, MOST_SEARCH * options.search_s, phases, split) for seed in options.seeds]
+    found = [ours(setup, seed, options.search_s, phases, split) for seed in options.seeds]
     return statistics.median(result.timeline.makespan_ns for result in found) / 1e9
 
 
@@ -192,11 +190,6 @@ def bubble_share(result: ChainResult) -> float:
     return 1 - float(graph.duration_ns.sum()) / (graph.num_ranks * result.timeline.makespan_ns)
 
 
-def geometric(values: Iterable[float]) -> float:
-    """Geometric mean."""
-    return float(np.exp(np.mean(np.log(list(values)))))
-
-
 def mean(values: Iterable[float]) -> float:
     """Arithmetic mean."""
     return statistics.fmean(values)
@@ -206,8 +199,3 @@ def device() -> tuple[str, ...]:
     """Device table that the times rest on."""
     hardware = load_cluster(CLUSTER)
     return (hardware.device.label,)
-
-
-def with_tokens(setup: PaperSetup, tokens: int) -> PaperSetup:
-    """The same model on other sequences."""
-    return replace(setup, tokens=tokens)

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 from pipeloom.report.figures import Axis, bar_figure, line_figure
-from pipeloom_lab.reproduce.adaptis.setups import (
-    BASELINES,
-    FAMILIES,
-    GENERATOR,
-    ROUNDS,
-    SIZES,
-    PaperSetup,
-    best_baseline,
-    device,
-    generated_s,
-    mean,
-    ours_s,
-    over_best,
-    run_baseline,
-    seconds_of,
-    setup_of,
-)
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.adaptis import setups
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_8 = {
     ("Gemma", 2048): ((0.99, 0.99, 1.02, 1.15), (0.99, 1.00, 1.17, 1.31), (0.96, 1.03, 1.23, 1.38)),
@@ -38,44 +23,32 @@ _BEST = "the best of eight"
 def figure_8(options: Options) -> Outcome:
     """Every model, size and sequence length, with two and four microbatches per rank."""
     tables, figures = [], []
-    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in (*BASELINES, _BEST)}
-    for rounds in ROUNDS:
+    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in (*setups.BASELINES, _BEST)}
+    for rounds in setups.ROUNDS:
         rows = []
-        bars: dict[str, list[float | None]] = {name: [] for name in (*BASELINES, GENERATOR, "ours")}
+        bars: dict[str, list[float | None]] = {name: [] for name in (*setups.BASELINES, setups.GENERATOR, "ours")}
         for (family, tokens), paper in _PAPER_8.items():
-            for size, theirs in zip(SIZES, paper, strict=True):
-                setup = setup_of(family, size, tokens, rounds)
-                value, theirs_s = ours_s(setup, options), generated_s(setup, options)
+            for size, theirs in zip(setups.SIZES, paper, strict=True):
+                setup = setups.setup_of(family, size, tokens, rounds)
+                value, theirs_s = setups.ours_s(setup, options), setups.generated_s(setup, options)
                 seconds, cells = {}, [f"{family} {size}", str(tokens), str(setup.pipeline)]
-                for name, system in BASELINES.items():
-                    result = run_baseline(system, setup)
-                    seconds[name] = seconds_of(result)
+                for name, system in setups.BASELINES.items():
+                    result = setups.run_baseline(system, setup)
+                    seconds[name] = setups.seconds_of(result)
                     if result.fits:  # one that does not is no system to gain on
                         gains[name].append((seconds[name] / value, seconds[name] / theirs_s))
                     if name != "S-1F1B":
                         mark = "" if result.fits else " (out of memory)"
                         cells.append(f"{seconds['S-1F1B'] / seconds[name]:.2f}{mark}")
                     bars[name].append(seconds["S-1F1B"] / seconds[name])
-                bars[GENERATOR].append(seconds["S-1F1B"] / theirs_s)
+                bars[setups.GENERATOR].append(seconds["S-1F1B"] / theirs_s)
                 bars["ours"].append(seconds["S-1F1B"] / value)
-                if (best := best_baseline(setup)) is not None:
-                    gains[_BEST].append((seconds_of(best) / value, seconds_of(best) / theirs_s))
+                if (best := setups.best_baseline(setup)) is not None:
+                    gains[_BEST].append((setups.seconds_of(best) / value, setups.seconds_of(best) / theirs_s))
                 cells += [f"{seconds['S-1F1B'] / theirs_s:.2f}", f"{seconds['S-1F1B'] / value:.2f}"]
-                cells += [over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
+                cells += [setups.over_best(setup, value), " / ".join(f"{x:.2f}" for x in theirs)]
                 rows.append(tuple(cells))
-        columns = (
-            "model",
-            "tokens",
-            "P",
-            "I-1F1B",
-            "ZB",
-            "Mist",
-            GENERATOR,
-            "ours",
-            "ours over the best of eight",
-            "paper: I-1F1B / ZB / Mist / AdaPtis",
-        )
-        tables.append(Table(f"Throughput over S-1F1B, {rounds} microbatches per rank", columns, tuple(rows), _NOTE))
+        tables.append(make_table("adaptis/figure-8-models", rows, rounds=rounds, generator=setups.GENERATOR))
         svg = bar_figure([" ".join(row[:2]) for row in rows], bars, y=Axis("throughput over S-1F1B"))
         figures.append(Figure(f"figure-8-{rounds}", f"Throughput, {rounds} microbatches per rank", svg))
     average = tuple(
@@ -84,59 +57,34 @@ def figure_8(options: Options) -> Outcome:
             *(
                 cell
                 for which in (0, 1)
-                for cell in (f"{mean(v[which] for v in values):.2f}", f"{max(v[which] for v in values):.2f}")
+                for cell in (f"{setups.mean(v[which] for v in values):.2f}", f"{max(v[which] for v in values):.2f}")
             ),
             _PAPER_AVERAGE.get(name, ""),
         )
         for name, values in gains.items()
         if values
     )
-    tables.append(
-        Table(
-            "Speedup over each system",
-            (
-                "system",
-                "ours, average",
-                "ours, largest",
-                f"{GENERATOR}, average",
-                f"{GENERATOR}, largest",
-                "paper: average",
-            ),
-            average,
-            "A system that does not fit into a case's memory is left out of its averages there. The best of eight is, "
-            "case by case, the fastest that fits of GPipe, S-1F1B, I-1F1B, ZB-H1, ZB-V, Hanayo, DualPipeV and Mist.",
-        )
-    )
-    return Outcome(tuple(tables), tuple(figures), devices=device())
-
-
-_NOTE = (
-    "T = 2; microbatches of one sequence. The paper does not say which P and how many microbatches it takes: P here is "
-    "the largest of 4, 8 and 16 at which no layer is longer than a rank's share. ZB is H1 in 1F1B's memory, or greedy "
-    "order where that is faster; I-1F1B has any number of chunks a rank from two up, the fastest that fits; Mist's is "
-    "its partition only. AdaPtis is its generator written again from the paper. It and ours split backwards and stay "
-    "within the device's memory. The last column but one also counts GPipe, ZB-V, Hanayo and DualPipeV."
-)
+    tables.append(make_table("adaptis/figure-8-average", average, generator=setups.GENERATOR))
+    return Outcome(tuple(tables), tuple(figures), devices=setups.device())
 
 
 def figure_9(options: Options) -> Outcome:
     """Nemotron-H large from 1K to 32K tokens, P = 8, T = 4, 64 microbatches."""
     lengths = (1024, 2048, 4096, 8192, 16384, 32768)
     base: float | None = None
-    gains: dict[str, list[float]] = {name: [] for name in (*BASELINES, GENERATOR)}
-    lines: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*BASELINES, GENERATOR, "ours")}
+    gains: dict[str, list[float]] = {name: [] for name in (*setups.BASELINES, setups.GENERATOR)}
+    lines = {name: Line([], []) for name in (*setups.BASELINES, setups.GENERATOR, "ours")}
     rows = []
     for tokens in lengths:
-        setup = PaperSetup("nemotron-h-large", 8, 4, 64, tokens)
-        results = {name: run_baseline(system, setup) for name, system in BASELINES.items()}
-        seconds = {name: seconds_of(result) for name, result in results.items()}
-        seconds[GENERATOR] = generated_s(setup, options)
-        seconds["ours"] = ours_s(setup, options)
+        setup = setups.PaperSetup("nemotron-h-large", 8, 4, 64, tokens)
+        results = {name: setups.run_baseline(system, setup) for name, system in setups.BASELINES.items()}
+        seconds = {name: setups.seconds_of(result) for name, result in results.items()}
+        seconds[setups.GENERATOR] = setups.generated_s(setup, options)
+        seconds["ours"] = setups.ours_s(setup, options)
         for name, value in seconds.items():
             rate = tokens / value
             base = base or rate
-            lines[name][0].append(tokens)
-            lines[name][1].append(rate / base)
+            lines[name].add(tokens, rate / base)
             if name in gains and (name not in results or results[name].fits):
                 gains[name].append(value / seconds["ours"])
         rows.append(
@@ -144,22 +92,22 @@ def figure_9(options: Options) -> Outcome:
                 str(tokens),
                 *(
                     f"{seconds[name] / seconds['ours']:.2f}{'' if results[name].fits else ' (out of memory)'}"
-                    for name in BASELINES
+                    for name in setups.BASELINES
                 ),
-                f"{seconds[GENERATOR] / seconds['ours']:.2f}",
-                over_best(setup, seconds["ours"]),
+                f"{seconds[setups.GENERATOR] / seconds['ours']:.2f}",
+                setups.over_best(setup, seconds["ours"]),
             )
         )
-    note = (
-        "The paper's largest are 1.54, 2.14, 1.51 and 1.27; over Mist it has 1.15 on average. A system marked out of "
-        "memory is shown as if it had it."
-    )
-    columns = ("tokens", *(f"over {name}" for name in (*BASELINES, GENERATOR)), "over the best of eight")
     svg = line_figure(lines, x=Axis("tokens of a sequence", log=True), y=Axis("tokens per second over S-1F1B at 1K"))
     return Outcome(
-        (Table("Our speedup by sequence length", columns, tuple(rows), note), _extremes(gains)),
+        (
+            make_table(
+                "adaptis/figure-9", rows, systems=(f"over {name}" for name in (*setups.BASELINES, setups.GENERATOR))
+            ),
+            _extremes(gains),
+        ),
         (Figure("figure-9", "Throughput by sequence length", svg),),
-        devices=device(),
+        devices=setups.device(),
     )
 
 
@@ -169,13 +117,18 @@ _PAPER_9 = {"S-1F1B": "1.54", "I-1F1B": "2.14", "ZB": "1.51", "Mist": "1.27"}
 def _extremes(gains: dict[str, list[float]]) -> Table:
     """The least, the largest and the average gain over every system, of the lengths at which it fits."""
     rows = tuple(
-        (name, str(len(each)), f"{min(each):.2f}", f"{max(each):.2f}", f"{mean(each):.2f}", _PAPER_9.get(name, ""))
+        (
+            name,
+            str(len(each)),
+            f"{min(each):.2f}",
+            f"{max(each):.2f}",
+            f"{setups.mean(each):.2f}",
+            _PAPER_9.get(name, ""),
+        )
         for name, each in gains.items()
         if each
     )
-    columns = ("system", "lengths that fit", "least", "largest", "average", "paper: largest")
-    note = "Of the lengths at which the system fits into memory; one that does not is no system to gain on."
-    return Table("Extremes over the lengths", columns, rows, note)
+    return make_table("adaptis/figure-9-extremes", rows)
 
 
 _COMBINATIONS = (
@@ -193,14 +146,14 @@ _COMBINATIONS = (
 def figure_10(options: Options) -> Outcome:
     """Tune placement (1), schedule (2) and partition (3), alone and together: the paper's generator, then ours."""
     tables, figures = [], []
-    setups = [setup_of(family, "Medium", 4096, ROUNDS[-1]) for family in FAMILIES]
-    for title, tune in ((GENERATOR, generated_s), ("ours", ours_s)):
+    medium = [setups.setup_of(family, "Medium", 4096, setups.ROUNDS[-1]) for family in setups.FAMILIES]
+    for title, tune in ((setups.GENERATOR, setups.generated_s), ("ours", setups.ours_s)):
         values = [
             [
                 tune(setup, options, phases, "schedule" in phases)
                 if phases
-                else seconds_of(run_baseline("S-1F1B", setup))
-                for setup in setups
+                else setups.seconds_of(setups.run_baseline("S-1F1B", setup))
+                for setup in medium
             ]
             for _, phases, _ in _COMBINATIONS
         ]
@@ -213,20 +166,18 @@ def figure_10(options: Options) -> Outcome:
             )
             for (name, _, paper), row in zip(_COMBINATIONS, shares, strict=True)
         )
-        columns = ("tuned", *(c for family in FAMILIES for c in (family, f"paper: {family}")))
         names = [name for name, _, _ in _COMBINATIONS]
         svg = bar_figure(
-            list(FAMILIES), dict(zip(names, shares, strict=True)), y=Axis("share of the best throughput, %")
+            list(setups.FAMILIES), dict(zip(names, shares, strict=True)), y=Axis("share of the best throughput, %")
         )
-        tables.append(Table(f"Share of the full tuning's throughput: {title}", columns, rows, _NOTES_10[title]))
+        tables.append(
+            make_table(
+                "adaptis/figure-10",
+                rows,
+                title=title,
+                note=make_note(f"adaptis/figure-10-{title.lower()}"),
+                families=(c for family in setups.FAMILIES for c in (family, f"paper: {family}")),
+            )
+        )
         figures.append(Figure(f"figure-10-{title.lower()}", f"Ablation: {title}", svg))
-    return Outcome(tuple(tables), tuple(figures), devices=device())
-
-
-_NOTES_10 = {
-    GENERATOR: "1 is placement, 2 schedule, 3 partition. The paper's generator, written again. Medium models, 4096 "
-    "tokens, four microbatches per rank; the paper does not state the size. Without the schedule, backwards are whole "
-    "and first. Placement alone keeps every rank's number of layers.",
-    "ours": "The joint search with the same phases. Its placement may cut and join chunks anywhere, so that alone it "
-    "balances the ranks too.",
-}
+    return Outcome(tuple(tables), tuple(figures), devices=setups.device())

@@ -9,15 +9,16 @@ import numpy as np
 from pipeloom.compare.baseline import by_time, fixed_system, replica_seconds
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b, megatron_interleaved
-from pipeloom.compare.model_on_cluster import ModelOnCluster, graph_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of
 from pipeloom.layout import ModulePlacement, by_count, chain_of_stages, separate
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, interleaved_one_f_one_b, solve
+from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline.simulate import memory_curve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, PaperSetup, device, gain, mean, seconds_text
-from pipeloom_lab.reproduce.dip.steps import unadaptive_system
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 NO_LIMIT = 10**15
 """Bytes of a device whose memory is no matter."""
@@ -58,17 +59,21 @@ def table_5(options: Options) -> Outcome:
         else "The paper's step of reordering is not reproduced: with 64 microbatches the tree search finds no order "
         "that is shorter than the first one by a hundredth."
     )
-    note = (
-        "Without memory strategies all pairs recompute alike, with the setting that is fastest for the iteration. "
-        "Megatron-LM is balanced by parameters, with as many chunks a rank as suit it best "
-        f"({runs.chunks_a_rank(setup, runs.MEGATRON)}; by time {runs.chunks_a_rank(setup, runs.MEGATRON_EVEN)}). "
-        f"{reordering} {runs.rule(options)} The paper has 64 cores. "
-        "The published search makes its orders for the leanest strategies and then gives back what room is left "
-        "(section 5.2); such orders fill the memory, so that on one core a uniform setting may do better. "
-        f"Means over {len(numbers)} iteration{'s' if len(numbers) > 1 else ''}."
+    return Outcome(
+        (
+            make_table(
+                "dip/table-5",
+                rows,
+                chunks_a_rank=runs.chunks_a_rank(setup, runs.MEGATRON),
+                chunks_by_time=runs.chunks_a_rank(setup, runs.MEGATRON_EVEN),
+                reordering=reordering,
+                rule=runs.rule(options),
+                count=len(numbers),
+                plural="s" if len(numbers) > 1 else "",
+            ),
+        ),
+        devices=device(setup),
     )
-    columns = ("techniques", "seconds", "faster by", "paper: seconds", "paper: faster by")
-    return Outcome((Table("VLM-S", columns, tuple(rows), note),), devices=device(setup))
 
 
 def section_3_1(options: Options) -> Outcome:
@@ -89,25 +94,7 @@ def section_3_1(options: Options) -> Outcome:
         )
         for name in held
     )
-    note = (
-        "No search, and no sub-microbatches but in the last row: only where layers lie and the order differ. Layers "
-        "are cut by their mean time; one setting of recomputation for all, the fastest that fits the iteration. A "
-        "separated microbatch goes through all ranks twice, so more of them are under way and hold memory: within the "
-        "devices' memory they recompute nearly everything, which takes the gain away. Without a limit separation is "
-        "ahead of mixed 1F1B, which the paper's characterisation uses, but not of interleaved 1F1B with as many chunks "
-        "a rank as suit it best. In a fixed order the separated stages of a rank wait for each other whenever a "
-        "microbatch has few or many images; the gain needs an order that reacts."
-    )
-    columns = (
-        "partitioning and order",
-        "seconds",
-        "over mixed 1F1B",
-        "memory not limited: seconds",
-        "memory not limited: over mixed 1F1B",
-        "paper: over the best mixed",
-    )
-    title = "ViT 2B + LM 5B, dynamic data"
-    return Outcome((Table(title, columns, rows, note),), devices=device(setup))
+    return Outcome((make_table("dip/section-3-1", rows),), devices=device(setup))
 
 
 def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) -> dict[str, float]:
@@ -119,10 +106,10 @@ def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) ->
     systems = {
         "mixed, 1F1B": megatron_1f1b(case, batches, "time"),
         "mixed, interleaved 1F1B": megatron_interleaved(case, batches, "time"),
-        "mixed, dual queue": unadaptive_system("mixed", case, chained, runs.FIFO),
+        "mixed, dual queue": runs.unadaptive_system("mixed", case, chained, runs.FIFO),
         "separated, interleaved 1F1B": fixed_system("separated", case, apart, interleaved_one_f_one_b),
-        "separated, dual queue": unadaptive_system("separated", case, apart, runs.FIFO),
-        "separated with sub-microbatches, dual queue": unadaptive_system(
+        "separated, dual queue": runs.unadaptive_system("separated", case, apart, runs.FIFO),
+        "separated with sub-microbatches, dual queue": runs.unadaptive_system(
             "sub-microbatches", case, dip_layout(case, batches), runs.FIFO
         ),
     }
@@ -139,16 +126,12 @@ def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) ->
 def figure_9(options: Options) -> Outcome:
     """Sub-microbatch sizes from 4 to 32 images: best and worst schedules."""
     setup = SETUPS["VLM-S"]
-    case, published = setup.case, dip_layout(setup.case, setup.typical)
-    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
     sizes = (4, 8, 12, 16, 24, 32)
     rows, best, worst, gaps = [], [], [], {}
     for size in sizes:
-        places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
-        layout = separate(case.model, case.num_ranks, places, by_count)
         low, high, bound = [], [], []
         for seed, number in runs.iterations(options, few(options)):
-            graph = graph_of(case, layout, setup.groups(seed, number), f"{size} images")
+            graph = graph_of_size(setup, setup.groups(seed, number), size)
             budget = Deadline(options.search_s, "cpu")
             found = solve(graph, budget=budget, seed=seed)
             low.append(found.timeline.makespan_ns / 1e9)
@@ -170,23 +153,16 @@ def figure_9(options: Options) -> Outcome:
     medium = min(best)
     return Outcome(
         (
-            Table(
-                "VLM-S",
-                ("images a sub-microbatch", "best, s", "worst, s", "gap", "lower bound, s"),
-                tuple(rows),
-                "Full recomputation everywhere, so that memory does not choose among orders; the worst order is the "
-                "dual queue's longest schedule over orders of segments, not the longest there is.",
-            ),
-            Table(
-                "What it shows",
-                ("", "ours", "paper"),
+            make_table("dip/figure-9-sizes", rows),
+            make_table(
+                "dip/figure-9-summary",
                 (
                     ("gap at the largest size", f"{gaps[sizes[-1]] * 100:.1f} %", "15.4 %"),
                     ("gap at 4 images", f"{gaps[4] * 100:.1f} %", "5.1 % (4 to 12)"),
                     ("4 images against the best size", gain(best[0], medium), "12.1 % (below 8)"),
                     ("best size", str(sizes[best.index(medium)]), "12"),
                 ),
-                "Small sub-microbatches do not narrow the gap here: not reproduced."
+                gap_note="Small sub-microbatches do not narrow the gap here: not reproduced."
                 if gaps[4] > 0.8 * gaps[sizes[-1]]
                 else "",
             ),
@@ -194,6 +170,14 @@ def figure_9(options: Options) -> Outcome:
         (Figure("figure-9", "Best and worst schedules", figure),),
         devices=device(setup),
     )
+
+
+def graph_of_size(setup: PaperSetup, groups: Microbatches, size: int) -> TaskGraph:
+    """Return the graph of DIP's layout with ``size`` images in a sub-microbatch."""
+    case, published = setup.case, dip_layout(setup.case, setup.typical)
+    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
+    return graph_of(case, separate(case.model, case.num_ranks, places, by_count), groups, f"{size} images")
 
 
 def figure_10(options: Options) -> Outcome:
@@ -245,13 +229,11 @@ def figure_10(options: Options) -> Outcome:
         ("ours over Optimus at its peak memory", gain(took["Optimus, coarse"], equal), "+12.2 %"),
         (f"{quick} over non-adaptive", gain(took["DIP, non-adaptive"], took[quick]), ""),
     )
-    columns = ("system", "seconds", "peak, GB", "mean in the middle half, GB", "standard deviation there, GB")
-    note = (
-        "Megatron-LM is balanced by time. Fluctuation is the standard deviation over the middle half of the iteration; "
-        f"the paper does not define its own. {runs.rule(options)}"
-    )
     return Outcome(
-        (Table("Memory of rank 0", columns, tuple(rows), note), Table("What it shows", ("", "ours", "paper"), summary)),
+        (
+            make_table("dip/figure-10-memory", rows, rule=runs.rule(options)),
+            make_table("dip/figure-10-summary", summary),
+        ),
         (Figure("figure-10", "Memory of the first rank", figure),),
         devices=device(setup),
     )

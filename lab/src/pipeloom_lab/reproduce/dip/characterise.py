@@ -18,20 +18,24 @@ from pipeloom.spec.batch import Sample, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.spec.parallelism import Degrees
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches, images_of
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device, device_text, mean
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, device_text, images_of, mean
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 LM_MICROBATCHES = 36
 """Of 8192 tokens for the language model; the others get as many as have its operations."""
 
 
+def models_of_table_1() -> tuple[ModelOnCluster, Microbatches, ModelOnCluster]:
+    """Return a language model, its microbatches, and a vision-language model, on 8 H800."""
+    degrees = Degrees(tensor=2, pipeline=4)
+    language, both = (put_on_cluster(name, "dip-h800-64", degrees) for name in ("llama2-7b", "vlm-7b"))
+    return language, [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)], both
+
+
 def table_1(options: Options) -> Outcome:
     """A language model against a vision-language model with static and dynamic data, equal operations."""
-    degrees = Degrees(tensor=2, pipeline=4)
-    language = put_on_cluster("llama2-7b", "dip-h800-64", degrees)
-    both = put_on_cluster("vlm-7b", "dip-h800-64", degrees)
-    texts: Microbatches = [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)]
+    language, texts, both = models_of_table_1()
     target = model_flops(language, texts)
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     counts = []
@@ -77,26 +81,7 @@ def table_1(options: Options) -> Outcome:
                 paper_over,
             )
         )
-    note = (
-        "1F1B by parameters. Overhead is the share of the time beyond what the language model takes for the same "
-        "operations (the paper's 12.5 % and 40.3 % are of MFU 0.351 and 0.239 against 0.400); then the same with "
-        "stages of equal mean time. The ViT is ViT-G/14 and the language model LLaMA-2 7B with 24 layers; the paper "
-        "does not give its sizes, nor how many images a microbatch has. Equal parts of its data sets give "
-        f"{mean(counts):.0f}, and with so many the vision's layers take most of the time, hence the larger overhead of "
-        "the first rows; with the few images of the last rows it is near the paper's."
-    )
-    columns = (
-        "model",
-        "seconds",
-        "PFLOPs",
-        "MFU",
-        "overhead",
-        "overhead, cut by time",
-        "paper: seconds",
-        "paper: MFU",
-        "paper: overhead",
-    )
-    return Outcome((Table("8 H800, TP 2, PP 4", columns, tuple(table), note),), devices=(device_text(both),))
+    return Outcome((make_table("dip/table-1", table, mean=mean(counts)),), devices=(device_text(both),))
 
 
 def _bounded(case: ModelOnCluster, low: int, high: int, seed: int, flops: float) -> Microbatches:
@@ -136,13 +121,7 @@ def section_2_2(_options: Options) -> Outcome:
         ("idle share of all ranks under 1F1B", f"{idle * 100:.1f} %", "22.8 % more bubbles"),
         ("1F1B slower than with even stages by", f"{(found.timeline.makespan_ns / even - 1) * 100:.1f} %", ""),
     )
-    note = (
-        "Best of all cuts of the whole chain (embeddings, adapter and head included) into 16 stages, by dynamic "
-        "programming. The paper does not define its additional bubbles; its own figures give an idle share of 24 %. "
-        "The two layer times were in view when the efficiencies of H800 were chosen (`docs/emulator.md`), so that they "
-        "agree shows nothing; stages and bubbles follow from them."
-    )
-    table = Table("ViT 5B + LM 32B, 16 stages, 64 microbatches", ("", "ours", "paper"), rows, note)
+    table = make_table("dip/section-2-2", rows)
     return Outcome((table,), devices=(device_text(case),))
 
 
@@ -191,21 +170,9 @@ def figure_4(options: Options) -> Outcome:
     work = line_figure(
         lines, x=Axis("batch, by work"), y=Axis("TFLOPs", low=0.0), title="100 packed batches", style="plain"
     )
-    note = (
-        "Data sets are samplers fitted to published statistics of their samples. Clips of like length and size are "
-        "grouped among those of one iteration; how work spreads follows from that, and is fitted to nothing. The "
-        "papers' loaders and the mixture of their data sets are not published. Operations of forward and backward. "
-        f"The least and the most are of the first seed.{reached}"
-    )
-    columns = ("model", "least, TFLOPs", "most, TFLOPs", "most over least", "mean over seeds", "paper")
-    drawn = Table(
-        "Text tokens per image or second",
-        ("data set", "per", "least", "mean", "most"),
-        tuple(ratios),
-        f"Of {draws} samples. Samplers were fitted to what the papers say of these, so that they agree shows nothing.",
-    )
+    drawn = make_table("dip/figure-4-tokens", ratios, draws=draws)
     return Outcome(
-        (Table("Work of 100 packed microbatches", columns, tuple(rows), note), drawn),
+        (make_table("dip/figure-4-work", rows, reached=reached), drawn),
         (
             Figure("figure-4ab", "Tokens per image and per second", shares),
             Figure("figure-4cd", "Work of batches", work),

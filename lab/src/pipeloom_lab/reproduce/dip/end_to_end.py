@@ -6,26 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
-import numpy as np
-
 from pipeloom.compare.baseline import by_parameters, fixed_system
 from pipeloom.compare.baselines.fsdp import fsdp_time
-from pipeloom.compare.model_on_cluster import Microbatches, layer_seconds
+from pipeloom.compare.model_on_cluster import layer_seconds
 from pipeloom.layout import chain_of_stages
 from pipeloom.layout.layouts import chunk_counts
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.search import Evaluations, interleaved_one_f_one_b
-from pipeloom.spec import Sample
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.setups import H20, SETUPS, PaperSetup, device, gain, mean, seconds_text
+from pipeloom_lab.reproduce.dip.setups import (
+    H20,
+    SETUPS,
+    PaperSetup,
+    bounded_microbatches,
+    device,
+    gain,
+    image_bounds,
+    images_of,
+    mean,
+    seconds_text,
+)
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 MOST_CHUNKS = (2, 4, 8, 16)
 """Chunks a rank that Megatron-LM's gains are also shown for."""
 SELDOM = 5
-"""Of the changing iterations, DIP's searches plan one in so many."""
+"""DIP's searches plan every ``SELDOM``-th of the changing iterations."""
 PAPERS_ITERATION = 6
-"""Of the changing iterations, the one that the paper tells Megatron-LM's distance of."""
+"""The changing iteration for which the paper quotes Megatron-LM's distance."""
 
 
 def figure_8a(options: Options) -> Outcome:
@@ -67,26 +76,17 @@ def figure_8a(options: Options) -> Outcome:
     return Outcome(
         (
             _gain_table(summary, options),
-            Table(
-                "Megatron-LM interleaved by parameters, by the most chunks a rank that it may have",
-                ("model", *(str(most) for most in MOST_CHUNKS), "any"),
+            make_table(
+                "dip/figure-8a-chunks",
                 tuple((label, *_by_chunks(setup)) for label, setup in SETUPS.items()),
-                "Mean seconds of the iterations that layouts are chosen on, each under the fastest recomputation that "
-                "fits, and what our plans for them are faster by. The more chunks, the nearer one layer each comes to "
-                "dealing all layers evenly.",
+                chunks=(str(most) for most in MOST_CHUNKS),
             ),
-            Table(
-                "Seconds of an iteration",
-                ("model", "system", "seconds", "ours is faster by"),
-                tuple(rows),
-                _few_note(options),
+            make_table(
+                "dip/figure-8a-seconds",
+                rows,
+                few_note="" if options.full or options.iterations == 1 else make_note("dip/few"),
             ),
-            Table(
-                "Iterations that fit: under the layout chosen, under another of the system's, not at all",
-                ("system", *SETUPS),
-                tuple((name, *cells) for name, cells in fitted.items()),
-                "Seconds and gains are over the iterations that both fit.",
-            ),
+            make_table("dip/figure-8a-fits", tuple((name, *cells) for name, cells in fitted.items()), setups=SETUPS),
         ),
         (Figure("figure-8a", "Throughput relative to ours (higher is better)", bars),),
         tuple(notes),
@@ -96,41 +96,15 @@ def figure_8a(options: Options) -> Outcome:
 
 def _gain_table(rows: Sequence[tuple[str, ...]], options: Options) -> Table:
     """What ours gains on every model, over the best baseline first."""
-    columns = (
-        "model",
-        "our layout",
-        "best baseline",
-        "over the best baseline",
-        "the same with jitter",
-        "the same, microbatches given",
-        "room to the lower bound",
-        "of it closed",
-        "closed, microbatches given",
-        "over Megatron-LM interleaved by parameters",
-        "over DIP as published",
-        "over DIP, best of its forms",
-        "its best form",
-        "paper: DIP over its baselines",
-    )
     jitter = max(setup.case.cluster.device.jitter for setup in SETUPS.values())
-    note = (
-        "All systems have the same costs, data and device memory; ours and DIP may also offload to host memory, as DIP "
-        "does, and baselines may not. Baselines get the best recomputation for every single "
-        "iteration and its microbatches halved, as they are, or two or four together, whichever is fastest; and of all "
-        "numbers of chunks a rank that there are layers for the one that is best on the sampled iterations. An "
-        "iteration that does not fit it runs under the next. Cut by time, they are cut partly by parameters where "
-        "equal times do not fit. With jitter every pass takes another time than planned, by "
-        f"{jitter * 100:.0f} % (standard deviation), in the planned order. Room is what the best baseline is above the "
-        f"least lower bound of {runs.FEW_BOUNDS} layouts with given microbatches (those with the least on the sampled "
-        "iterations) and of the packings that ours has judged; others are not bounded. Ours makes its microbatches of "
-        "the iteration's samples itself, as MegaScale-Omni does; clips of one size stay together, and are halved, or "
-        "two or four together, alike in all iterations. Microbatches given: those that the others are given, as they "
-        "are. DIP's forms have microbatches of the size that is best for DIP's layout without a search; what searching "
-        "brings to ours is in the part `unsearched`. The paper's Megatron-LM is interleaved with stages of like "
-        "parameters; it does not say how many chunks a rank, nor the mixture of its data, on which gains depend. "
-        f"{runs.rule(options)} {FORMS_NOTE}"
+    return make_table(
+        "dip/figure-8a-gain",
+        rows,
+        jitter=jitter * 100,
+        few_bounds=runs.FEW_BOUNDS,
+        rule=runs.rule(options),
+        forms=make_note("dip/forms"),
     )
-    return Table("Gain of ours", columns, tuple(rows), note)
 
 
 def _by_chunks(setup: PaperSetup) -> list[str]:
@@ -168,58 +142,26 @@ def _vision_note(setup: PaperSetup) -> str:
     )
 
 
-def images_of(groups: Microbatches) -> float:
-    """Mean images of a microbatch."""
-    return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
-
-
-FORMS_NOTE = (
-    "DIP's forms: its tree search and PipeWeaver's as published, but that strategies are chosen by our solver from our "
-    "candidates (the part `literal` has the paper's program); its own with orders made for the best uniform "
-    "strategies instead of the leanest; orders searched under these uniform strategies; and these with the dual queue "
-    "alone, without a search. The best form is the one with the least mean time on a model."
-)
-
-
-def _few_note(options: Options) -> str:
-    if options.full or options.iterations == 1:
-        return ""
-    return (
-        "DIP, and ours on DIP's layout, are timed on the first iteration of every seed, since its four searches take "
-        "longest; what ours is faster by is always on the same iterations."
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class Against:
-    """A system beside ours on the same iterations.
-
-    Attributes
-    ----------
-    title : str
-    fits : str
-        How many iterations fit under the layout chosen, under another, and not at all.
-    seconds : float, optional
-        Mean of the iterations that both fit; None: there are none.
-    ratio : float, optional
-        Its throughput, ours being one.
-    gain, jittered : str
-        What ours is faster by, as planned and where passes take other times.
-    form : str
-        Which form of DIP it is, for the best of them.
-    """
+class Comparison:
+    """A system compared with ours on the same iterations."""
 
     title: str
     fits: str = ""
+    """Numbers of iterations that fit under the chosen layout, under another layout, and not at all."""
     seconds: float | None = None
+    """Mean of the iterations that both fit; None: there are none."""
     ratio: float | None = None
+    """Its throughput, ours being one."""
     gain: str = ""
     jittered: str = ""
+    """What ours is faster by, as planned and where passes take other times."""
     form: str = ""
+    """Which form of DIP it is, for the best of them."""
 
 
-def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Against]:
-    """Systems that suit a model, timed beside ours."""
+def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> dict[str, Comparison]:
+    """Time the systems that can train a model, and ours on the same iterations."""
     out = {}
     for name in (name for name in names if runs.suits(name, setup)):
         numbers = runs.planned_iterations(options, runs.PUBLISHED if name == runs.BEST_FORM else name)
@@ -231,33 +173,33 @@ def _against_ours(setup: PaperSetup, names: Sequence[str], options: Options) -> 
     return out
 
 
-def _beside(setup: PaperSetup, name: str, form: str, numbers: list[tuple[int, int]], search_s: float) -> Against:
+def _beside(setup: PaperSetup, name: str, form: str, numbers: list[tuple[int, int]], search_s: float) -> Comparison:
     title = f"{name}: {form}" if form else name
     if name == runs.BEST_FORM and not form:
-        return Against(title)
+        return Comparison(title)
     found = runs.each_timed(setup, form or name, numbers, search_s)
     ours = runs.each_timed(setup, runs.OURS, numbers, search_s)
     chosen = sum(one is not None and one.as_chosen for one in found)
     fits = f"{chosen} / {len(found) - found.count(None) - chosen} / {found.count(None)}"
     both = [(a, b) for a, b in zip(found, ours, strict=True) if a is not None and b is not None]
     if not both:
-        return Against(title, fits, form=form)
+        return Comparison(title, fits, form=form)
     value, least = mean(a.seconds for a, _ in both), mean(b.seconds for _, b in both)
     if name == runs.OURS:
-        return Against(title, fits, value, 1.0)
+        return Comparison(title, fits, value, 1.0)
     jittered = gain(mean(a.jittered_s for a, _ in both), mean(b.jittered_s for _, b in both))
-    return Against(title, fits, value, least / value, gain(value, least), jittered, form)
+    return Comparison(title, fits, value, least / value, gain(value, least), jittered, form)
 
 
-def best_baseline(found: dict[str, Against]) -> str:
+def best_baseline(found: dict[str, Comparison]) -> str:
     """The baseline with the most throughput; of those that fit all iterations, if any do. Empty: none fits any."""
     fitting = [name for name in runs.BASELINE_TITLES if name in found and found[name].ratio is not None]
     whole = [name for name in fitting if found[name].fits.endswith("/ 0")]
     return max(whole or fitting, key=lambda name: found[name].ratio or 0.0, default="")
 
 
-def _over(found: dict[str, Against], best: str) -> tuple[str, str, str]:
-    """What ours is faster by than the best baseline; with jitter; and with the microbatches that are given."""
+def _over(found: dict[str, Comparison], best: str) -> tuple[str, str, str]:
+    """Return our gain over the best baseline: planned, with jitter, and with given microbatches."""
     theirs, given = found[best].seconds, found[runs.OURS_GIVEN].seconds
     return found[best].gain, found[best].jittered, "" if theirs is None or given is None else gain(theirs, given)
 
@@ -269,19 +211,14 @@ def unsearched(options: Options) -> Outcome:
         plain, ours = (runs.seconds_of(setup, name, batches, options.search_s) for name in (runs.UNSEARCHED, runs.OURS))
         shown = (seconds_text(None if each is None else mean(each)) for each in (plain, ours))
         rows.append((label, *shown, "" if plain is None or ours is None else gain(mean(plain), mean(ours))))
-    note = (
-        "Without a search: our layouts, every chain among them, dealt ones too, under Megatron-LM's interleaved order "
-        "with the best setting of recomputation for each module, of the packings that MegaScale-Omni tries. What ours "
-        "is ahead of that is what searching brings over that order; DIP's dual queue, which searches nothing either, "
-        f"is among its forms. No published system is that, so it is no baseline. {len(batches)} iterations a model. "
-        f"{runs.rule(options)}"
+    return Outcome(
+        (make_table("dip/unsearched", rows, count=len(batches), rule=runs.rule(options)),),
+        devices=device(*SETUPS.values()),
     )
-    columns = ("model", "without a search, s", "ours, s", "ours is faster by")
-    return Outcome((Table("What searching brings", columns, tuple(rows), note),), devices=device(*SETUPS.values()))
 
 
 def _our_layout(setup: PaperSetup) -> str:
-    """Name of the layout that ours has, of those tried."""
+    """Return the name of our layout."""
     mine = runs.system(setup, runs.OURS).layout
     return next(one.name for one in setup.layouts if one.layout == mine)
 
@@ -303,7 +240,7 @@ def _room(setup: PaperSetup, best: str, options: Options) -> tuple[str, str, str
     )
     bound, start = mean(least), mean(one.seconds for one in theirs)
 
-    def closed(found: list[runs.Timed]) -> str:
+    def closed(found: list[runs.TimedIteration]) -> str:
         return f"{(start - mean(one.seconds for one in found)) / (start - bound) * 100:.0f} %"
 
     return f"{(start / bound - 1) * 100:.1f} %", closed(ours), "" if given is None else closed(given)
@@ -330,32 +267,29 @@ def published_search(options: Options) -> Outcome:
             )
             spent = mean(one.processor_s for one in each)
             rows.append((label, name, seconds_text(here), f"{spent:.1f}", same, ours, "best" if name == best else ""))
-    title = "DIP's searches"
-    columns = (
-        "model",
-        "search",
-        "iteration, s",
-        "planning, CPU s",
-        "ours on DIP's layout is faster by",
-        "ours by",
-        "of DIP's forms",
-    )
     plural = "s" if len(batches) > 1 else ""
-    note = (
-        f"{len(batches)} iteration{plural} a model. Planning counts costs, graph, search, strategies and simulation. "
-        f"{runs.rule(options)} {FORMS_NOTE}"
+    return Outcome(
+        (
+            make_table(
+                "dip/published",
+                rows,
+                count=len(batches),
+                plural=plural,
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+            ),
+        ),
+        devices=device(*SETUPS.values()),
     )
-    return Outcome((Table(title, columns, tuple(rows), note),), devices=device(*SETUPS.values()))
 
 
 def tried_layouts(_options: Options) -> Outcome:
-    """What each layout that was tried would have cost."""
+    """List the planned time and the lower bound of every tried layout."""
     tables = []
     for label, setup in SETUPS.items():
         tables.append(
-            Table(
-                f"{label}: sub-microbatch size and segments a module",
-                ("layout", "planned, s", "lower bound, s"),
+            make_table(
+                "dip/layouts",
                 tuple(
                     (
                         t.name,
@@ -368,13 +302,10 @@ def tried_layouts(_options: Options) -> Outcome:
                     )
                     for t in setup.layouts
                 ),
+                label=label,
             )
         )
-    note = (
-        "The start is what the paper's rules give, with even ranks. `over`: lower bounds, or they and the plan of "
-        "the first iteration, rule the layout out already. Means over two iterations that no other part times."
-    )
-    return Outcome(tuple(tables), notes=(note,), devices=device(*SETUPS.values()))
+    return Outcome(tuple(tables), notes=(make_note("dip/layouts"),), devices=device(*SETUPS.values()))
 
 
 def table_4(options: Options) -> Outcome:
@@ -397,17 +328,20 @@ def table_4(options: Options) -> Outcome:
         for name, v in values.items()
     )
     used = ", ".join(dict.fromkeys(strategy for _, strategy in fsdp))
-    note = (
-        f"FSDP: microbatches dealt to {case.cluster.num_devices} replicas in turn, tensor parallelism 1, weights "
-        f"gathered a layer ahead, strategy {used}; every module waits for the slowest replica. H20 has little compute "
-        "for its network, so FSDP hides its traffic. The paper's microbatches, their number and its recomputation are "
-        "not stated, so seconds differ; the order of the systems is what can be compared. The paper's seconds are 1.49 "
-        "(Megatron-LM) and 1.78 times (DIP) those of its Table 5 on H800, where peaks differ by 6.7: were both of one "
-        "workload, Megatron-LM would reach 4.5 times the share of the peak on H20 that it reaches on H800. "
-        f"Means over {len(batches)} iterations. {runs.rule(options)} {FORMS_NOTE}"
+    return Outcome(
+        (
+            make_table(
+                "dip/table-4",
+                rows,
+                num_devices=case.cluster.num_devices,
+                used=used,
+                count=len(batches),
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+            ),
+        ),
+        devices=device(setup),
     )
-    columns = ("system", "seconds", "relative", "paper: seconds", "paper: relative")
-    return Outcome((Table("VLM-S on 16 H20", columns, rows, note),), devices=device(setup))
 
 
 def figure_8b(options: Options) -> Outcome:
@@ -420,7 +354,7 @@ def figure_8b(options: Options) -> Outcome:
     for i in range(2 * length):
         low, high = image_bounds(i % length)
         groups = bounded_microbatches(setup.num_microbatches, low, high, 777 + i)
-        images.append(sum(len(s.image_tokens) for g in groups for s in g) / len(groups))
+        images.append(images_of(groups))
         for name, one in systems.items():
             if name in runs.SEARCHED and i % seldom:
                 series[name].append(float("nan"))
@@ -440,7 +374,7 @@ def figure_8b(options: Options) -> Outcome:
         y=Axis("iteration time, s", low=0.0),
         title="VLM-S, image counts rising and falling",
     )
-    rising, falling, told = slice(0, 10), slice(14, 20), slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
+    rising, falling, quoted = slice(0, 10), slice(14, 20), slice(PAPERS_ITERATION - 1, PAPERS_ITERATION)
     paper = {
         runs.MEGATRON: f"52.9 % (iteration {PAPERS_ITERATION})",
         runs.NNSCALER: "10.4 %, later 50.5 %",
@@ -451,7 +385,7 @@ def figure_8b(options: Options) -> Outcome:
         (
             shown.get(name, name),
             *(_seconds_beside(series[name][part], ours[part]) for part in (slice(None), rising, falling)),
-            _most_behind(series[name][told], ours[told]),
+            _most_behind(series[name][quoted], ours[quoted]),
             _most_behind(series[name], ours),
             paper.get(name, ""),
         )
@@ -461,22 +395,13 @@ def figure_8b(options: Options) -> Outcome:
     peak = max(range(length), key=lambda i: images[i])
     return Outcome(
         (
-            Table(
-                "VLM-S over 40 iterations, seconds",
-                (
-                    "system",
-                    "all",
-                    "iterations 1-10",
-                    "iterations 15-20",
-                    f"behind ours in iteration {PAPERS_ITERATION}",
-                    "most behind ours",
-                    "paper: behind DIP",
-                ),
+            make_table(
+                "dip/figure-8b",
                 rows,
-                "Layouts are those chosen on mixed data and stay. Bounds on images a microbatch: the lower one rises "
-                "from 0 to 16 under an upper one of 32 (iterations 1 to 5), then both fall to 0 (6 to 20). In brackets "
-                "what ours is faster by on the same iterations; where an iteration does not fit, the means are of the "
-                f"others. DIP's searches plan every {ordinal} iteration. {runs.rule(options)} {FORMS_NOTE}",
+                ordinal=ordinal,
+                rule=runs.rule(options),
+                forms=make_note("dip/forms"),
+                papers_iteration=PAPERS_ITERATION,
             ),
         ),
         (Figure("figure-8b", "Iteration time under changing data", figure),),
@@ -492,13 +417,13 @@ def figure_8b(options: Options) -> Outcome:
 
 
 def _known(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Iterations that were timed, and their seconds."""
+    """Return the timed iterations and their seconds."""
     at = [i for i, value in enumerate(values) if not isnan(value)]
     return [float(i + 1) for i in at], [values[i] for i in at]
 
 
 def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
-    """Mean seconds, and what ours is faster by on the same iterations."""
+    """Return mean seconds, and our gain on the same iterations."""
     both = [(v, o) for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
     if not both:
         return "not timed"
@@ -509,25 +434,3 @@ def _seconds_beside(values: Sequence[float], ours: Sequence[float]) -> str:
 def _most_behind(values: Sequence[float], ours: Sequence[float]) -> str:
     behind = [v / o - 1 for v, o in zip(values, ours, strict=True) if not isnan(v) and not isnan(o)]
     return f"{max(behind) * 100:.1f} %" if behind else ""
-
-
-def image_bounds(i: int) -> tuple[int, int]:
-    """Least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
-    if i < 5:
-        return round(16 * i / 4), 32
-    share = (19 - i) / 14
-    return round(16 * share), round(32 * share)
-
-
-def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Microbatches:
-    """Microbatches of 8192 tokens with an even draw of ``low`` to ``high`` images each, the rest text."""
-    generator = np.random.default_rng(seed)
-    groups = []
-    for m in range(count):
-        images = int(generator.integers(low, high + 1))
-        documents = max(1, min(8, images))
-        shares = [images // documents + (k < images % documents) for k in range(documents)]
-        text = 8192 - 169 * images
-        cuts = [text // documents + (k < text % documents) for k in range(documents)]
-        groups.append([Sample(f"{m}.{k}", cuts[k], (169,) * n, (2704,) * n) for k, n in enumerate(shares)])
-    return groups

@@ -6,24 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.compare.baseline import System, any_size, mfu
-from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.gain import own_system
 from pipeloom.compare.iterations import TOKENS
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, graph_of, model_flops, put_on_cluster
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, model_flops
 from pipeloom.compare.registry import BASELINES
 from pipeloom.errors import InfeasibleError
-from pipeloom.layout import ModulePlacement, by_count, separate
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
-from pipeloom.spec import Sample
-from pipeloom.spec.parallelism import Degrees
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, up_to
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device, gain, mean
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.dip.ablation import graph_of_size
+from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, models_of_table_1, up_to
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, gain, mean
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
+from pipeloom_lab.reproduce.texts import make_table
 
 AXIS = (1, 2, 4, 8, 12, 16, 22, 32, 44)
 """Images a microbatch on average. 48 fill the context of 8192 tokens."""
@@ -70,18 +67,15 @@ def over_images(options: Options) -> Outcome:
     )
 
 
-_Lines = dict[str, tuple[list[float], list[float]]]
+_Lines = dict[str, Line]
 
 
 def _overheads(options: Options) -> tuple[Table, _Lines]:
     """Table 1: what a language model's time for as many operations is exceeded by."""
-    degrees = Degrees(tensor=2, pipeline=4)
-    language = put_on_cluster("llama2-7b", "dip-h800-64", degrees)
-    both = put_on_cluster("vlm-7b", "dip-h800-64", degrees)
-    texts: Microbatches = [[Sample(f"{m}", 8192)] for m in range(LM_MICROBATCHES)]
+    language, texts, both = models_of_table_1()
     target = model_flops(language, texts)
     base = _seconds_and_mfu(language, texts)[1]
-    lines: _Lines = {"static data": ([], []), "dynamic data": ([], [])}
+    lines = {name: Line([], []) for name in ("static data", "dynamic data")}
     rows = []
     for count in AXIS:
         cells = [str(count)]
@@ -91,33 +85,15 @@ def _overheads(options: Options) -> tuple[Table, _Lines]:
                 for seed in options.seeds
             ]
             seconds, share = (mean(each) for each in zip(*found, strict=True))
-            lines[name][0].append(float(count))
-            lines[name][1].append(100 * (1 - share / base))
+            lines[name].add(count, 100 * (1 - share / base))
             cells += [f"{bounds[0]} to {bounds[1]}"] if name == "dynamic data" else []
-            cells += [f"{seconds:.3f}", f"{share:.3f}", f"{lines[name][1][-1]:.1f} %"]
+            cells += [f"{seconds:.3f}", f"{share:.3f}", f"{lines[name].y[-1]:.1f} %"]
         rows.append(tuple(cells))
     near = (
         ("the paper's", "4.567", "0.351", "12.5 %", "not stated", "6.789", "0.239", "40.3 %"),
         ("where ours is nearest", *_nearest(rows, (1, 2, 3), 12.5), "", *_nearest(rows, (5, 6, 7), 40.3)),
     )
-    columns = (
-        "images a microbatch",
-        "static: seconds",
-        "static: MFU",
-        "static: overhead",
-        "dynamic: images",
-        "dynamic: seconds",
-        "dynamic: MFU",
-        "dynamic: overhead",
-    )
-    note = (
-        "As in Table 1: 1F1B by parameters on 8 H800, TP 2, PP 4, as many microbatches as have the operations of "
-        f"{LM_MICROBATCHES} of the language model alone, whose MFU here is {base:.3f}. Static: so many images in every "
-        "microbatch. Dynamic: any number, alike likely, as far around the mean as 0 and 48 allow. Overhead is what MFU "
-        "falls short of the language model's. The last row quotes the rows whose overheads are nearest to the paper's, "
-        "each with its number of images."
-    )
-    return Table("Table 1 over images a microbatch", columns, (*rows, *near), note), lines
+    return make_table("dip/images-overheads", (*rows, *near), lm_microbatches=LM_MICROBATCHES, base=base), lines
 
 
 def _seconds_and_mfu(case: ModelOnCluster, groups: Microbatches) -> tuple[float, float]:
@@ -152,7 +128,7 @@ def _iterations(count: int, seed: int) -> _Iterations:
 def _throughput(options: Options) -> tuple[Table, _Lines]:
     """Fig. 8a: ours and all baselines on VLM-S."""
     case, names = SETUPS["VLM-S"].case, {name: BASELINES[name].title for name in runs.BASELINE_NAMES}
-    lines: _Lines = {title: ([], []) for title in names.values()}
+    lines = {title: Line([], []) for title in names.values()}
     rows = []
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
@@ -168,28 +144,17 @@ def _throughput(options: Options) -> tuple[Table, _Lines]:
                 cells.append("out of memory")
                 continue
             gains.append(theirs / mine - 1)
-            lines[title][0].append(float(count))
-            lines[title][1].append(100 * gains[-1])
+            lines[title].add(count, 100 * gains[-1])
             cells.append(gain(theirs, mine))
         rows.append((*cells, f"{100 * min(gains):+.1f} %" if gains else "", chosen.name))
-    columns = (
-        "images a microbatch",
-        "least to most",
-        "ours, s",
-        *(f"over {title}" for title in names.values()),
-        "over the best of these",
-        "our layout",
-    )
-    note = (
-        f"VLM-S, {SETUPS['VLM-S'].num_microbatches} microbatches, any number of images alike likely around the mean; "
-        f"means over {ITERATIONS} iterations of the first seed. Our layout is chosen on another one, and ours makes "
-        "its microbatches of the samples itself. Baselines "
-        "have the best size of microbatches and the best recomputation for every iteration, and any number of chunks. "
-        "The paper has 15.6 to 76.2 % over Megatron-LM, nnScaler* and Optimus on three models, 62.8 % of them over "
-        "Megatron-LM on VLM-S (Table 5), and does not say how many images. "
-        + _appears(rows, columns.index(f"over {runs.MEGATRON}"))
-    )
-    return Table("Fig. 8a over images a microbatch, VLM-S", columns, tuple(rows), note), lines
+    return make_table(
+        "dip/images-throughput",
+        rows,
+        num_microbatches=SETUPS["VLM-S"].num_microbatches,
+        iterations=ITERATIONS,
+        appears=_appears(rows, 3 + list(names.values()).index(runs.MEGATRON)),
+        titles=(f"over {title}" for title in names.values()),
+    ), lines
 
 
 def _appears(rows: Sequence[tuple[str, ...]], place: int) -> str:
@@ -223,15 +188,12 @@ def _mean_s(one: System, each: _Iterations, search_s: float) -> float | None:
 
 def _orders(options: Options) -> Table:
     """Fig. 9: best and worst order by the size of sub-microbatches."""
-    case, rows = SETUPS["VLM-S"].case, []
-    published = dip_layout(case, SETUPS["VLM-S"].typical)
-    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    rows = []
     for count in ORDER_AXIS:
         groups = _iterations(count, options.seeds[0]).timed[0]
         low, gaps = dict[int, float](), list[str]()
         for size in SIZES:
-            places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
-            graph = graph_of(case, separate(case.model, case.num_ranks, places, by_count), groups, f"{size} images")
+            graph = graph_of_size(SETUPS["VLM-S"], groups, size)
             best, worst = (
                 solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0, method=method).timeline.makespan_ns
                 for method in ("default", "worst")
@@ -241,16 +203,10 @@ def _orders(options: Options) -> Table:
         least = min(low.values())
         alike = ", ".join(str(size) for size in SIZES if low[size] < ALIKE * least)
         rows.append((str(count), *gaps, *(f"{low[size]:.2f}" for size in SIZES), alike))
-    columns = (
-        "images a microbatch",
-        *(f"gap, {size} images" for size in SIZES),
-        *(f"best, {size} images, s" for size in SIZES),
-        "best sizes",
+    return make_table(
+        "dip/images-orders",
+        rows,
+        nearest_gaps=_nearest_gaps(rows),
+        gaps=(f"gap, {size} images" for size in SIZES),
+        bests=(f"best, {size} images, s" for size in SIZES),
     )
-    note = (
-        "VLM-S, DIP's layout with so many images a sub-microbatch, one iteration of the first seed. Gap: the worst "
-        "order found over the best. Best sizes: those within a thousandth of the least. The paper's gap is 15.4 % with "
-        "large sub-microbatches and 5.1 % with 4 to 12 images, its best size 12, over a number of "
-        "images that it does not state. " + _nearest_gaps(rows)
-    )
-    return Table("Fig. 9 over images a microbatch, VLM-S", columns, tuple(rows), note)

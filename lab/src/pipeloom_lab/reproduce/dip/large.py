@@ -7,7 +7,8 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup, device, gain, mean, seconds_text
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 FORMS = (runs.PUBLISHED, runs.FROM_UNIFORM, runs.NO_SEARCH)
 """Of DIP here; the others take as long again, and are in the smaller comparisons."""
@@ -47,7 +48,6 @@ def large(options: Options) -> Outcome:
         y=Axis("faster by, %"),
         title="Gain over Megatron-LM interleaved by parameters",
     )
-    columns = ("setup", "system", "seconds", "MFU", "ours is faster by", "paper: MFU")
     by_setup = dict(gains)
     growth = [
         (model, f"{by_setup[few] * 100:+.1f} %", f"{by_setup[many] * 100:+.1f} %", "grows")
@@ -58,20 +58,11 @@ def large(options: Options) -> Outcome:
     which = "" if options.full else " The first iteration of the first seed alone, unless `--full`."
     return Outcome(
         (
-            Table(
-                "Large clusters",
-                columns,
-                tuple(rows),
-                "The paper: up to 82.8 % over its baselines, growing with the pipeline. 64 microbatches a replica are "
-                "assumed (not stated); gradient reduction and optimiser step are counted and not overlapped; "
-                "recomputation is counted as no useful work. One replica is planned; the others count as equally fast. "
-                f"{runs.rule(options)}{which}",
-            ),
-            Table(
-                "Gain over Megatron-LM interleaved by parameters",
-                ("model", "shorter pipeline", "longer pipeline", "paper"),
-                tuple(growth),
-                "" if grows else "The paper's growth with the pipeline is not reproduced for every model.",
+            make_table("dip/figure-14-setups", rows, rule=runs.rule(options), which=which),
+            make_table(
+                "dip/figure-14-growth",
+                growth,
+                growth_note="" if grows else "The paper's growth with the pipeline is not reproduced for every model.",
             ),
         ),
         (Figure("figure-14", "Gain at every pipeline size", bars),) if gains else (),

@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeloom.compare.model_on_cluster import Microbatches, draw_iteration, graph_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, graph_of
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.mixtures import Mixtures, ranges
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
@@ -19,13 +22,34 @@ from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate, within_limits
 from pipeloom_lab.reproduce.dip import runs
-from pipeloom_lab.reproduce.dip.end_to_end import bounded_microbatches
-from pipeloom_lab.reproduce.dip.knapsack import knapsack_costs
-from pipeloom_lab.reproduce.dip.setups import SETUPS, device
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 from pipeloom_lab.solvers import uniform_start
 from pipeloom_lab.solvers.integer_program import HIGHS_GAP, program_strategies, solve_program, state_program
 from pipeloom_lab.solvers.literal import standstills
+
+MOST_CANDIDATES = 10
+"""The paper's S."""
+
+
+class KnapsackCosts(EmulatedCosts):
+    """Costs that offer the fastest mixture, the minimum-memory one, and the fastest in each of eight ranges of bytes.
+
+    All mixtures of the layers' strategies count, those that offload too. Keeping everything comes first, as everywhere;
+    where another is as fast and holds less, it is offered beside it.
+    """
+
+    def _offered(self, found: Mixtures) -> list[int]:
+        keep = int(found.free_front[-1])
+        rows = [keep, *(row for row in ranges(found, found.front, MOST_CANDIDATES) if row != keep)]
+        return rows + rows[-1:] * (MOST_CANDIDATES + 1 - len(rows))
+
+
+def knapsack_costs(case: ModelOnCluster) -> KnapsackCosts:
+    """Costs of a model on a cluster with DIP's own candidates."""
+    return KnapsackCosts(case.architecture, case.cluster, case.degrees, split=False, ladder=Ladder())
+
 
 COUNTS = (1, 2, 4, 8, 16, 64)
 """Microbatches whose programs are timed."""
@@ -42,7 +66,7 @@ ORDERS = 50
 def programs(options: Options) -> Outcome:
     """Time the integer program for one rank's strategies: cold and warm, to the end and to 5 %."""
     ways = {"to the end, cold": (0.0, False), "to 5 %, cold": (HIGHS_GAP, False), "to 5 %, warm": (HIGHS_GAP, True)}
-    rows, lines = [], {name: (list[float](), list[float]()) for name in (*ways, "ours")}
+    rows, lines = [], {name: Line([], []) for name in (*ways, "ours")}
     for label in ("VLM-S", "T2V-S"):
         case = SETUPS[label].case
         layout, costs = runs.system(SETUPS[label], runs.PUBLISHED).layout, knapsack_costs(case)
@@ -62,35 +86,15 @@ def programs(options: Options) -> Outcome:
                 )
             )
             for name, line in lines.items() if label == "VLM-S" else ():
-                line[0].append(float(count))
-                line[1].append(_median(p.took_s[name] for p in found))
-    columns = (
-        "model",
-        "microbatches",
-        "pairs of a rank",
-        "stating it, ms",
-        *(f"{name}, ms" for name in ways),
-        "our Lagrangian, ms",
-        "solved to the end",
-        "to 5 %, warm: above the best bound, most",
-        "ours: above the best bound, most",
-    )
-    note = (
-        "One program for each rank of an iteration of the first seed, under the order of first in, first out with the "
-        "leanest candidates, which leaves "
-        "the most room: medians over the ranks, in processor time of one core. Ten candidates a pair, by DIP's "
-        "knapsack, offload included, under the device's memory and the host's. HiGHS solves, warm from the greedy "
-        f"choice; it is cut after {EXACT_S:g} s of the clock. Stating the program is Python and is not the "
-        "paper's, so it stands apart. The paper has below 10 ms and does not say for how many pairs."
-    )
+                line.add(count, _median(p.took_s[name] for p in found))
     svg = line_figure(
-        {name: line for name, line in lines.items() if line[0]},
+        {name: line for name, line in lines.items() if line.x},
         x=Axis("microbatches", log=True),
         y=Axis("ms of one program", log=True),
         title="VLM-S",
     )
     return Outcome(
-        (Table("Programs", columns, tuple(rows), note),),
+        (make_table("dip/program", rows, exact_s=EXACT_S, ways=(f"{name}, ms" for name in ways)),),
         (Figure("program", "Time of one rank's program", svg),),
         devices=device(*(SETUPS[label] for label in ("VLM-S", "T2V-S"))),
     )
@@ -135,7 +139,7 @@ def _timed_programs(graph: TaskGraph, ways: dict[str, tuple[float, bool]]) -> li
 
 
 def _first_order(graph: TaskGraph) -> Schedule:
-    """First in, first out with the leanest candidates, which fits."""
+    """Return first in, first out with minimum-memory candidates, which fits."""
     lean = graph.with_candidates(leanest(graph))
     return solve(lean, budget=Evaluations(1), seed=0, method="mcts").schedule
 
@@ -198,34 +202,6 @@ def to_the_letter(options: Options) -> Outcome:
     """Look for the steps of Table 5 and the lead of Fig. 11 on ever other workloads."""
     rows = [_PAPER, *((*workload.words, *_effects(workload, options)) for workload in WORKLOADS)]
     cores = len(os.sched_getaffinity(0))
-    note = (
-        "DIP's layout, one iteration of the first seed. Reordering: the first order over the best that the tree "
-        "search finds, both under the best "
-        "uniform strategies. Strategies: that over DIP to the letter, whose rollouts have a program for every rank, "
-        f"by HiGHS, warm, to {100 * HIGHS_GAP:g} %, of ten knapsack candidates with offload, and whose memory rule is "
-        "the paper's; an order that comes to a standstill by it is rejected. Its orders are made for the leanest "
-        "strategies, as printed; the next column has programs for the order that the tree search found under uniform "
-        "ones. Both: the first order over the fastest of these. Lead: the better of depth-first and random search over "
-        "the tree search, under uniform strategies. "
-        f"Each search has {SEARCH * options.search_s:g} s of processor time on each of {cores} "
-        f"core{'s' * (cores > 1)}, all that are at hand; a rollout that has begun "
-        "is ended, which at 64 microbatches takes longer. The paper has 64 cores. "
-        f"An effect shows from {100 * SHOWN:g} %. Standstills: of {ORDERS} random orders under the paper's rule."
-    )
-    columns = (
-        "model",
-        "microbatches",
-        "data",
-        "memory",
-        "reordering brings",
-        "strategies bring",
-        "strategies for that order bring",
-        "both bring",
-        "lead of the tree search",
-        "ours ahead of the fastest of these",
-        "standstills",
-        "verdict",
-    )
     shown = [row for row in rows[1:] if any(_shows(cell) for cell in row[4:9])]
     summary = tuple(
         (name, str(sum(_shows(row[place]) for row in rows[1:])), str(len(rows) - 1))
@@ -234,8 +210,17 @@ def to_the_letter(options: Options) -> Outcome:
     found = f"{len(shown)} of {len(WORKLOADS)} workloads show an effect; the others are not reproduced."
     return Outcome(
         (
-            Table("Where reordering, strategies and tree search pay", columns, tuple(rows), note),
-            Table("On how many workloads an effect shows", ("effect", "shows on", "of"), summary, found),
+            make_table(
+                "dip/literal-workloads",
+                rows,
+                gap=100 * HIGHS_GAP,
+                seconds=SEARCH * options.search_s,
+                cores=cores,
+                plural="s" * (cores > 1),
+                shown=100 * SHOWN,
+                orders=ORDERS,
+            ),
+            make_table("dip/literal-effects", summary, found=found),
         ),
         devices=device(*(SETUPS[name] for name in dict.fromkeys(w.model for w in WORKLOADS))),
     )
@@ -277,7 +262,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
 
 
 def _with_programs(graph: TaskGraph, schedule: Schedule) -> int | None:
-    """Nanoseconds of an order with strategies by the programs; None: it does not fit with the leanest either."""
+    """Return the makespan of an order with strategies by the programs, or None if it does not fit at all."""
     lean = Schedule(schedule.order, np.array(leanest(graph), np.int64), "")
     if not within_limits(graph, lean, simulate(graph, lean)):
         return None

@@ -21,7 +21,8 @@ from pipeloom.timeline import Schedule, simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import SETUPS, device, mean
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_note, make_table
 from pipeloom_lab.solvers import EXACT, exact_worker
 
 GRAIN = 1.0001
@@ -74,17 +75,8 @@ def figure_11(options: Options) -> Outcome:
         title="VLM-L",
         style="steps",
     )
-    columns = ("search", f"after {limit / 10:g} s", f"after {limit:g} s", "above the lower bound", "schedules tried")
-    text = (
-        "One core; the paper has 64 and finds near-optimal schedules within 10 s, depth-first and random search later. "
-        "All choose strategies: ours by turns with orders, the others in every rollout, of which one core makes few; "
-        "their orders are made for the leanest strategies, as published, but for the one from uniform strategies. "
-        "DIP's layout. On one core and with 64 microbatches the tree search hardly moves from its first order in any "
-        "number of seconds, so that the paper's progress, and the lead of tree search over depth-first and random "
-        "search, are not reproduced."
-    )
     return Outcome(
-        (Table("VLM-L", columns, tuple(rows), text),),
+        (make_table("dip/figure-11", rows, early=limit / 10, limit=limit),),
         (Figure("figure-11", "Search progress", figure),),
         devices=device(setup),
     )
@@ -102,17 +94,16 @@ def figure_12(options: Options) -> Outcome:
             graph = graph_of(case, layout, draw_iteration(case, count, 500 + options.seeds[0]), label)
             assert graph.candidates is not None
             graphs[label, count] = graph.with_candidates(np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
-    answers: dict[tuple[str, str, int], _Solved] = {}
-    lines: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    answers: dict[tuple[str, str, int], _SolverRun] = {}
+    lines: dict[str, dict[str, Line]] = {}
     # HiGHS goes first: it cannot run once CP-SAT's library has been loaded.
     for name, method in solvers.items():
         for label in ("VLM-S", "T2V-S"):
-            line = lines.setdefault(label, {}).setdefault(name, ([], []))
+            line = lines.setdefault(label, {}).setdefault(name, Line([], []))
             for count in counts:
                 answer = answers[name, label, count] = _solved(graphs[label, count], method, options)
                 if not answer.problem:
-                    line[0].append(float(count))
-                    line[1].append(max(answer.spent_s, 1e-3))
+                    line.add(count, max(answer.spent_s, 1e-3))
                 if not answer.proved and name != "ours":
                     break
     rows = tuple(
@@ -130,7 +121,7 @@ def figure_12(options: Options) -> Outcome:
             f"figure-12-{label.lower()}",
             f"Search time, {label}",
             line_figure(
-                {name: line for name, line in found.items() if line[0]},
+                {name: line for name, line in found.items() if line.x},
                 x=Axis("microbatches"),
                 y=Axis("seconds", log=True),
                 title=label,
@@ -138,24 +129,15 @@ def figure_12(options: Options) -> Outcome:
         )
         for label, found in lines.items()
     )
-    text = (
-        "Orders alone, all pairs recomputing everything, one core each. Solvers get neither a bound nor a schedule of "
-        "ours: first in, first out is their start, and they find and prove an optimum of their own. They are cut at "
-        f"{options.solver_s:g} s of the clock and are not tried on more microbatches after that; Gurobi has the "
-        "licence that comes with it, of 2000 variables. Open is what lies between an answer and its own bound; where a "
-        "solver proved the optimum, ours is compared with that. Times are of the processor. The paper: Z3 and Gurobi "
-        "do not end in 30 minutes beyond 10 microbatches, DIP stays under 10 s. Ours ends at its bound, or after "
-        f"{options.search_s:g} s."
-    )
     return Outcome(
-        (Table("Seconds", ("model", "microbatches", "tasks", *solvers), rows, text),),
+        (make_table("dip/figure-12", rows, solver_s=options.solver_s, search_s=options.search_s, solvers=solvers),),
         tables,
         devices=device(SETUPS["VLM-S"]),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class _SolverRun:
     """What was found, in how many processor seconds; or why nothing was tried."""
 
     spent_s: float = 0.0
@@ -165,7 +147,7 @@ class _Solved:
     problem: str = ""
 
 
-def _solved(graph: TaskGraph, method: str, options: Options) -> _Solved:
+def _solved(graph: TaskGraph, method: str, options: Options) -> _SolverRun:
     """Let our search or an exact solver order a graph."""
     begin, begin_there = time.process_time(), exact_worker.spent_s()
     if method == "default":
@@ -177,14 +159,14 @@ def _solved(graph: TaskGraph, method: str, options: Options) -> _Solved:
         try:
             exact = EXACT[method](graph, seconds=options.solver_s, hint=hint, bound_ns=0, seed=0)
         except InputError as error:
-            return _Solved(problem=f"refuses: {error.problem}")
+            return _SolverRun(problem=f"refuses: {error.problem}")
         makespan, bound, proved = simulate(graph, exact.schedule).makespan_ns, exact.bound_ns, exact.proved
     spent = time.process_time() - begin + exact_worker.spent_s() - begin_there
     # Solvers round times; a hundredth of a per cent is their grain.
-    return _Solved(spent, makespan, bound, proved or makespan <= bound * GRAIN)
+    return _SolverRun(spent, makespan, bound, proved or makespan <= bound * GRAIN)
 
 
-def _cell(answers: Mapping[tuple[str, str, int], _Solved], name: str, label: str, count: int) -> str:
+def _cell(answers: Mapping[tuple[str, str, int], _SolverRun], name: str, label: str, count: int) -> str:
     """An answer in words; ours against the optimum where a solver has proved it."""
     answer = answers.get((name, label, count))
     if answer is None:
@@ -239,22 +221,15 @@ def figure_13(options: Options) -> Outcome:
         ("MFU of the paper's best", f"{bars.get('DP 8, TP 2, PP 4', 0.0):.3f}", "0.297"),
         ("its throughput below the best", f"{(1 - bars.get('DP 8, TP 2, PP 4', 0.0) / best[1]) * 100:.1f} %", "0.0 %"),
     )
-    text = (
-        f"{total} microbatches in all, dealt to the replicas by work; the fullest replica is planned, by our search on "
-        "our layout. The paper compares its simulator with GPUs before and after calibration, which needs GPUs."
-    )
     return Outcome(
-        (
-            Table("All degrees", ("degrees", "seconds", "MFU", "why not"), tuple(rows), text),
-            Table("The best", ("", "ours", "paper"), summary),
-        ),
+        (make_table("dip/figure-13-degrees", rows, total=total), make_table("dip/figure-13-best", summary)),
         (Figure("figure-13", "MFU under all degrees", figure),),
         devices=device(SETUPS["VLM-M"]),
     )
 
 
 def dealing(options: Options) -> Outcome:
-    """Microbatches dealt to data-parallel replicas in turn, and by work (the papers leave this out)."""
+    """Assign microbatches to data-parallel replicas in turn, and by work, which the papers leave out."""
     setup, replicas, each = SETUPS["VLM-S"], 4, 16
     case = setup.case
     layout = our_layout(case, setup.typical)
@@ -283,9 +258,7 @@ def dealing(options: Options) -> Outcome:
         )
         for name in slowest
     )
-    columns = ("microbatches dealt", "slowest replica, s", "mean replica, s", "waiting")
-    title = f"VLM-S, {replicas} replicas of {each} microbatches"
-    return Outcome((Table(title, columns, rows, "All replicas wait for the slowest."),), devices=device(setup))
+    return Outcome((make_table("dip/dealing", rows, replicas=replicas, each=each),), devices=device(setup))
 
 
 def consistency(graph: TaskGraph, schedule: Schedule) -> tuple[int, int]:
@@ -334,18 +307,4 @@ def ordering_consistency(options: Options) -> Outcome:
                     f"{mean(over) * 100:.2f} %",
                 )
             )
-    text = (
-        "Three ranks and two microbatches (uniform: four), no memory limit, optima proved "
-        "by CP-SAT (an optimum is one of many; nothing "
-        "makes the solver prefer orders alike). The last column: the best schedule of the dual queue, which gives all "
-        "ranks the same priorities, against the optimum."
-    )
-    columns = (
-        "family",
-        "optima",
-        "pairs in the same order on neighbouring ranks",
-        "all pairs",
-        "dual queue above the optimum",
-    )
-    note = "PipeWeaver observes that optimal schedules tend to be consistent; it gives no number."
-    return Outcome((Table("Order from rank to rank", columns, tuple(rows), text),), notes=(note,))
+    return Outcome((make_table("dip/consistency", rows),), notes=(make_note("dip/consistency"),))

@@ -11,7 +11,8 @@ from pipeloom.plan import boundary_shapes, lower, verify
 from pipeloom.planner import Finishing
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, device, mean
-from pipeloom_lab.reproduce.part import Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 
 def planning_time(options: Options) -> Outcome:
@@ -40,29 +41,13 @@ def planning_time(options: Options) -> Outcome:
                 f"{mean(one.gap for one in each) * 100:.1f} %",
             )
         )
-    columns = (
-        "model",
-        "tasks",
-        "microbatches, costs, graph, search, CPU s",
-        "plan and proof, CPU s",
-        "allowed, CPU s",
-        "in all, CPU s",
-        "iteration, s",
-        "above the lower bound",
+    return Outcome(
+        (make_table("dip/planning", rows, rule=runs.rule(options)),), devices=device(*SETUPS.values(), *LARGE.values())
     )
-    text = (
-        "From the samples of an iteration to a plan that is proved complete and free of deadlock, on one core, under "
-        "our layouts; microbatches are made or chosen as in Fig. 8a. "
-        f"{runs.rule(options)} The "
-        "search ends so early that the plan and its proof have their time, as the last ones took. Costs of shapes that "
-        "no iteration had before are emulated in it. Python's collector is paused meanwhile, as the planner spares "
-        "itself it."
-    )
-    return Outcome((Table("Planning", columns, tuple(rows), text),), devices=device(*SETUPS.values(), *LARGE.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedIteration:
     """Processor seconds up to the end of the search, and after it; what it found."""
 
     spent_s: tuple[float, float]
@@ -72,7 +57,9 @@ class Planned:
 
 
 @collector_paused()
-def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing) -> Planned | None:
+def planned(
+    setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing
+) -> PlannedIteration | None:
     """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
 
     ``finishing`` is what plan and proof took the last time, as the planner keeps it from batch to batch.
@@ -96,4 +83,4 @@ def planned(setup: PaperSetup, seed: int, number: int, options: Options, finishi
     after = time.process_time() - searched
     finishing.took(after, found.graph.num_tasks)
     gap = found.timeline.makespan_ns / max(found.lower_bound.ns, 1) - 1
-    return Planned((searched - begin, after), found.graph.num_tasks, found.iteration_s, gap)
+    return PlannedIteration((searched - begin, after), found.graph.num_tasks, found.iteration_s, gap)

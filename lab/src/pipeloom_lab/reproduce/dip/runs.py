@@ -8,7 +8,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pipeloom.compare.baseline import (
     SIZES,
@@ -24,7 +26,7 @@ from pipeloom.compare.baseline import (
 from pipeloom.compare.baselines.dip import dip_layout
 from pipeloom.compare.gain import own_system
 from pipeloom.compare.iterations import TOKENS
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of, graph_of
 from pipeloom.compare.recomputation import per_module_recomputation
 from pipeloom.compare.registry import BASELINES
 from pipeloom.compare.repacking import reordered
@@ -32,13 +34,14 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import CHAIN, nearest
 from pipeloom.planner import Finishing
-from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b
+from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b, solve
+from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, assignable_bound, check
-from pipeloom_lab.reproduce.dip.jitter import jittered_s
+from pipeloom.timeline import Schedule, Timeline, assignable_bound, check, lower_bound, simulate
 from pipeloom_lab.reproduce.dip.setups import LARGE, PaperSetup
-from pipeloom_lab.reproduce.dip.steps import partitioned, unadaptive_system
 from pipeloom_lab.reproduce.part import Options
+from pipeloom_lab.reproduce.texts import make_note
+from pipeloom_lab.solvers import uniform_start
 
 _ENTRIES = {entry.title: entry for entry in BASELINES.values()}
 MEGATRON, MEGATRON_EVEN = BASELINES["interleaved"].title, BASELINES["interleaved-time"].title
@@ -63,8 +66,6 @@ BASELINE_NAMES = (
 """Systems that the evaluation holds DIP and ours against. Named one by one: what is published must not change when
 somebody adds a system to compare with."""
 BASELINE_TITLES = tuple(BASELINES[name].title for name in BASELINE_NAMES)
-PAPERS_BASELINES = (MEGATRON, NNSCALER, OPTIMUS)
-"""Those that DIP's paper itself compares with."""
 STATIC, NO_SEARCH, NO_STRATEGIES = "DIP's layout, static order", "DIP, no search", "DIP, uniform strategies"
 FROM_UNIFORM = "DIP from the best uniform strategies"
 FORMS = (PUBLISHED, PRIORITY, FROM_UNIFORM, NO_STRATEGIES, NO_SEARCH)
@@ -81,6 +82,54 @@ MOST_TRIED = 3
 """Layouts, the nearest with given microbatches, of which ours takes the best with its own."""
 CHOICE = Deadline(2.0, "cpu")
 """To plan each sampled iteration under each of them."""
+
+
+def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) -> float:
+    """Mean seconds of an iteration in which every pass takes another time than planned, in the planned order.
+
+    Parameters
+    ----------
+    jitter : float
+        Relative standard deviation of a pass; times are log-normal, their means those planned.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = found.schedule.candidate
+    graph = found.graph if chosen is None else found.graph.with_candidates(chosen)
+    schedule = replace(found.schedule, candidate=None)
+    spread = np.sqrt(np.log1p(jitter**2))
+    total = 0.0
+    for _ in range(draws):
+        factor = rng.lognormal(-(spread**2) / 2, spread, graph.num_tasks)
+        drawn = replace(graph, duration_ns=np.rint(graph.duration_ns * factor).astype(np.int64))
+        total += simulate(drawn, schedule).makespan_ns / NS_PER_S
+    return total / draws + found.after_s
+
+
+def partitioned(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+    """DIP's layout under Megatron-LM's interleaved order (the first step of `dip.txt` Table 5)."""
+    return fixed_system("modality-aware, static order", case, dip_layout(case, batches), interleaved_one_f_one_b)
+
+
+def unadaptive_system(name: str, case: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
+    """A system that searches orders only, under one setting of recomputation for all.
+
+    The setting is the one under which first in, first out is fastest.
+    """
+
+    def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
+        graph = graph_of(case, layout, groups, name, case.levels)
+        schedule = uniform_start(graph)
+        if schedule is None:
+            raise InfeasibleError(f"{name}: no setting of recomputation fits")
+        choice = schedule.candidate
+        if method != "first in, first out":
+            single = graph.with_candidates(choice)
+            schedule = solve(single, budget=budget, seed=seed, method=method, threads=threads).schedule
+        chosen = Schedule(schedule.order, choice, name)
+        return BaselineResult(name, layout, graph, chosen, simulate(graph, chosen), lower_bound(graph))
+
+    return System(name, layout, run)
+
 
 _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = {
     STATIC: partitioned,
@@ -110,17 +159,10 @@ def planning_s(name: str, search_s: float) -> float:
     return search_s * (MOST_SEARCH * threads() if name in SEARCHED else MOST_SEARCH if name == OURS else 1)
 
 
-RULE = (
-    "Ours is allowed {most_s:g} s of one core's time to plan an iteration, from samples to a proved plan, and "
-    "{search_s:g} s of microbatches that are given; every search of DIP has {most_s:g} s on each of {threads} cores, "
-    "half of those at hand, as DIP takes."
-)
-
-
 def rule(options: Options) -> str:
     """The rule of planning times in words."""
     each = options.search_s
-    words = RULE.format(most_s=MOST_SEARCH * each, search_s=each, threads=threads())
+    words = make_note("dip/rule", most_s=MOST_SEARCH * each, search_s=each, threads=threads())
     return words.replace("of 1 cores", "of 1 core")
 
 
@@ -134,30 +176,20 @@ def budget_of(name: str, search_s: float, finishing: Finishing | None = None) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One iteration under one system.
-
-    Attributes
-    ----------
-    seconds : float
-        Of the iteration, without the update of the weights.
-    processor_s : float
-        Of planning it: costs, graph, search, strategies and simulation.
-    num_tasks : int
-    bound_s : float
-        The lower bound of the system's own graph, or of all packings that it has judged.
-    jittered_s : float
-        Mean seconds where passes take longer or shorter than planned, as the device's table says.
-    as_chosen : bool
-        Whether it ran under the layout that was chosen; it did not fit that otherwise.
-    """
+class TimedIteration:
+    """One iteration under one system."""
 
     seconds: float
+    """Of the iteration, without the update of the weights."""
     processor_s: float
+    """Of planning it: costs, graph, search, strategies and simulation."""
     num_tasks: int
     bound_s: float
+    """The lower bound of the system's own graph, or of all packings that it has judged."""
     jittered_s: float
+    """Mean seconds where passes take longer or shorter than planned, as the device's table says."""
     as_chosen: bool
+    """Whether it ran under the layout that was chosen; it did not fit that otherwise."""
 
 
 def suits(name: str, setup: PaperSetup) -> bool:
@@ -249,7 +281,7 @@ def refuse_faults(name: str, graph: TaskGraph, schedule: Schedule, timeline: Tim
 
 
 @functools.cache
-def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> Timed | None:
+def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float) -> TimedIteration | None:
     """Time iteration ``number`` of a seed under a system by its title; None: it does not fit."""
     groups = setup.groups(seed, number)
     try:
@@ -263,7 +295,7 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
         return None
     spent = time.process_time() - begin
     judge(found)
-    return Timed(
+    return TimedIteration(
         found.iteration_s,
         spent,
         found.graph.num_tasks,
@@ -299,12 +331,16 @@ def best_form(
     return name, value
 
 
-def each_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed | None]:
+def each_timed(
+    setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float
+) -> list[TimedIteration | None]:
     """Time several iterations under a system; None in the place of one that does not fit."""
     return [timed(setup, name, *number, search_s) for number in numbers]
 
 
-def all_timed(setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float) -> list[Timed] | None:
+def all_timed(
+    setup: PaperSetup, name: str, numbers: Sequence[tuple[int, int]], search_s: float
+) -> list[TimedIteration] | None:
     """Time several iterations under a system; None: one of them does not fit."""
     out = []
     for number in numbers:

@@ -7,10 +7,13 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.layout.choose import FINAL, LayoutEvaluation
 from pipeloom.search import Deadline, warm_up
+from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
 TREE_SEARCHES = ("mcts", "mcts priority", "mcts uniform")
@@ -86,6 +89,33 @@ def _layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
     if setup in LARGE.values():
         return choose_layout(setup.case, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
     return choose_layout(setup.case, setup.typical, final=FINAL)
+
+
+def images_of(groups: Microbatches) -> float:
+    """Return the mean number of images of a microbatch."""
+    return sum(len(s.image_tokens) for group in groups for s in group) / len(groups)
+
+
+def image_bounds(i: int) -> tuple[int, int]:
+    """Return the least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
+    if i < 5:
+        return round(16 * i / 4), 32
+    share = (19 - i) / 14
+    return round(16 * share), round(32 * share)
+
+
+def bounded_microbatches(count: int, low: int, high: int, seed: int) -> Microbatches:
+    """Draw microbatches of 8192 tokens with ``low`` to ``high`` images each, and text for the rest."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for m in range(count):
+        images = int(generator.integers(low, high + 1))
+        documents = max(1, min(8, images))
+        shares = [images // documents + (k < images % documents) for k in range(documents)]
+        text = 8192 - 169 * images
+        cuts = [text // documents + (k < text % documents) for k in range(documents)]
+        groups.append([Sample(f"{m}.{k}", cuts[k], (169,) * n, (2704,) * n) for k, n in enumerate(shares)])
+    return groups
 
 
 def mean(values: Iterable[float]) -> float:

@@ -11,17 +11,9 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    MIXTURES,
-    NAMES,
-    ON_A,
-    PIPETUNE,
-    batch_of,
-    batches,
-    emulated,
-    steps_of,
-)
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.texts import make_table
 
 _DRAWN = 20_000
 _THEIRS = "PipeTune's way"
@@ -31,52 +23,46 @@ def figure_5(options: Options) -> Outcome:
     """Sequence lengths of the three mixtures."""
     rows, lines = [], {}
     edges = np.geomspace(8, 16384, 45)
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         samples = draw_samples(mixture, _DRAWN, options.seeds[0])
         lengths = np.array([sample.sequence_tokens for sample in samples])
         share, _ = np.histogram(np.clip(lengths, edges[0], edges[-1]), edges)
-        lines[NAMES[mixture]] = (np.sqrt(edges[1:] * edges[:-1]).tolist(), (100 * share / _DRAWN).tolist())
+        lines[setups.NAMES[mixture]] = (np.sqrt(edges[1:] * edges[:-1]).tolist(), (100 * share / _DRAWN).tolist())
         images = np.mean([len(sample.image_tokens) for sample in samples])
         quantiles = np.quantile(lengths, (0.5, 0.99)).astype(int)
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 f"{lengths.mean():.0f}",
                 *(str(q) for q in quantiles),
                 f"{lengths.std():.0f}",
                 f"{images:.2f}",
-                f"{(lengths > ON_A['13b'].context).mean():.2%}",
+                f"{(lengths > setups.ON_A['13b'].context).mean():.2%}",
             )
         )
-    columns = ("mixture", "mean tokens", "median", "99 %", "standard deviation", "images", "above 8192 tokens")
-    note = (
-        "Lengths are drawn from log-normal fits to the means, medians and maxima of the paper's Table 1, 576 tokens an "
-        "image; the paper shows the distributions as pictures only. As there, mean and spread grow with the share of "
-        "multimodal samples."
-    )
     figure = Figure(
         "figure-5",
         "Share of the samples by length",
         line_figure(lines, x=Axis("tokens of a sample", log=True), y=Axis("per cent", low=0), style="plain"),
     )
-    return Outcome((Table("Sequence lengths", columns, tuple(rows), note),), (figure,))
+    return Outcome((make_table("pipetune/figure-5", rows),), (figure,))
 
 
 def figure_8(options: Options) -> Outcome:
     """Tuning time over the global batch size."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     warm_up()
     sizes = [128, 256, 512, 1024, 4096, 16384]
     paper = {128: "below 0.2 s", 1024: "below 1.5 s"}
     repeats = max(3, min(options.iterations, 10))
     rows = []
-    lines: dict[str, tuple[list[float], list[float]]] = {"ours": ([], []), _THEIRS: ([], [])}
+    lines = {name: Line([], []) for name in ("ours", _THEIRS)}
     for size in sizes:
         times: dict[str, list[float]] = {}
         for k in range(repeats if size <= 1024 else 3):
-            batch = batch_of(setup, "datamix2", options.seeds[0] * 10_000 + k, size)
-            for name, spec in (("ours", TuningSpec()), (_THEIRS, steps_of(setup)[PIPETUNE])):
+            batch = setups.batch_of(setup, "datamix2", options.seeds[0] * 10_000 + k, size)
+            for name, spec in (("ours", TuningSpec()), (_THEIRS, setups.steps_of(setup)[setups.PIPETUNE])):
                 if name != "ours" and size > 1024:
                     continue
                 begin = time.thread_time()
@@ -84,43 +70,30 @@ def figure_8(options: Options) -> Outcome:
                 times.setdefault(name, []).append(1000 * (time.thread_time() - begin))
         cells = {name: float(np.median(values)) for name, values in times.items()}
         for name, value in cells.items():
-            lines[name][0].append(size)
-            lines[name][1].append(value)
+            lines[name].add(size, value)
         theirs = f"{cells[_THEIRS]:.1f}" if _THEIRS in cells else ""
         rows.append(
             (str(size), f"{cells['ours']:.1f}", f"{1000 * cells['ours'] / size:.0f}", theirs, paper.get(size, ""))
         )
-    columns = ("samples", "ours, ms", "microseconds a sample", "PipeTune's way in our code, ms", "paper")
-    note = (
-        "Medians of one thread's processor time: from the batch's metadata to packing and order, all sizes, orders and "
-        "pre-computation tried; building the graph of the answer is not in it. DataMix2, 13B TP4·PP4. The paper's "
-        "times are of its own machine, and by the clock."
-    )
     svg = line_figure(lines, x=Axis("samples of a global batch", log=True), y=Axis("milliseconds", log=True))
     figure = Figure("figure-8", "Tuning time", svg)
-    return Outcome((Table("Tuning time", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-8", rows),), (figure,), devices=(case.device,))
 
 
 def figure_10(options: Options) -> Outcome:
     """One LLaMA-7B layer with tensor parallelism 4: time, and time per token, by length."""
     del options
-    setup = ON_A["7b"]
-    case = emulated(setup)
+    setup = setups.ON_A["7b"]
+    case = setups.emulated(setup)
     chunk = Chunk("lm", (1, 1), 0)
     lengths = [2**k for k in range(6, 15)]
     costs = [case.costs.chunk_costs(chunk, Workload((n,)))[0] for n in lengths]
     total = [1e3 * (cost.forward_s + cost.backward_s) for cost in costs]
     each = [1e3 * ms / n for ms, n in zip(total, lengths, strict=True)]
     table = tuple((str(n), f"{ms:.3f}", f"{us:.3f}") for n, ms, us in zip(lengths, total, each, strict=True))
-    note = (
-        "Emulated. As in the paper the time per token falls with the length and settles; at the longest, attention "
-        "lifts it again. So a balance by the latency of short packs would be misled, which is why loads are "
-        "differences at the size of a whole microbatch."
-    )
     svg = line_figure({"per token": (lengths, each)}, x=Axis("tokens", log=True), y=Axis("us a token", log=True))
-    columns = ("tokens", "forward and backward, ms", "us a token")
     return Outcome(
-        (Table("One layer", columns, table, note),),
+        (make_table("pipetune/figure-10", table),),
         (Figure("figure-10", "Time per token", svg),),
         devices=(case.device,),
     )
@@ -128,14 +101,14 @@ def figure_10(options: Options) -> Outcome:
 
 def packing(options: Options) -> Outcome:
     """Packing by itself: how far the heaviest microbatch is above the lower bound."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     policies: tuple[Policy, ...] = ("random", "algorithm1", "algorithm1_opened", "balanced")
     rows = []
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         for contexts in (1, 2, 4):
             gaps: dict[str, list[float]] = {}
-            for seed, batch in batches(setup, mixture, options):
+            for seed, batch in setups.batches(setup, mixture, options):
                 loads = batch_sizes(case.pipeline, batch).loads
                 for policy in policies:
                     spec = PackingSpec(contexts * setup.context, policy, seed=seed)
@@ -143,7 +116,5 @@ def packing(options: Options) -> Outcome:
                     heaviest = max(float(loads.backbone[list(members)].sum()) for members in groups)
                     gaps.setdefault(policy, []).append(heaviest / height_bound(loads.backbone, len(groups)) - 1)
             cells = (f"{100 * float(np.mean(gaps[p])):.2f} / {100 * max(gaps[p]):.2f} %" for p in policies)
-            rows.append((NAMES[mixture], str(contexts), *cells))
-    columns = ("mixture", "contexts", "random", "Algorithm 1 as printed", "Algorithm 1, opened", "ours")
-    note = "Heaviest microbatch above the bound for as many microbatches, mean / largest over the batches."
-    return Outcome((Table("Balance", columns, tuple(rows), note),), devices=(case.device,))
+            rows.append((setups.NAMES[mixture], str(contexts), *cells))
+    return Outcome((make_table("pipetune/packing", rows),), devices=(case.device,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,33 +22,23 @@ from pipeloom.tuning import (
     tuned_pipeline,
     tuned_plan,
 )
-from pipeloom_lab.reproduce.part import Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    GLOBAL_BATCH,
-    MIXTURES,
-    NAMES,
-    ON_A,
-    RECOMPUTED,
-    Emulated,
-    batch_of,
-    batches,
-    change,
-    emulated,
-)
+from pipeloom_lab.reproduce.part import Options, Outcome
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.texts import make_table
 
 _REPLICAS = (2, 4, 8)
 
 
 def trained(options: Options) -> Outcome:
     """Beyond the paper: a trained encoder, whose backwards move as well."""
-    setup = ON_A["13b"]
-    frozen = emulated(setup)
+    setup = setups.ON_A["13b"]
+    frozen = setups.emulated(setup)
     modules = tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.costs.architecture.modules)
     costs = EmulatedCosts(
         msgspec.structs.replace(frozen.costs.architecture, modules=modules),
         frozen.costs.cluster,
         frozen.costs.placement.degrees,
-        (RECOMPUTED,),
+        (setups.RECOMPUTED,),
     )
     layout = msgspec.structs.replace(
         frozen.layout, modules=tuple(msgspec.structs.replace(m, frozen=False) for m in frozen.layout.modules)
@@ -70,61 +61,50 @@ def trained(options: Options) -> Outcome:
         "ours, encoder as it comes": TuningSpec(precompute="frozen"),
         "ours": TuningSpec(),
     }
+    case = replace(frozen, costs=costs, layout=layout, pipeline=pipeline)
+    ways = {name: setups.tuned_by(case, spec) for name, spec in settings.items()}
     rows = []
-    for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for name, spec in settings.items():
-                tuned = tune(pipeline, batch, frozen.token_budget, spec, seed)
-                plan = tuned_plan(pipeline, batch, tuned, costs, frozen.capacity_bytes)
-                found.setdefault(name, []).append(simulate(plan.graph, plan.schedule).makespan_ns / 1e9)
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+    for mixture in setups.MIXTURES:
+        mean = setups.means(setups.seconds_by(setup, mixture, options, ways))
         first = next(iter(mean.values()))
-        rows += [(NAMES[mixture], name, f"{value:.3f}", change(first, value)) for name, value in mean.items()]
-    columns = ("mixture", "setting", "seconds", "against the first")
-    note = "PipeTune pre-computes frozen encoders only. Encoder activations stay until their backward; memory is kept."
-    return Outcome((Table("13B TP4·PP4, encoder trained", columns, tuple(rows), note),), devices=(frozen.device,))
+        rows += [
+            (setups.NAMES[mixture], name, f"{value:.3f}", setups.change(first, value)) for name, value in mean.items()
+        ]
+    return Outcome((make_table("pipetune/trained", rows),), devices=(frozen.device,))
 
 
 def replicas(options: Options) -> Outcome:
-    """A global batch dealt to data-parallel replicas, each tuned for itself; the slowest one counts."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
+    """Assign a global batch to data-parallel replicas and tune each; the slowest one counts."""
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
     rows = []
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         for count in _REPLICAS:
             slowest: dict[str, list[float]] = {}
             waits: dict[str, list[float]] = {}
             for seed in options.seeds:
-                batch = batch_of(setup, mixture, seed * 10_000, count * GLOBAL_BATCH)
+                batch = setups.batch_of(setup, mixture, seed * 10_000, count * setups.GLOBAL_BATCH)
                 for name, dealt in _dealings(case, batch, count, seed).items():
                     seconds = [_seconds(case, replica) for replica in dealt]
                     slowest.setdefault(name, []).append(max(seconds))
                     waits.setdefault(name, []).append(max(seconds) / float(np.mean(seconds)) - 1)
-            mean = {name: float(np.mean(values)) for name, values in slowest.items()}
+            mean = setups.means(slowest)
             first = next(iter(mean.values()))
             rows += [
                 (
-                    NAMES[mixture],
+                    setups.NAMES[mixture],
                     str(count),
                     name,
                     f"{value:.3f}",
-                    change(first, value),
+                    setups.change(first, value),
                     f"{100 * float(np.mean(waits[name])):.1f} %",
                 )
                 for name, value in mean.items()
             ]
-    columns = ("mixture", "replicas", "dealt", "slowest, s", "against by chance", "slowest over the mean")
-    note = (
-        f"{GLOBAL_BATCH} samples a replica, one global batch a seed. Every replica is tuned for itself, in all rows. "
-        "'By loads' evens out the seconds of backbone and first rank (`pipeloom pack --replicas`); 'by simulated time' "
-        "lets the slowest replica exchange samples with others where that helps (`--policy tuned`). Nearly all of the "
-        "gain is in even loads."
-    )
-    return Outcome((Table("13B TP4·PP4, replicas", columns, tuple(rows), note),), devices=(case.device,))
+    return Outcome((make_table("pipetune/replicas", rows, global_batch=setups.GLOBAL_BATCH),), devices=(case.device,))
 
 
-def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
+def _dealings(case: setups.EmulatedSetup, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
     order = random.Random(seed).sample(range(len(batch.samples)), len(batch.samples))
     chance = tuple(tuple(sorted(order[k::count])) for k in range(count))
     loads = batch_sizes(case.pipeline, batch).loads
@@ -135,7 +115,9 @@ def _dealings(case: Emulated, batch: Batch, count: int, seed: int) -> dict[str, 
     }
 
 
-def _tuned(case: Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int) -> tuple[Replica, ...]:
+def _tuned(
+    case: setups.EmulatedSetup, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int
+) -> tuple[Replica, ...]:
     parts = [batch.part(members) for members in dealt]
     return tuple(
         Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
@@ -143,7 +125,7 @@ def _tuned(case: Emulated, batch: Batch, dealt: tuple[tuple[int, ...], ...], see
     )
 
 
-def _seconds(case: Emulated, replica: Replica) -> float:
+def _seconds(case: setups.EmulatedSetup, replica: Replica) -> float:
     """By the emulator's own costs, whatever the tables said."""
     plan = tuned_plan(case.pipeline, replica.batch, replica.tuned, case.costs, case.capacity_bytes)
     return simulate(plan.graph, plan.schedule).makespan_ns / 1e9

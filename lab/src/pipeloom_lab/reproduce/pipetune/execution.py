@@ -16,17 +16,8 @@ from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    MIXTURES,
-    NAMES,
-    ON_A,
-    RANKS,
-    Emulated,
-    Run,
-    batches,
-    emulated,
-    run_batch,
-)
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.texts import make_table
 
 _SIZES = (1, 2, 4, 8)
 """Contexts of the largest microbatch."""
@@ -36,12 +27,12 @@ _SPEC = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
 
 
 @dataclass(frozen=True)
-class _Sized:
+class _SizedRun:
     """One batch at one size of microbatches, and how much longer its tasks are when they are slept."""
 
     mixture: str
     batch: int
-    run: Run
+    run: setups.Run
     factor: float
 
     @property
@@ -59,14 +50,14 @@ class _Sized:
 
 def figure_11(options: Options) -> Outcome:
     """Estimated against emulated and executed iteration times: are microbatch sizes ranked rightly?"""
-    setup = ON_A["3b"]
-    case = emulated(setup)
+    setup = setups.ON_A["3b"]
+    case = setups.emulated(setup)
     rows, points = [], {}
-    slept: list[_Sized] = []
-    for mixture in MIXTURES:
+    slept: list[_SizedRun] = []
+    for mixture in setups.MIXTURES:
         planned, real, right, pairs = [], [], 0, 0
-        for number, (seed, batch) in enumerate(batches(setup, mixture, options)):
-            runs = [run_batch(case, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
+        for number, (seed, batch) in enumerate(setups.batches(setup, mixture, options)):
+            runs = [setups.run_batch(case, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
             ours = [one.tuned.planned_ns / 1e9 for one in runs]
             theirs = [one.seconds for one in runs]
             good, of = ranked_alike(ours, theirs)
@@ -75,25 +66,20 @@ def figure_11(options: Options) -> Outcome:
             real += theirs
             if number % options.iterations == 0:  # the first batch of every seed
                 factor = _MEAN_MS * 1e6 / float(runs[0].plan.graph.duration_ns.mean())
-                slept += [_Sized(mixture, number, one, factor) for one in runs]
-        points[NAMES[mixture]] = (real, planned)
+                slept += [_SizedRun(mixture, number, one, factor) for one in runs]
+        points[setups.NAMES[mixture]] = (real, planned)
         errors = [abs(p / r - 1) for p, r in zip(planned, real, strict=True)]
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 f"{100 * float(np.mean(errors)):.2f} %",
                 f"{100 * max(errors):.2f} %",
                 f"{right} of {pairs}",
             )
         )
-    columns = ("mixture", "mean error", "largest error", "pairs of sizes ranked alike")
-    note = (
-        "Estimated: cost tables made beforehand and a recurrence over microbatches. Emulated: every operator of every "
-        "microbatch, and the general simulator. Neither is a real machine; the paper compares with one."
-    )
     svg = scatter_figure(points, x=Axis("emulated, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     figure = Figure("figure-11", "Iteration times of microbatches of 1, 2, 4 and 8 contexts", svg)
-    table = Table("3B TP4·PP4, estimated against emulated", columns, tuple(rows), note)
+    table = make_table("pipetune/figure-11-sizes", rows)
     executed, picture = _executed(case, slept)
     return Outcome((table, executed), (figure, picture), devices=(case.device,))
 
@@ -108,11 +94,11 @@ def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> tuple[int, i
     return right, pairs
 
 
-def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
+def _executed(case: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table, Figure]:
     """Run the plans on processes that sleep instead of computing."""
-    found = run_on_ranks([emulation_of(case, one) for one in slept], RANKS, "sleep")
+    found = run_on_ranks([emulation_of(case, one) for one in slept], setups.RANKS, "sleep")
     rows, points = [], {}
-    for mixture in MIXTURES:
+    for mixture in setups.MIXTURES:
         mine = [(one, took) for one, took in zip(slept, found, strict=True) if one.mixture == mixture]
         right = pairs = 0
         for _, group in itertools.groupby(mine, key=lambda each: each[0].batch):
@@ -128,7 +114,7 @@ def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
         ]
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 str(len(mine)),
                 f"{100 * float(np.mean(np.abs(errors))):.2f} %",
                 f"{100 * max(errors, key=abs):+.2f} %",
@@ -136,27 +122,13 @@ def _executed(case: Emulated, slept: list[_Sized]) -> tuple[Table, Figure]:
                 f"{right} of {pairs}",
             )
         )
-        points[NAMES[mixture]] = ([t.total_ns / 1e9 for _, t in mine], [o.estimated_s for o, _ in mine])
-    columns = (
-        "mixture",
-        "runs",
-        "mean error",
-        "largest error",
-        "of it: woken late, median",
-        "pairs of sizes ranked alike",
-    )
-    note = (
-        f"The first batch of every seed, lowered to plans that {RANKS} processes run, messages on gloo; each sleeps as "
-        "long as a task is to take, all times of a batch made longer alike, so that a task of its smallest "
-        f"microbatches takes {_MEAN_MS} ms on average. Times of the host's clock. Woken late: what the sleeps alone "
-        "that ended late add, which is the machine's share."
-    )
+        points[setups.NAMES[mixture]] = ([t.total_ns / 1e9 for _, t in mine], [o.estimated_s for o, _ in mine])
     svg = scatter_figure(points, x=Axis("on sleeping ranks, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     picture = Figure("figure-11-executed", "The same plans on ranks that sleep", svg)
-    return Table("3B TP4·PP4, estimated against sleeping ranks", columns, tuple(rows), note), picture
+    return make_table("pipetune/figure-11-executed", rows, ranks=setups.RANKS, mean_ms=_MEAN_MS), picture
 
 
-def emulation_of(case: Emulated, one: _Sized) -> Emulation:
+def emulation_of(case: setups.EmulatedSetup, one: _SizedRun) -> Emulation:
     """Lower a tuned batch, and say how long each step is to be slept."""
     graph, plan = one.graph, one.run.plan
     lowered = lower(

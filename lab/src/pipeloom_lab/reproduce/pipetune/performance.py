@@ -1,4 +1,4 @@
-"""How fast: Table 2, Figs. 2, 6 and 7."""
+"""How fast: Table 2, Figs. 2, 6 and 7, and what the reductions of Table 2 depend on."""
 
 from __future__ import annotations
 
@@ -8,29 +8,9 @@ from pipeloom.packing import Policy
 from pipeloom.report import make_track, timeline_svg
 from pipeloom.report.figures import Axis, bar_figure, line_figure
 from pipeloom.tuning import TuningSpec
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    BALANCED,
-    MIXTURES,
-    NAMES,
-    ON_A,
-    ON_B,
-    ORIGINAL,
-    OURS,
-    OURS_BALANCED,
-    OURS_SEARCHED,
-    PIPETUNE,
-    PaperSetup,
-    batch_of,
-    batches,
-    best_static,
-    change,
-    emulated,
-    mean_seconds,
-    run_batch,
-    searched_seconds,
-    steps_of,
-)
+from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.texts import make_note, make_table
 
 _PAPER_TABLE_2 = {
     "datamix1": ("15.35", "10.52 (-31.5 %)", "10.34 (-32.6 %)", "9.10 (-40.7 %)"),
@@ -39,180 +19,126 @@ _PAPER_TABLE_2 = {
 }
 _FEW = 2
 """Contexts of the largest microbatch, in the table for little memory."""
-_NOTE = (
-    "Original fills microbatches of the largest size that fits into memory, at most 8 contexts (section 5.2), in "
-    "random order. All recompute norms and activation functions. The paper does not say how its own were limited or "
-    "what they recomputed (the part `sensitivity` shows other assumptions), and absolute times are those of other "
-    "kernels. Layers are divided as TorchTitan does, on which the paper builds: embedding and head count as a layer "
-    "each, and the first ranks have one more. Balanced is Algorithm 1 with microbatches opened beforehand, without "
-    "which it does not balance. Ours chooses any number of microbatches, moves samples and microbatches by simulation, "
-    "and may run a forward or two further ahead; where the row says so, tuning and the planner's search for orders "
-    "that leave 1F1B share the seconds of search. It runs on the paper's layout; the last row cuts the backbone's "
-    "layers so that the encoder's rank has fewer."
-)
-_STATIC = (
-    "An untuned run that takes the largest microbatch that fits, as the paper's does, may have a single one for all "
-    "four ranks. The best static size is what a user has who tries 1, 2, 4 and 8 contexts and the most that fit, keeps "
-    "the best of these for the mixture, and neither orders microbatches nor pre-computes anything."
-)
 
 
 def table_2(options: Options) -> Outcome:
     """The techniques one after the other, 13B on cluster A."""
-    setup = ON_A["13b"]
+    setup = setups.ON_A["13b"]
     tables = []
-    for mixture in MIXTURES:
-        seconds = mean_seconds(setup, mixture, options)
+    for mixture in setups.MIXTURES:
+        seconds = setups.mean_seconds(setup, mixture, options)
         paper = dict(zip(seconds, _PAPER_TABLE_2[mixture], strict=False))
-        first, balanced = seconds[ORIGINAL], seconds[BALANCED]
+        first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
         still = {}
-        for name, short in ((ORIGINAL, "Original"), (BALANCED, "Balanced")):
-            size, still[name] = best_static(setup, mixture, options, name)
+        for name, short in ((setups.ORIGINAL, "Original"), (setups.BALANCED, "Balanced")):
+            size, still[name] = setups.best_static(setup, mixture, options, name)
             seconds[f"{short} at the best static size, {_contexts(size)}"] = still[name]
         rows = tuple(
             (
                 name,
                 f"{value:.3f}",
-                *(change(before, value) for before in (first, balanced, still[BALANCED])),
+                *(setups.change(before, value) for before in (first, balanced, still[setups.BALANCED])),
                 paper.get(name, ""),
             )
             for name, value in seconds.items()
         )
-        columns = (
-            "setting",
-            "seconds",
-            "against Original",
-            "against Balanced",
-            "against Balanced at its best size",
-            "paper: seconds",
-        )
-        tables.append(Table(NAMES[mixture], columns, rows))
+        tables.append(make_table("pipetune/table-2", rows, mixture=setups.NAMES[mixture]))
     tables.append(_smaller(setup, options))
-    case = emulated(setup)
-    note = f"Largest microbatch: {case.max_contexts} contexts of {setup.context} tokens. {_NOTE}"
-    return Outcome(tuple(tables), notes=(note, _STATIC), devices=(case.device,))
+    case = setups.emulated(setup)
+    settings, static = make_note("pipetune/settings"), make_note("pipetune/static")
+    note = make_note("pipetune/table-2", max_contexts=case.max_contexts, context=setup.context, settings=settings)
+    return Outcome(tuple(tables), notes=(note, static), devices=(case.device,))
 
 
 def _contexts(count: int) -> str:
     return f"{count} context{'s' if count > 1 else ''}"
 
 
-def _smaller(setup: PaperSetup, options: Options) -> Table:
+def _smaller(setup: setups.PaperSetup, options: Options) -> Table:
     """The same where memory leaves an untuned run smaller microbatches."""
-    case, steps, rows = emulated(setup), _ends(setup), []
-    for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for name, spec in (*steps.items(), (OURS, TuningSpec())):
-                one = run_batch(case, batch, spec, seed, _FEW * setup.context)
-                found.setdefault(name, []).append(one.seconds)
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+    case, rows = setups.emulated(setup), []
+    for mixture in setups.MIXTURES:
+        mean = _mean(case, mixture, _FEW, options)
         quoted = _PAPER_TABLE_2[mixture][-1].partition("(")[2].rstrip(")")
         rows.append(
             (
-                NAMES[mixture],
-                f"{mean[ORIGINAL]:.3f}",
-                *(change(mean[ORIGINAL], mean[name]) for name in (BALANCED, PIPETUNE, OURS)),
+                setups.NAMES[mixture],
+                f"{mean[setups.ORIGINAL]:.3f}",
+                *(
+                    setups.change(mean[setups.ORIGINAL], mean[name])
+                    for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
+                ),
                 quoted,
             )
         )
-    columns = ("mixture", "Original, s", "Balanced", "PipeTune", "ours", "paper: PipeTune")
-    note = (
-        f"All settings as above, with microbatches of at most {_contexts(_FEW)}: the untuned run is then near its best "
-        "size already, and the paper's reductions are not reached."
-    )
-    return Table(f"Where {_contexts(_FEW)} fit", columns, tuple(rows), note)
+    return make_table("pipetune/table-2-small", rows, contexts=_contexts(_FEW))
 
 
 def figure_6(options: Options) -> Outcome:
     """Three model sizes, two clusters, three mixtures."""
     tables, figures, devices = [], [], []
     single: dict[str, list[str]] = {}
-    for label, setups in (("PP4 on cluster B", ON_B), ("TP4·PP4 on cluster A", ON_A)):
+    for label, cluster in (("PP4 on cluster B", setups.ON_B), ("TP4·PP4 on cluster A", setups.ON_A)):
         rows, names = [], []
         bars: dict[str, list[float]] = {}
-        for setup in setups.values():
-            case = emulated(setup)
+        for setup in cluster.values():
+            case = setups.emulated(setup)
             devices.append(case.device)
-            for mixture in MIXTURES:
-                seconds = mean_seconds(setup, mixture, options, _ends(setup))
-                names.append(f"{setup.size.upper()} {NAMES[mixture].removeprefix('Data')}")
+            for mixture in setups.MIXTURES:
+                seconds = setups.mean_seconds(setup, mixture, options, setups.ends_of(setup))
+                names.append(f"{setup.size.upper()} {setups.NAMES[mixture].removeprefix('Data')}")
                 for name, value in seconds.items():
                     bars.setdefault(name, []).append(value)
-                size, still = best_static(setup, mixture, options, BALANCED)
-                gains = {n: change(seconds[ORIGINAL], seconds[n]) for n in seconds if n != ORIGINAL}
+                size, still = setups.best_static(setup, mixture, options, setups.BALANCED)
+                gains = {
+                    n: setups.change(seconds[setups.ORIGINAL], seconds[n]) for n in seconds if n != setups.ORIGINAL
+                }
                 rows.append(
                     (
                         setup.name,
-                        NAMES[mixture],
+                        setups.NAMES[mixture],
                         str(case.max_contexts),
-                        f"{seconds[ORIGINAL]:.3f}",
-                        *(gains[n] for n in (BALANCED, PIPETUNE, OURS, OURS_BALANCED)),
-                        change(seconds[BALANCED], seconds[PIPETUNE]),
-                        change(seconds[BALANCED], seconds[OURS]),
-                        f"{size}: {change(seconds[ORIGINAL], still)}",
-                        change(still, seconds[PIPETUNE]),
-                        change(still, seconds[OURS]),
+                        f"{seconds[setups.ORIGINAL]:.3f}",
+                        *(gains[n] for n in (setups.BALANCED, setups.PIPETUNE, setups.OURS, setups.OURS_BALANCED)),
+                        setups.change(seconds[setups.BALANCED], seconds[setups.PIPETUNE]),
+                        setups.change(seconds[setups.BALANCED], seconds[setups.OURS]),
+                        f"{size}: {setups.change(seconds[setups.ORIGINAL], still)}",
+                        setups.change(still, seconds[setups.PIPETUNE]),
+                        setups.change(still, seconds[setups.OURS]),
                     )
                 )
                 if case.max_contexts == 1:
                     single.setdefault(setup.name, []).append(
-                        f"{gains[PIPETUNE]} (PipeTune) and {gains[OURS]} (ours) on {NAMES[mixture]}"
+                        f"{gains[setups.PIPETUNE]} (PipeTune) and {gains[setups.OURS]} (ours) on "
+                        f"{setups.NAMES[mixture]}"
                     )
-        columns = (
-            "model",
-            "mixture",
-            "contexts",
-            "Original, s",
-            "Balanced",
-            "PipeTune",
-            "ours",
-            "ours, layers balanced",
-            "PipeTune against Balanced",
-            "ours against Balanced",
-            "best static size, Balanced",
-            "PipeTune against that",
-            "ours against that",
-        )
-        tables.append(Table(label, columns, tuple(rows)))
-        stem = "figure-6-b" if setups is ON_B else "figure-6-a"
+        tables.append(make_table("pipetune/figure-6", rows, label=label))
+        stem = "figure-6-b" if cluster is setups.ON_B else "figure-6-a"
         figures.append(Figure(stem, f"Mean iteration time, {label}", bar_figure(names, bars, y=Axis("seconds", low=0))))
-    note = (
-        "The paper reports -18.40 % to -40.72 % against Original over its figure, and up to -19.32 % against Balanced. "
-        f"{_NOTE}"
+    notes = (
+        make_note("pipetune/figure-6", settings=make_note("pipetune/settings")),
+        *(make_note("pipetune/figure-6-single", name=name, found="; ".join(found)) for name, found in single.items()),
+        make_note("pipetune/static"),
     )
-    few = tuple(
-        f"{name} holds a single context, so that the untuned run has its best size already: {'; '.join(found)}. The "
-        "paper's least, over its whole figure, is -18.40 %."
-        for name, found in single.items()
-    )
-    return Outcome(tuple(tables), tuple(figures), (note, *few, _STATIC), tuple(dict.fromkeys(devices)))
-
-
-def _ends(setup: PaperSetup) -> dict[str, TuningSpec]:
-    steps = steps_of(setup)
-    return {name: steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)}
+    return Outcome(tuple(tables), tuple(figures), notes, tuple(dict.fromkeys(devices)))
 
 
 def figure_7(options: Options) -> Outcome:
     """Static microbatch sizes against adaptive ones, 3B on cluster A."""
-    setup = ON_A["3b"]
-    case = emulated(setup)
+    setup = setups.ON_A["3b"]
+    case = setups.emulated(setup)
     sizes = [k for k in (1, 2, 4, 8) if k <= case.max_contexts]
     static = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
-    adaptive = steps_of(setup)[PIPETUNE]
+    ways = {str(k): setups.tuned_by(case, static, k) for k in sizes}
+    ways |= {
+        "adaptive": setups.tuned_by(case, setups.steps_of(setup)[setups.PIPETUNE]),
+        setups.OURS: setups.tuned_by(case, TuningSpec()),
+    }
+    ways[setups.OURS_SEARCHED] = setups.searched_by(case, options)
     rows, lines = [], {}
-    for mixture in MIXTURES:
-        found: dict[str, list[float]] = {}
-        for seed, batch in batches(setup, mixture, options):
-            for k in sizes:
-                one = run_batch(case, batch, static, seed, k * setup.context)
-                found.setdefault(str(k), []).append(one.seconds)
-            found.setdefault("adaptive", []).append(run_batch(case, batch, adaptive, seed).seconds)
-            ours = run_batch(case, batch, TuningSpec(), seed)
-            found.setdefault(OURS, []).append(ours.seconds)
-            found.setdefault(OURS_SEARCHED, []).append(searched_seconds(case, batch, options, seed))
-        mean = {name: float(np.mean(values)) for name, values in found.items()}
+    for mixture in setups.MIXTURES:
+        found = setups.seconds_by(setup, mixture, options, ways)
+        mean = setups.means(found)
         best = min(mean[str(k)] for k in sizes)
         every = np.array([found[str(k)] for k in sizes])
         wins = np.bincount(every.argmin(axis=0), minlength=len(sizes)).tolist()
@@ -220,48 +146,33 @@ def figure_7(options: Options) -> Outcome:
         paper = {"datamix3": "-9.27 %"}.get(mixture, "0 %")
         rows.append(
             (
-                NAMES[mixture],
+                setups.NAMES[mixture],
                 *(f"{mean[str(k)]:.3f}" for k in sizes),
                 chosen,
-                change(best, float(every.min(axis=0).mean())),
+                setups.change(best, float(every.min(axis=0).mean())),
                 f"{mean['adaptive']:.3f}",
-                change(best, mean["adaptive"]),
+                setups.change(best, mean["adaptive"]),
                 paper,
-                f"{mean[OURS]:.3f}",
-                change(best, mean[OURS]),
-                change(best, mean[OURS_SEARCHED]),
+                f"{mean[setups.OURS]:.3f}",
+                setups.change(best, mean[setups.OURS]),
+                setups.change(best, mean[setups.OURS_SEARCHED]),
             )
         )
-        lines[NAMES[mixture]] = (sizes, [mean[str(k)] for k in sizes])
-    columns = (
-        "mixture",
-        *(f"static {k}" for k in sizes),
-        "batches for which a size is best",
-        "each batch its best of these",
-        "adaptive (PipeTune's way)",
-        "against the best static",
-        "paper",
-        "ours",
-        "ours against the best static",
-        "searched for longer, any order",
-    )
-    note = (
-        "Seconds. All are packed by Algorithm 1 (opened), ordered and pre-computed; the sizes alone differ. The "
-        "paper's best static size is 4 for all mixtures. No choice among the four sizes can gain more than the column "
-        "'each batch its best of these', which leaves little: one size is the best, or nearly so, for almost every "
-        "batch of a mixture. The paper's -9.27 % asks for batches that differ more than those drawn from its Table 1. "
-        "Ours is not bound to multiples of a context."
-    )
+        lines[setups.NAMES[mixture]] = (sizes, [mean[str(k)] for k in sizes])
     svg = line_figure(lines, x=Axis("microbatch size, contexts", log=True), y=Axis("seconds", low=0))
     figure = Figure("figure-7", "Static microbatch sizes", svg)
-    return Outcome((Table("3B TP4·PP4", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome(
+        (make_table("pipetune/figure-7", rows, sizes=(f"static {k}" for k in sizes)),),
+        (figure,),
+        devices=(case.device,),
+    )
 
 
 def figure_2(options: Options) -> Outcome:
     """The four-panel example: one batch, one technique more in every panel."""
-    setup = ON_A["13b"]
-    case = emulated(setup)
-    half = max(1, case.max_contexts // 2) * setup.context
+    setup = setups.ON_A["13b"]
+    case = setups.emulated(setup)
+    half = max(1, case.max_contexts // 2)
     balance: Policy = "algorithm1_opened"
     panels = (
         ("a: random packing", TuningSpec("random", "fixed", "given", "off"), None, ""),
@@ -270,28 +181,77 @@ def figure_2(options: Options) -> Outcome:
         ("d: reordered, encoder pre-computed", TuningSpec(balance, "fixed", "clusters", "frozen"), half, "-6.05 %"),
         ("e: ours", TuningSpec(), None, ""),
     )
-    found: dict[str, list[float]] = {}
-    for seed, batch in batches(setup, "datamix2", options):
-        for name, spec, budget, _ in panels:
-            found.setdefault(name, []).append(run_batch(case, batch, spec, seed, budget).seconds)
-    mean = {name: float(np.mean(values)) for name, values in found.items()}
+    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec, contexts, _ in panels}
+    mean = setups.means(setups.seconds_by(setup, "datamix2", options, ways))
     first = before = mean[panels[0][0]]
     rows = []
     for name, _, _, paper in panels:
         share = 100 * (mean[name] - before) / first
-        rows.append((name, f"{mean[name]:.3f}", f"{share:+.2f} %", change(first, mean[name]), paper))
+        rows.append((name, f"{mean[name]:.3f}", f"{share:+.2f} %", setups.change(first, mean[name]), paper))
         before = mean[name]
-    batch = batch_of(setup, "datamix2", options.seeds[0] * 10_000)
+    batch = setups.batch_of(setup, "datamix2", options.seeds[0] * 10_000)
     tracks = []
-    for name, spec, budget, _ in panels:
-        one = run_batch(case, batch, spec, options.seeds[0], budget)
+    for name, spec, contexts, _ in panels:
+        one = setups.run_batch(case, batch, spec, options.seeds[0], contexts and contexts * setup.context)
         tracks.append(
             make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=case.layout.chunk_names)
         )
-    note = (
-        "Steps are shares of the first panel's time, as the paper's must be to add up to its -24.33 %. The paper does "
-        "not give its batch; the picture shows our first one, the table means over all."
-    )
-    columns = ("panel", "seconds", "step", "against a", "paper: step")
     figure = Figure("figure-2", "One batch of DataMix2, 13B TP4·PP4, emulated", timeline_svg(tracks))
-    return Outcome((Table("13B, DataMix2", columns, tuple(rows), note),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-2", rows),), (figure,), devices=(case.device,))
+
+
+SIZES = (2, 4, 6, 8, 12)
+"""Contexts of the largest microbatch."""
+_STRATEGIES = {
+    "keep": "nothing",
+    "selective": "norms, activation functions",
+    "recompute:0.5": "every second layer",
+    "recompute": "all",
+}
+_PAPER = {"datamix1": "-40.7 %", "datamix2": "-28.9 %", "datamix3": "-16.1 %"}
+"""PipeTune against Original, Table 2: quoted in the tables' titles."""
+
+
+def sensitivity(options: Options) -> Outcome:
+    """Reductions of Table 2 for other sizes of the untuned microbatch, and other recomputation."""
+    setup = setups.ON_A["13b"]
+    rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in setups.MIXTURES}
+    lines = {setups.NAMES[mixture]: Line([], []) for mixture in setups.MIXTURES}
+    for strategy, text in _STRATEGIES.items():
+        case = setups.emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
+        for contexts in SIZES:
+            if contexts > case.max_contexts:
+                for each in rows.values():
+                    each.append((text, str(contexts), "does not fit", *[""] * 4))
+                break
+            for mixture in setups.MIXTURES:
+                seconds = _mean(case, mixture, contexts, options)
+                first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
+                changes = (
+                    setups.change(first, seconds[name]) for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
+                )
+                rows[mixture].append(
+                    (text, str(contexts), f"{first:.3f}", *changes, setups.change(balanced, seconds[setups.OURS]))
+                )
+                if strategy == "recompute":
+                    lines[setups.NAMES[mixture]].add(contexts, 100 * (1 - seconds[setups.OURS] / first))
+    tables = tuple(
+        make_table("pipetune/sensitivity", tuple(rows[mixture]), mixture=setups.NAMES[mixture], paper=_PAPER[mixture])
+        for mixture in setups.MIXTURES
+    )
+    used = setups.emulated(setup)
+    recomputed = _STRATEGIES[setups.RECOMPUTED]
+    notes = (
+        make_note("pipetune/sensitivity", recomputed=recomputed, max_contexts=used.max_contexts),
+        make_note("pipetune/sensitivity-size"),
+    )
+    svg = line_figure(lines, x=Axis("largest microbatch, contexts"), y=Axis("shorter than Original, per cent", low=0))
+    figure = Figure("sensitivity", "Ours against Original, all layers recomputed", svg)
+    return Outcome(tables, (figure,), notes, devices=(used.device,))
+
+
+def _mean(case: setups.EmulatedSetup, mixture: str, contexts: int, options: Options) -> dict[str, float]:
+    """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
+    settings = setups.ends_of(case.setup) | {setups.OURS: TuningSpec()}
+    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec in settings.items()}
+    return setups.means(setups.seconds_by(case.setup, mixture, options, ways))

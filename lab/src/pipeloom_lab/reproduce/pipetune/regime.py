@@ -26,29 +26,9 @@ from pipeloom.taskgraph import NS_PER_S, IntArray
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec, batch_sizes
 from pipeloom_lab.reproduce.part import Options, Outcome, Table
-from pipeloom_lab.reproduce.pipetune.setups import (
-    BALANCED,
-    MIXTURES,
-    MOST_CONTEXTS,
-    NAMES,
-    ON_A,
-    ON_B,
-    ORIGINAL,
-    PIPETUNE,
-    RANKS,
-    RECOMPUTED,
-    Emulated,
-    PaperSetup,
-    batch_of,
-    batches,
-    change,
-    emulated,
-    held_bytes,
-    max_contexts,
-    mean_load,
-    run_batch,
-    steps_of,
-)
+from pipeloom_lab.reproduce.pipetune import setups
+from pipeloom_lab.reproduce.pipetune.setups import batches, max_contexts
+from pipeloom_lab.reproduce.texts import make_table
 
 STRATEGIES = ("keep", "selective", "recompute:0.5", "recompute")
 """Of all layers, of which every setting takes the best."""
@@ -60,22 +40,22 @@ PAPER = {"datamix1": 40.7, "datamix2": 28.9, "datamix3": 16.1}
 PAPERS = "the paper's"
 CHUNKS = (2, 4, 8)
 """Of a rank, in the other layouts that the planner may be given."""
-CONTEXTS = range(1, MOST_CONTEXTS + 1)
+CONTEXTS = range(1, setups.MOST_CONTEXTS + 1)
 """Of the largest microbatch."""
 FILLED = ("as long as they are", "filled up")
 SAMPLED = 2
 """Batches that layouts are chosen on."""
-HELD = ON_A["3b"]
+HELD = setups.ON_A["3b"]
 """Holds `MOST_CONTEXTS` at most (section 5.2)."""
 
 
 @cache
 def held_factor() -> float:
     """How many times the emulator's bytes activations must take for `HELD` to hold just as much as the paper says."""
-    case = emulated(HELD)
+    case = setups.emulated(HELD)
     return min(
         (case.capacity_bytes - static) / held
-        for static, held in held_bytes(case.setup, case.costs, case.layout, MOST_CONTEXTS)
+        for static, held in setups.held_bytes(case.setup, case.costs, case.layout, setups.MOST_CONTEXTS)
     )
 
 
@@ -86,15 +66,15 @@ class Regime:
     ``max_contexts`` is 0 where not even one context fits.
     """
 
-    case: Emulated
+    case: setups.EmulatedSetup
     max_contexts: int
 
 
 @cache
-def regime(setup: PaperSetup, recomputed: str = RECOMPUTED) -> Regime:
+def regime(setup: setups.PaperSetup, recomputed: str = setups.RECOMPUTED) -> Regime:
     """Put a setup into the memory that `held_factor` says."""
-    case, factor = emulated(setup, recomputed=recomputed), held_factor()
-    contexts = max_contexts(setup, case.costs, case.layout, case.capacity_bytes, MOST_CONTEXTS, factor)
+    case, factor = setups.emulated(setup, recomputed=recomputed), held_factor()
+    contexts = max_contexts(setup, case.costs, case.layout, case.capacity_bytes, setups.MOST_CONTEXTS, factor)
     pipeline = case.pipeline
     tight = _tight(case.capacity_bytes, pipeline.static_bytes)
     return Regime(replace(case, pipeline=replace(pipeline, capacity_bytes=pipeline.capacity_bytes - tight)), contexts)
@@ -106,7 +86,7 @@ def _tight(capacity_bytes: int, static_bytes: IntArray) -> IntArray:
     return np.array(np.ceil(capacity_bytes - static_bytes - room), np.int64)
 
 
-def padded(case: Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
+def padded(case: setups.EmulatedSetup, batch: Batch, policy: Policy, seed: int) -> Batch:
     """Pack a batch into contexts by a policy, and fill each up with a sequence of nothing.
 
     Taken in order, any whole number of these contexts is a microbatch of just as many tokens.
@@ -123,7 +103,7 @@ def padded(case: Emulated, batch: Batch, policy: Policy, seed: int) -> Batch:
 
 
 def tuned_seconds(
-    setup: PaperSetup,
+    setup: setups.PaperSetup,
     batches: Sequence[tuple[int, Batch]],
     spec: TuningSpec,
     *,
@@ -135,8 +115,6 @@ def tuned_seconds(
 
     Parameters
     ----------
-    setup : PaperSetup
-    batches : sequence of (seed, Batch)
     spec : TuningSpec
         One of `steps_of`.
     contexts : int or None
@@ -167,29 +145,28 @@ def tuned_seconds(
 
 @cache
 def _tuned(
-    setup: PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
+    setup: setups.PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
 ) -> float:
     case = regime(setup, recomputed).case
     if pad:
         batch = padded(case, batch, spec.pack, seed)
         spec = TuningSpec("first_fit", spec.micro_batch, spec.order, spec.precompute, setup.context)
-    return run_batch(case, batch, spec, seed, contexts * setup.context).seconds
+    return setups.run_batch(case, batch, spec, seed, contexts * setup.context).seconds
 
 
 @cache
-def joined(setup: PaperSetup, name: str) -> Problem:
+def joined(setup: setups.PaperSetup, name: str) -> Problem:
     """What the planner chooses in: packings, orders, and a strategy of its own for every layer of every pair.
 
     Nothing is offloaded, as the paper's system offloads nothing.
 
     Parameters
     ----------
-    setup : PaperSetup
     name : str
         One of `layouts`.
     """
-    case = emulated(setup)
-    degrees = Degrees(tensor=setup.tensor, pipeline=RANKS)
+    case = setups.emulated(setup)
+    degrees = Degrees(tensor=setup.tensor, pipeline=setups.RANKS)
     costs = EmulatedCosts(
         case.costs.architecture, case.costs.cluster, degrees, split=False, ladder=Ladder(offloading=0)
     )
@@ -199,7 +176,7 @@ def joined(setup: PaperSetup, name: str) -> Problem:
         costs.model_spec,
         layout,
         costs,
-        PackingSpec(MOST_CONTEXTS * setup.context, "planned"),
+        PackingSpec(setups.MOST_CONTEXTS * setup.context, "planned"),
         case.capacity_bytes,
         spare_bytes=tuple(_tight(case.capacity_bytes, static).tolist()),
         reckoned=MemoryLimit(num_messages=0),
@@ -207,21 +184,21 @@ def joined(setup: PaperSetup, name: str) -> Problem:
 
 
 @cache
-def layouts(setup: PaperSetup) -> dict[str, Layout]:
+def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
     """The paper's layout, and others that the planner may be given: the encoder's images dealt, where ranks are several
     devices.
     """
-    case = emulated(setup)
+    case = setups.emulated(setup)
     model = case.costs.model_spec
     names = frozenset(module.name for module in model.modules[:-1])
-    found = {PAPERS: case.layout, "layers balanced": emulated(setup, even=False).layout}
+    found = {PAPERS: case.layout, "layers balanced": setups.emulated(setup, even=False).layout}
     ways = {"": frozenset[str]()}
     if setup.tensor > 1:
         ways[", images dealt"] = names
     for words, of in ways.items():
-        load = mean_load(setup, case.costs, of)
+        load = setups.mean_load(setup, case.costs, of)
         for chunks in CHUNKS:
-            layout = chain_of_stages(model, RANKS, chunks, _loads(load))
+            layout = chain_of_stages(model, setups.RANKS, chunks, _loads(load))
             found[f"{chunks} chunks a rank{words}"] = dealt(layout, of)
     return found
 
@@ -230,28 +207,30 @@ def _loads(seconds: Mapping[str, float]) -> LayerLoad:
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
 
-class Joined(NamedTuple):
+class JoinedPlans(NamedTuple):
     """Mean seconds of the planner's own packings, orders and strategies; of the least bounds of packings it judged."""
 
     seconds: float
     bound_s: float
 
 
-def joined_plans(setup: PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str) -> Joined:
+def joined_plans(
+    setup: setups.PaperSetup, batches: Sequence[tuple[int, Batch]], search_s: float, name: str
+) -> JoinedPlans:
     """Plan batches on a layout; infinite: one does not fit."""
     problem = joined(setup, name)
     try:
         each = [decide(problem, batch, Deadline(search_s, "cpu"), seed) for seed, batch in batches]
     except InfeasibleError:
-        return Joined(float("inf"), float("inf"))
+        return JoinedPlans(float("inf"), float("inf"))
     planned, least = np.mean([(one.ns, least_bound(problem, one).ns) for one in each], axis=0) / NS_PER_S
-    return Joined(float(planned), float(least))
+    return JoinedPlans(float(planned), float(least))
 
 
 @cache
-def chosen_layout(setup: PaperSetup, mixture: str, search_s: float) -> str:
+def chosen_layout(setup: setups.PaperSetup, mixture: str, search_s: float) -> str:
     """The layout that the planner does best with on batches that nothing is timed on."""
-    sampled = [(0, batch_of(setup, mixture, 777_000 + number)) for number in range(SAMPLED)]
+    sampled = [(0, setups.batch_of(setup, mixture, 777_000 + number)) for number in range(SAMPLED)]
     return min(layouts(setup), key=lambda name: joined_plans(setup, sampled, search_s / 2, name).seconds)
 
 
@@ -259,62 +238,49 @@ def own_regime(options: Options) -> Outcome:
     """Memory of which 3B holds eight contexts: what fits, sizes and padding, every model, cluster and mixture."""
     fits = [
         (setup.name, cluster, *(str(regime(setup, each).max_contexts or "none") for each in STRATEGIES))
-        for cluster, setups in (("A", ON_A), ("B", ON_B))
-        for setup in setups.values()
+        for cluster, known in (("A", setups.ON_A), ("B", setups.ON_B))
+        for setup in known.values()
     ]
     factor = held_factor()
-    note = (
-        f"Activations take {factor:.2f} times what the emulator says, so that {HELD.name} just holds the "
-        f"{MOST_CONTEXTS} contexts of section 5.2 where ranks recompute {WORDS[RECOMPUTED]}; nothing else is fitted. "
-        f"At most {MOST_CONTEXTS} are looked at."
-    )
     return Outcome(
         (
-            Table("Contexts that a microbatch may have", ("model", "cluster", *WORDS.values()), tuple(fits), note),
+            make_table(
+                "pipetune/regime-contexts",
+                fits,
+                factor=factor,
+                name=HELD.name,
+                most_contexts=setups.MOST_CONTEXTS,
+                recomputed=WORDS[setups.RECOMPUTED],
+                strategies=WORDS.values(),
+            ),
             _by_setup(options),
             _by_size(options),
         ),
-        devices=(emulated(ON_A["13b"]).device, emulated(ON_B["13b"]).device),
+        devices=(setups.emulated(setups.ON_A["13b"]).device, setups.emulated(setups.ON_B["13b"]).device),
     )
 
 
 def _by_setup(options: Options) -> Table:
     rows = []
-    for cluster, setups in (("A", ON_A), ("B", ON_B)):
-        for setup in setups.values():
-            for mixture in MIXTURES:
+    for cluster, known in (("A", setups.ON_A), ("B", setups.ON_B)):
+        for setup in known.values():
+            for mixture in setups.MIXTURES:
                 drawn = list(batches(setup, mixture, options))
                 name = chosen_layout(setup, mixture, options.search_s)
                 ours = joined_plans(setup, drawn, options.search_s, name)
                 for (rule, pad), strategies in _rules(setup).items():
                     cells = _settings(setup, drawn, pad=pad, strategies=strategies)
-                    rows.append((setup.name, cluster, NAMES[mixture], rule, FILLED[pad], *_cells(cells, ours), name))
-    note = (
-        "All settings take the recomputation of the row's rule: the one that is fastest for each of them, as they "
-        f"would be run; or, for all, {WORDS[RECOMPUTED]}, with which memory was calibrated; or, for all, the one under "
-        "which the largest microbatches fit, which is how the paper says that it chose sizes. Ours are the joined "
-        "planner's plans in the same memory, with a strategy of its own for every layer, on the layout that "
-        f"does best on {SAMPLED} other batches; their contexts are never filled up. The lower bound is the "
-        "least of the packings that were judged, on that layout: no plan of these saves more. Original and PipeTune "
-        "have the paper's layout, of one chunk a rank under 1F1B."
+                    rows.append(
+                        (setup.name, cluster, setups.NAMES[mixture], rule, FILLED[pad], *_cells(cells, ours), name)
+                    )
+    return make_table(
+        "pipetune/regime-setups", rows, recomputed=WORDS[setups.RECOMPUTED], sampled=SAMPLED, columns=_COLUMNS
     )
-    columns = (
-        "model",
-        "cluster",
-        "mixture",
-        "recomputation",
-        "contexts are",
-        *_COLUMNS,
-        "ours",
-        "the lower bound",
-        "layout",
-    )
-    return Table("Models, clusters and mixtures", columns, tuple(rows), note)
 
 
 def _by_size(options: Options) -> Table:
-    setup, rows, distance = ON_A["13b"], [], dict[tuple[bool, int], list[float]]()
-    for mixture in MIXTURES:
+    setup, rows, distance = setups.ON_A["13b"], [], dict[tuple[bool, int], list[float]]()
+    for mixture in setups.MIXTURES:
         drawn = list(batches(setup, mixture, options))
         name = chosen_layout(setup, mixture, options.search_s)
         ours = [joined_plans(setup, drawn, options.search_s, each).seconds for each in (PAPERS, name)]
@@ -327,53 +293,51 @@ def _by_size(options: Options) -> Table:
                 distance.setdefault((pad, contexts), []).append(off)
                 near = "within 5 points" if off <= 5 else ""
                 rows.append(
-                    (NAMES[mixture], FILLED[pad], str(contexts), *_cells(cells, ours), f"-{PAPER[mixture]} %", near)
+                    (
+                        setups.NAMES[mixture],
+                        FILLED[pad],
+                        str(contexts),
+                        *_cells(cells, ours),
+                        f"-{PAPER[mixture]} %",
+                        near,
+                    )
                 )
     least, most, (filled, size) = min((float(np.mean(each)), max(each), key) for key, each in distance.items())
-    note = (
-        "Every setting under the recomputation that is fastest for it. Contexts are filled up as a loader of fixed "
-        "shapes would, so that a microbatch takes as many whole contexts however little is in them; ours never are. "
-        f"Memory as calibrated holds {regime(setup).max_contexts} of this model where ranks recompute "
-        f"{WORDS[RECOMPUTED]}. PipeTune is nearest to the paper's three reductions, "
-        f"{least:.1f} points off on average and {most:.1f} at most, with {size} contexts that are {FILLED[filled]}. "
-        "The paper says neither "
-        "whether contexts are filled up nor how random packs are closed; the latter decides what balance brings where "
-        "a batch has few contexts."
+    return make_table(
+        "pipetune/regime-sizes",
+        rows,
+        name=setup.name,
+        max_contexts=regime(setup).max_contexts,
+        recomputed=WORDS[setups.RECOMPUTED],
+        least=least,
+        most=most,
+        size=size,
+        filled=FILLED[filled],
+        columns=_COLUMNS,
     )
-    columns = (
-        "mixture",
-        "contexts are",
-        "contexts",
-        *_COLUMNS,
-        "ours, paper's layout",
-        "ours",
-        "paper: PipeTune",
-        "PipeTune is",
-    )
-    return Table(f"{setup.name} by the largest microbatch", columns, tuple(rows), note)
 
 
 _COLUMNS = ("Original, s", "recomputes", "Balanced", "PipeTune")
 _Cell = tuple[float, str, int] | None
 
 
-def _rules(setup: PaperSetup) -> dict[tuple[str, bool], tuple[str, ...]]:
+def _rules(setup: setups.PaperSetup) -> dict[tuple[str, bool], tuple[str, ...]]:
     """Recomputations of which settings choose the fastest, by the choice's name and whether contexts are filled up."""
     largest = max(STRATEGIES, key=lambda each: (regime(setup, each).max_contexts, -STRATEGIES.index(each)))
-    rules = {"the fastest": STRATEGIES, "as calibrated": (RECOMPUTED,), "for the largest microbatch": (largest,)}
+    rules = {"the fastest": STRATEGIES, "as calibrated": (setups.RECOMPUTED,), "for the largest microbatch": (largest,)}
     return {(rule, pad): strategies for rule, strategies in rules.items() for pad in (False, True)}
 
 
 def _settings(
-    setup: PaperSetup,
+    setup: setups.PaperSetup,
     drawn: Sequence[tuple[int, Batch]],
     *,
     contexts: int | None = None,
     pad: bool = False,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[_Cell]:
-    steps = steps_of(setup)
-    specs = [steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)]
+    steps = setups.steps_of(setup)
+    specs = [steps[name] for name in (setups.ORIGINAL, setups.BALANCED, setups.PIPETUNE)]
     return [tuned_seconds(setup, drawn, spec, contexts=contexts, pad=pad, strategies=strategies) for spec in specs]
 
 
@@ -381,11 +345,11 @@ def _cells(found: Sequence[_Cell], ours: Sequence[float]) -> tuple[str, ...]:
     first = found[0]
     if first is None:
         return ("does not fit", *[""] * (len(_COLUMNS) + len(ours) - 1))
-    others = [change(first[0], each[0]) if each else "" for each in found[1:]]
+    others = [setups.change(first[0], each[0]) if each else "" for each in found[1:]]
     contexts = f"{first[2]} context{'s' if first[2] > 1 else ''}"
     return (
         f"{first[0]:.3f}",
         f"{WORDS[first[1]]}, {contexts}",
         *others,
-        *("does not fit" if seconds == float("inf") else change(first[0], seconds) for seconds in ours),
+        *("does not fit" if seconds == float("inf") else setups.change(first[0], seconds) for seconds in ours),
     )

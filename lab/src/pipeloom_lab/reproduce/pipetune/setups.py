@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -56,7 +57,7 @@ ON_B = {size: PaperSetup(size, "pipetune-b", 1, 4096) for size in SIZES}
 
 
 @dataclass(frozen=True, eq=False)
-class Emulated:
+class EmulatedSetup:
     """A setup with its costs, laid out as TorchTitan does: encoder and projector before equally many layers a rank."""
 
     setup: PaperSetup
@@ -81,12 +82,11 @@ class Emulated:
 @cache
 def emulated(
     setup: PaperSetup, even: bool = True, recomputed: str = RECOMPUTED, most_contexts: int = MOST_CONTEXTS
-) -> Emulated:
+) -> EmulatedSetup:
     """Emulate a setup.
 
     Parameters
     ----------
-    setup : PaperSetup
     even : bool
         False: the backbone's layers are balanced with the encoder counted in (ours).
     recomputed : str
@@ -110,7 +110,7 @@ def emulated(
         max_length=setup.context,
         capacity_bytes=capacity,
     )
-    return Emulated(setup, costs, layout, pipeline, capacity, contexts)
+    return EmulatedSetup(setup, costs, layout, pipeline, capacity, contexts)
 
 
 def mean_load(setup: PaperSetup, costs: EmulatedCosts, dealt: frozenset[str] = frozenset()) -> dict[str, float]:
@@ -180,6 +180,12 @@ def steps_of(setup: PaperSetup) -> dict[str, TuningSpec]:
     }
 
 
+def ends_of(setup: PaperSetup) -> dict[str, TuningSpec]:
+    """Original, Balanced and PipeTune whole."""
+    steps = steps_of(setup)
+    return {name: steps[name] for name in (ORIGINAL, BALANCED, PIPETUNE)}
+
+
 OURS = "ours"
 OURS_SEARCHED = "ours, searched for longer, any order of tasks"
 OURS_BALANCED = "ours, layers balanced with the encoder"
@@ -200,14 +206,39 @@ class Run:
         return self.timeline.makespan_ns / 1e9
 
 
-def run_batch(case: Emulated, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None) -> Run:
+def run_batch(case: EmulatedSetup, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None) -> Run:
     """Tune a batch by the tables, then time it with the emulator's own costs."""
     tuned = tune(case.pipeline, batch, token_budget or case.token_budget, spec, seed)
     plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
     return Run(tuned, plan, simulate(plan.graph, plan.schedule))
 
 
-def static_sizes(case: Emulated) -> tuple[int, ...]:
+Way = Callable[[Batch, int], float]
+"""Seconds of a batch, by the batch and the seed."""
+Key = TypeVar("Key")
+
+
+def tuned_by(case: EmulatedSetup, spec: TuningSpec, contexts: int | None = None) -> Way:
+    """Time batches under a setting, in microbatches of at most so many contexts (None: as many as fit)."""
+    budget = None if contexts is None else contexts * case.setup.context
+    return lambda batch, seed: run_batch(case, batch, spec, seed, budget).seconds
+
+
+def seconds_by(setup: PaperSetup, mixture: str, options: Options, ways: Mapping[Key, Way]) -> dict[Key, list[float]]:
+    """Time all batches of a mixture in several ways, and return the seconds of each."""
+    found: dict[Key, list[float]] = {name: [] for name in ways}
+    for seed, batch in batches(setup, mixture, options):
+        for name, way in ways.items():
+            found[name].append(way(batch, seed))
+    return found
+
+
+def means(found: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Return the mean of every list."""
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def static_sizes(case: EmulatedSetup) -> tuple[int, ...]:
     """Sizes of a microbatch, in contexts, that a user would try: powers of two, and the largest that fits."""
     return tuple(sorted({k for k in (1, 2, 4, 8) if k < case.max_contexts} | {case.max_contexts}))
 
@@ -217,29 +248,26 @@ def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) ->
 
     Parameters
     ----------
-    setup : PaperSetup
-    mixture : str
-    options : Options
     name : str
         One of `steps_of` with a fixed size; all else is as it says.
     """
     case, spec = emulated(setup), steps_of(setup)[name]
-    found: dict[int, list[float]] = {}
-    for seed, batch in batches(setup, mixture, options):
-        for k in static_sizes(case):
-            found.setdefault(k, []).append(run_batch(case, batch, spec, seed, k * setup.context).seconds)
-    mean = {k: float(np.mean(values)) for k, values in found.items()}
+    mean = means(seconds_by(setup, mixture, options, {k: tuned_by(case, spec, k) for k in static_sizes(case)}))
     best = min(mean, key=lambda k: mean[k])
     return best, mean[best]
 
 
-def searched_seconds(case: Emulated, batch: Batch, options: Options, seed: int) -> float:
-    """Seconds of ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
+def searched_by(case: EmulatedSetup, options: Options) -> Way:
+    """Time batches under ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
     half = Deadline(options.search_s / 2, "cpu")
-    tuned = tune(case.pipeline, batch, case.token_budget, TuningSpec(), seed, half)
-    plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
-    found = solve(plan.graph, budget=half, seed=seed)
-    return min(simulate(plan.graph, plan.schedule).makespan_ns, found.timeline.makespan_ns) / 1e9
+
+    def seconds(batch: Batch, seed: int) -> float:
+        tuned = tune(case.pipeline, batch, case.token_budget, TuningSpec(), seed, half)
+        plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
+        found = solve(plan.graph, budget=half, seed=seed)
+        return min(simulate(plan.graph, plan.schedule).makespan_ns, found.timeline.makespan_ns) / 1e9
+
+    return seconds
 
 
 def mean_seconds(
@@ -247,17 +275,12 @@ def mean_seconds(
 ) -> dict[str, float]:
     """Mean iteration time under every setting (None: Table 2's, and a search after ours) and ours, same batches."""
     case = emulated(setup)
-    found: dict[str, list[float]] = {}
-    for seed, batch in batches(setup, mixture, options):
-        for name, spec in (settings or steps_of(setup)).items():
-            found.setdefault(name, []).append(run_batch(case, batch, spec, seed).seconds)
-        ours = run_batch(case, batch, TuningSpec(), seed)
-        found.setdefault(OURS, []).append(ours.seconds)
-        if settings is None:
-            found.setdefault(OURS_SEARCHED, []).append(searched_seconds(case, batch, options, seed))
-        balanced = emulated(setup, even=False)
-        found.setdefault(OURS_BALANCED, []).append(run_batch(balanced, batch, TuningSpec(), seed).seconds)
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    ways = {name: tuned_by(case, spec) for name, spec in (settings or steps_of(setup)).items()}
+    ways[OURS] = tuned_by(case, TuningSpec())
+    if settings is None:
+        ways[OURS_SEARCHED] = searched_by(case, options)
+    ways[OURS_BALANCED] = tuned_by(emulated(setup, even=False), TuningSpec())
+    return means(seconds_by(setup, mixture, options, ways))
 
 
 def change(before: float, after: float) -> str:

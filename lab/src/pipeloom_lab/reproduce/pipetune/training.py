@@ -19,7 +19,8 @@ from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, Trainer
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec
-from pipeloom_lab.reproduce.part import Figure, Options, Outcome, Table
+from pipeloom_lab.reproduce.part import Figure, Options, Outcome
+from pipeloom_lab.reproduce.texts import make_table
 
 RANKS, DOCUMENTS, STEPS_AN_ITERATION = 2, 16, 5
 """Ranks, documents of a batch, and training steps for each of `Options.iterations`."""
@@ -230,16 +231,8 @@ def figure_9(options: Options) -> Outcome:
             )
             if dtype == "float32":
                 lines[name] = [float(i + 1) for i in range(steps)], losses
-    note = (
-        f"A frozen encoder and a language model of six blocks, {WIDTH} wide, on {RANKS} real ranks of this machine; "
-        f"{DOCUMENTS} documents a batch with the words and images of DataMix1, {SHORTER} times fewer words. Original "
-        "packs at random and tunes nothing. Losses are those of training, batch by batch. The paper trains its 3B "
-        "model in its own precision; its largest difference is below 0.01. Sums in another order round differently, in "
-        "single precision more than in double."
-    )
-    columns = ("precision", "tuned by", "first loss", "last loss", "largest difference to Original", "plans in time")
     svg = line_figure(lines, x=Axis("step"), y=Axis("loss"), title="single precision")
     return Outcome(
-        (Table("Losses of training", columns, tuple(rows), note),),
+        (make_table("pipetune/figure-9", rows, width=WIDTH, ranks=RANKS, documents=DOCUMENTS, shorter=SHORTER),),
         (Figure("figure-9", "Losses, tuned and untuned", svg),),
     )

@@ -80,7 +80,7 @@ class Chains(NamedTuple):
     num_forward: int
 
 
-class Desk(NamedTuple):
+class Workspace(NamedTuple):
     """What one thread writes while it walks."""
 
     path: Array
@@ -93,9 +93,9 @@ class Desk(NamedTuple):
     random: Array
 
 
-def make_desk(length: int, num_chains: int, seed: int) -> Desk:
+def make_workspace(length: int, num_chains: int, seed: int) -> Workspace:
     """Arrays for sequences of so many places and chains."""
-    return Desk(
+    return Workspace(
         path=np.zeros(length + 1, np.int64),
         prefix=np.zeros(length + 1, np.int64),
         left=np.zeros(num_chains, np.int64),
@@ -117,7 +117,7 @@ def places_to_leave(chain: Array, depth: int) -> int:
 
 
 @kernel
-def find_options(d: Desk, c: Chains, depth: int, by_place: bool) -> int:
+def find_options(d: Workspace, c: Chains, depth: int, by_place: bool) -> int:
     """Mark in ``d.taken`` what the next level may not choose; return how many options it has.
 
     By place: chains with groups left. By group, chain by chain: free places behind the chain's group before,
@@ -151,7 +151,7 @@ def find_options(d: Desk, c: Chains, depth: int, by_place: bool) -> int:
 
 
 @kernel
-def select(t: Tree, d: Desk, c: Chains, by_place: bool, alpha: float, beta: float) -> int:
+def select(t: Tree, d: Workspace, c: Chains, by_place: bool, alpha: float, beta: float) -> int:
     """Walk down by the upper confidence bound and add a node; the depth reached, or `EXHAUSTED`.
 
     ``d.path`` gets the nodes, ``d.prefix`` their options. A node with an option not yet tried gets that one as a
@@ -223,7 +223,7 @@ def shuffle(values: Array, count: int, random: Array) -> None:
 
 
 @kernel
-def complete(d: Desk, c: Chains, depth: int, by_place: bool, orders: Array) -> None:
+def complete(d: Workspace, c: Chains, depth: int, by_place: bool, orders: Array) -> None:
     """Fill every row of ``orders`` with a random order of groups that keeps what the prefix fixes."""
     length = len(c.chain)
     for row in range(len(orders)):
@@ -244,7 +244,7 @@ def complete(d: Desk, c: Chains, depth: int, by_place: bool, orders: Array) -> N
 
 
 @kernel
-def fill_around(d: Desk, chain: Array, depth: int) -> None:
+def fill_around(d: Workspace, chain: Array, depth: int) -> None:
     """Put the groups that have no place yet into the free places at random."""
     length = len(chain)
     d.sequence[:] = NOBODY
@@ -298,7 +298,7 @@ def play(p: PackedGraph, s: Scratch, orders: Array, choice: Array, makespans: Ar
 
 
 @kernel
-def propagate(t: Tree, d: Desk, depth: int, score: float) -> None:
+def propagate(t: Tree, d: Workspace, depth: int, score: float) -> None:
     """Count a visit of every node of the path, and keep the best score."""
     for i in range(depth + 1):
         node = d.path[i]
