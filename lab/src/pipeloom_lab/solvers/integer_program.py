@@ -82,7 +82,7 @@ def state_program(chooser: StrategyChooser, order: IntArray, rank: int) -> State
     """Build the program of one rank under its order; minimum-memory candidates must fit."""
     import highspy
 
-    t, d = chooser.tables, chooser.desk
+    t, d = chooser.tables, chooser.workspace
     mine = slice(int(t.rank_start[rank]), int(t.rank_start[rank + 1]))
     free = d.capacity[: lay_out(t, d, order, rank)].copy()
     options = Options(
@@ -165,9 +165,9 @@ def solve_program(
     num_pairs, num_options = time.shape
     start = None
     if warm:
-        start = np.zeros((num_pairs, num_options))
-        start[np.arange(num_pairs), greedy] = 1.0
-        start = start.ravel()
+        chosen = np.zeros((num_pairs, num_options))
+        chosen[np.arange(num_pairs), greedy] = 1.0
+        start = chosen.ravel()
     limit = {} if seconds is None else {"time_limit": max(0.01, seconds)}
     answer = highs.solve(stated.lp, start, mip_rel_gap=gap, threads=1, **limit)
     choice, allocated = greedy, np.zeros(len(options.capacity) + 1, np.int64)
