@@ -182,9 +182,13 @@ def test_whole_backwards_hold_no_weight_gradients(seed: int) -> None:
     assert finds(pipeline(seed), "default")
 
 
-def test_a_weight_gradient_that_waits_holds_its_bytes() -> None:
-    """It takes no time, but another task comes before it."""
-    graph = tiny(257067, 0)
+@pytest.mark.parametrize(
+    ("seed", "shortest_ns"),
+    [(257067, 0), (850953628, 0), (498001196, 0), (1493675373, 1), (1156359067, 1), (393116411, 1)],
+)
+def test_a_weight_gradient_that_waits_holds_its_bytes(seed: int, shortest_ns: int) -> None:
+    """It takes no time, but another task or a delay comes before it."""
+    graph = tiny(seed, shortest_ns)
     assert finds(graph, "default") == some_schedule_fits(graph)
 
 

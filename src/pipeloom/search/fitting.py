@@ -159,12 +159,10 @@ class _Search:
             # An edge may be listed twice, so bits are not added.
             for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
                 self.before[task] |= 1 << self.place[before]
-        self.waits = {
-            task
-            for task in tasks
-            if (graph.rank[graph.predecessor[rows[task] : rows[task + 1]]] != graph.rank[task]).any()
-        }
-        """Tasks with an input from another rank, which may arrive later than in the order of the search."""
+        late = graph.predecessor_delay_ns > 0
+        late |= graph.rank[graph.predecessor] != np.repeat(graph.rank, np.diff(rows))
+        self.waits = {task for task in tasks if late[rows[task] : rows[task + 1]].any()}
+        """Tasks with a delayed input or one from another rank, for which they may wait in whatever order they run."""
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.num_ranks = graph.num_ranks
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
@@ -179,7 +177,7 @@ class _Search:
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
         """Return the weight gradient without duration that runs directly after a task; empty if there is none.
 
-        It must not have to wait, neither for a task that is not done nor for another rank.
+        It must not have to wait: not for a task that is not done, not for a delay, and not for another rank.
         """
         weight = self.weight[self.pair[task]]
         ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.waits
