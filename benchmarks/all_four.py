@@ -26,15 +26,15 @@ from pipeloom.compare.model_on_cluster import (
     put_on_cluster,
 )
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import chain_of_stages, encoder_first, profiled_layers
 from pipeloom.layout.arrangements import arrangements
 from pipeloom.layout.choose import FINAL, LayoutDraft, search_layouts
 from pipeloom.packing import PackingSpec, packed_batch
 from pipeloom.planner import Problem
-from pipeloom.planner.joint import Decided, decide, tuned
-from pipeloom.search import Deadline, Evaluations, SearchParams, one_f_one_b, solve_assignable, warm_up
+from pipeloom.planner.joint import PackingResult, decide, tuned
+from pipeloom.search import Deadline, Evaluations, SearchParams, compile_kernels, one_f_one_b, solve_assignable
 from pipeloom.spec import Batch, Layout, Sample
 from pipeloom.spec.catalog import load_architecture
 from pipeloom.spec.parallelism import Degrees
@@ -86,7 +86,7 @@ def batch_of(seed: int) -> Batch:
 def case() -> ModelOnCluster:
     """The model in 1.5 times the memory in which 1F1B keeps all activations of microbatches of one context."""
     for method in ("default", "mcts", "mcts uniform", "mcts priority"):
-        warm_up(method)
+        compile_kernels(method)
     free = put_on_cluster(load_architecture(str(_MODEL)), _CLUSTER, _DEGREES, update=False)
     free = replace(free, capacity_bytes=1 << 50)
     groups = [grouped(free, batch_of(seed), _SAMPLES // 2) for seed in _TYPICAL]
@@ -119,12 +119,12 @@ def measure(search_s: float = 1.0) -> Measurement:
     # Recomputation is left for later by its paper; the best uniform setting is more.
     uniform = [_costs(made, (setting,)) for setting in _SETTINGS]
     alone["AdaPtis"] = min(_adaptis_s(made, costs, costs) for costs in uniform)
-    ladder = EmulatedCosts(made.architecture, made.cluster, made.degrees, ladder=Ladder())
-    both = _adaptis_s(made, _costs(made, _SETTINGS), ladder)
+    pareto_steps = EmulatedCosts(made.architecture, made.cluster, made.degrees, pareto_steps=ParetoSteps())
+    both = _adaptis_s(made, _costs(made, _SETTINGS), pareto_steps)
     draft = _chosen(made, _arranged(made, _costs(made, _SETTINGS)))
     # Backwards stay whole: a second is too short to look into halves, too.
     problem = _problem(made, draft)
-    problem.warm_up()
+    problem.compile_kernels()
     found = [decide(problem, batch_of(seed), Deadline(search_s, "cpu"), 0) for seed in _BATCHES]
     return Measurement(alone, both, mean(_seconds("joined", one) for one in found), draft.name)
 
@@ -140,11 +140,11 @@ def _problem(made: ModelOnCluster, draft: LayoutDraft, tuning: TuningSpec | None
         made.capacity_bytes,
         tuning=tuning,
         search=params,
-        reckoned=made.memory,
+        memory_model=made.memory,
     )
 
 
-def _seconds(name: str, found: Decided) -> float:
+def _seconds(name: str, found: PackingResult) -> float:
     refuse_faults(name, found.graph, found.schedule, found.timeline)
     return found.ns / 1e9
 

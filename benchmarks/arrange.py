@@ -23,7 +23,7 @@ from pipeloom.layout.cooptimise import (
     graph_of,
     in_memory_of_1f1b,
 )
-from pipeloom.layout.cooptimise.joint import every_walk, warm_up
+from pipeloom.layout.cooptimise.joint import compile_kernels, every_walk
 from pipeloom.layout.cooptimise.standard import stages
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, SearchParams, one_f_one_b, solve
@@ -51,7 +51,7 @@ def run(layers: Path | None = None, seconds: float = 5.0, large_s: float = 120.0
     seconds, large_s : float
         Of search on each of two threads.
     """
-    warm_up()
+    compile_kernels()
     return "\n\n".join((_measured(layers, seconds), *_in_training(layers), _random(seconds), _large(large_s)))
 
 
@@ -229,7 +229,7 @@ def _large(seconds: float) -> str:
 
 
 def _large_cells(kinds: int | None, factor: float | None, seconds: float) -> list[str]:
-    warm_up()
+    compile_kernels()
     ranks, layers, microbatches = _LARGE
     chain = chain_of_layers(random_layers(0, layers, ranks, microbatches, kinds, head=1.0))
     if factor is not None:

@@ -23,7 +23,7 @@ from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Checkpoints, Executor, Model, Module, TcpPlanStore, TorchTransport, Trainer, TrainerOptions
-from pipeloom.runtime.launch.coordination import PLAN_AT_ONCE, hand_out, scatter_bytes
+from pipeloom.runtime.launch.coordination import PLAN_FIRST_BYTES, scatter_bytes, scatter_plan
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, ModelSpec
@@ -296,7 +296,7 @@ def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Del
             time.sleep(_APART_S)
         begin = time.monotonic()
         cpu = [time.thread_time()]
-        handed = hand_out(delivery, batch, setup.model, setup.layout)
+        handed = scatter_plan(delivery, batch, setup.model, setup.layout)
         there = time.monotonic()
         cpu.append(time.thread_time())
         linked = executor.prepare(handed.plan, handed.packing)
@@ -314,5 +314,5 @@ def _woken(rank: int) -> tuple[float, float]:
         time.sleep(_APART_S)
     begin = time.monotonic()
     parts = [b""] * _RANKS if rank == 0 else None
-    scatter_bytes(parts, None, PLAN_AT_ONCE)
+    scatter_bytes(parts, None, PLAN_FIRST_BYTES)
     return begin, time.monotonic()

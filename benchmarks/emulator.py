@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator.build import Placement, forget_templates, layer_template
+from pipeloom.emulator.build import Placement, clear_template_cache, layer_template
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.fit import mean_error
 from pipeloom.emulator.kernels import issue
@@ -89,7 +89,7 @@ def _speed() -> str:
 
     times = []
     for _ in range(5):
-        forget_templates()
+        clear_template_cache()
         times.append(_cpu_s(emulate_all))
     whole = min(times)
     step = steps[-1]
@@ -147,7 +147,7 @@ def _large() -> str:
         found: list[EmulatedStep] = []
 
         def once(model=model, cluster=cluster, degrees=degrees, count=count, found=found, strategy=strategy) -> None:  # type: ignore[no-untyped-def]
-            forget_templates()
+            clear_template_cache()
             found.append(emulate(model, cluster, degrees, batch=Draw(count), strategy=strategy, sub_microbatch=_TWELVE))
 
         seconds = _cpu_s(once)

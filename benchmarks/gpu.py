@@ -13,7 +13,7 @@ from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.report import markdown_table
 from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
-from pipeloom.runtime.launch.device import DeviceType, synchronise
+from pipeloom.runtime.launch.device import DeviceType, synchronize
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
 TITLE = "One GPU"
@@ -159,5 +159,5 @@ def _clear(layers: list[_Feed]) -> None:
 
 
 def _now(device: DeviceType) -> float:
-    synchronise(torch.device(device))
+    synchronize(torch.device(device))
     return time.perf_counter()

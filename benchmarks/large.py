@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, Progress, solve, warm_up
+from pipeloom.search import Deadline, Progress, compile_kernels, solve
 from pipeloom.timeline import check, lower_bound
 from pipeloom_instances import Family, family, generate
 
@@ -68,7 +68,7 @@ def measure(of: Family, num_microbatches: int, seconds: float = _SEARCH_S) -> Me
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
-    warm_up()
+    compile_kernels()
     rows = []
     for name, (of, sizes) in SHAPES.items():
         for size in sizes:
@@ -98,5 +98,5 @@ def run() -> str:
 
 
 def _warmly(of: Family, size: int) -> Measurement:
-    warm_up()
+    compile_kernels()
     return measure(of, size)

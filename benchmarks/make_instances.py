@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeloom.io import write_instance, write_text
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, solve, warm_up
+from pipeloom.search import Deadline, compile_kernels, solve
 from pipeloom.timeline import require_feasible
 from pipeloom_instances import LIBRARY, instance
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="instances of each family (default 1)")
     parser.add_argument("--family", nargs="*", default=list(LIBRARY), help="only these (default: all)")
     options = parser.parse_args()
-    warm_up()
+    compile_kernels()
     HERE.mkdir(exist_ok=True)
     table_file = HERE / "best.json"
     table: dict[str, Any] = json.loads(table_file.read_text()) if table_file.exists() else {}

@@ -15,7 +15,7 @@ import numpy as np
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import warm_up
+from pipeloom.search import compile_kernels
 from pipeloom_lab.library_runs import Run, run_library
 
 TITLE = "Search methods"
@@ -41,7 +41,7 @@ Gaps = dict[str, list[float]]
 def run() -> str:
     """Measure, draw, and return the section as Markdown."""
     for method in _TRACED:
-        warm_up(method)
+        compile_kernels(method)
     return report({family: measure(family, num_seeds) for family, num_seeds in _SEEDS.items()})
 
 

@@ -16,9 +16,9 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from benchmarks import all_four, arrange, joint, large, overtaking, own_systems, search, threads
-from pipeloom.planner import Finishing
+from pipeloom.planner import FinishingTime
 from pipeloom.report import markdown_table
-from pipeloom.search import warm_up
+from pipeloom.search import compile_kernels
 from pipeloom_lab.reproduce.dip import planning, runs
 from pipeloom_lab.reproduce.dip.large import mean_and_mfu
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS
@@ -62,7 +62,7 @@ def run(layers: Path | None = None, rows: Sequence[str] = ()) -> str:
         sys.exit(f"rows: {', '.join(sorted(unknown))} unknown; there are {', '.join(ROWS)}")
     lines: list[list[str]] = []
     details: list[str] = []
-    warm_up("default")
+    compile_kernels("default")
     for name in rows or ROWS:
         row, began_s = ROWS[name], time.process_time()
         found = row.measure(layers)
@@ -166,7 +166,7 @@ def _chains(_layers: Path | None) -> Measurement:
 
 def _planning(_layers: Path | None) -> Measurement:
     spent: dict[str, float] = {}
-    finishing = Finishing()
+    finishing = FinishingTime()
     for label, setup in SETUPS.items():
         found = [planning.planned(setup, *each, _OPTIONS, finishing) for each in runs.iterations(_OPTIONS, 1)]
         spent[label] = max(float("inf") if one is None else sum(one.spent_s) for one in found)

@@ -81,8 +81,8 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
     most = max(int(budget_tokens(batch_of([group]), case.model).sum()) for group in groups)
     packing = PackingSpec(most, "planned")
     layout = setup.layouts[0].layout
-    problem = Problem(case.model, layout, case.costs, packing, case.capacity_bytes, reckoned=case.memory)
-    problem.warm_up()
+    problem = Problem(case.model, layout, case.costs, packing, case.capacity_bytes, memory_model=case.memory)
+    problem.compile_kernels()
     made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"), seed)
     runs.refuse_faults("joined", made.graph, made.schedule, made.timeline)
     return made.ns / 1e9

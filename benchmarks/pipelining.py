@@ -229,8 +229,10 @@ def _race(steps: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     blocks = [_Block() for _ in range(_BLOCKS)]
     rng = np.random.default_rng(0)
-    warm_up = 8
-    lengths = [[int(n) * _UNIT for n in rng.integers(1, _LONGEST + 1, _PER_STEP)] for _ in range(warm_up + steps)]
+    compile_kernels = 8
+    lengths = [
+        [int(n) * _UNIT for n in rng.integers(1, _LONGEST + 1, _PER_STEP)] for _ in range(compile_kernels + steps)
+    ]
 
     def stages(count: int) -> list[Any]:
         size = _BLOCKS // count
@@ -279,7 +281,7 @@ def _race(steps: int) -> dict[str, list[float]]:
             begin = time.perf_counter()
             runs[key]()
             dist.barrier()
-            if step >= warm_up:
+            if step >= compile_kernels:
                 times[key].append(time.perf_counter() - begin)
             gradients[key] = {
                 (i, n): p.grad.clone()

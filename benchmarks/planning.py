@@ -15,7 +15,7 @@ from pipeloom.plan import boundary_shapes, lower, to_msgpack, verify
 from pipeloom.planner import Problem
 from pipeloom.planner.client import fallback_plan
 from pipeloom.report import markdown_table
-from pipeloom.search import Evaluations, first_in_first_out, solve, warm_up
+from pipeloom.search import Evaluations, compile_kernels, first_in_first_out, solve
 from pipeloom.spec import Batch, LayerSpec, ModelSpec, ModuleSpec, Sample, TensorShape
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import simulate
@@ -27,7 +27,7 @@ _CASES = {"4 ranks, 8 microbatches": (4, 8), "4 ranks, 64 microbatches": (4, 64)
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
-    warm_up()
+    compile_kernels()
     rows = []
     for name, (ranks, microbatches) in _CASES.items():
         rows.append([name, *_measure(ranks, microbatches)])

@@ -39,7 +39,7 @@ from pipeloom.runtime import (
     profile_model,
 )
 from pipeloom.runtime.execute.result import Calibrator, gather_times
-from pipeloom.runtime.launch.device import synchronise
+from pipeloom.runtime.launch.device import synchronize
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Deadline, interleaved_one_f_one_b, one_f_one_b, solve
 from pipeloom.spec import Batch, Layout, batch_from_dicts
@@ -118,7 +118,7 @@ def run(num_batches: int = 2, repeats: int = 5, microbatches: int = 8) -> str:
     }
     settings = Settings(num_ranks, num_batches, repeats, microbatches, threads, layouts, profile)
     # Here, once, so that no rank waits while another compiles.
-    _problem(model, settings, layouts["plan"]).warm_up()
+    _problem(model, settings, layouts["plan"]).compile_kernels()
     found = launch(_measure, num_ranks, settings, threads=threads, timeout_s=300.0, device=_DEVICE)[0]
     rows = [
         [kind, system, *_columns(found[kind, system], found[kind, "per-batch plan"])]
@@ -285,11 +285,11 @@ def _timed(step: Callable[[], object], model: Model) -> float:
     """Seconds from the first start to the last end over all ranks."""
     for layer in model.modules[0].layers:
         layer.zero_grad()
-    synchronise(group_device())
+    synchronize(group_device())
     dist.barrier()
     begin = time.monotonic_ns()
     step()
-    synchronise(group_device())
+    synchronize(group_device())
     span = torch.tensor([-begin, time.monotonic_ns()])
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return int(span.sum()) / 1e9

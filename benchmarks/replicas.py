@@ -13,10 +13,10 @@ import msgspec
 from benchmarks.joint import separate_layout
 from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
-from pipeloom.packing import PackingSpec, cost_loads, deal, token_loads
+from pipeloom.packing import PackingSpec, assign_to_replicas, cost_loads, token_loads
 from pipeloom.planner import Problem
-from pipeloom.planner.dealing import deal_planned
 from pipeloom.planner.joint import decide
+from pipeloom.planner.replicas import assign_planned
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Evaluations
 from pipeloom.spec import Batch, Parallelism
@@ -96,18 +96,18 @@ def _row(workload: _Workload, count: int) -> list[str]:
     for seed in range(_SEEDS):
         batch = workload.batch(count, seed)
         begin = time.process_time()
-        found = deal_planned(several, batch, budget=Evaluations(_GLANCES * count), seed=0)
+        found = assign_planned(several, batch, budget=Evaluations(_GLANCES * count), seed=0)
         took.append(time.process_time() - begin)
         loads = cost_loads(batch, single.model, single.layout, single.costs)
-        dealings = {
-            "tokens": deal(token_loads(batch, single.model), count),
-            "loads": deal(loads, count),
+        assignments = {
+            "tokens": assign_to_replicas(token_loads(batch, single.model), count),
+            "loads": assign_to_replicas(loads, count),
             "time": found.members,
         }
         # A share that two dealings have is planned once, so that chance does not tell them apart.
-        planned = {m: decide(single, batch.part(m), _BUDGET, 0).ns / 1e9 for d in dealings.values() for m in d}
-        for name, dealing in dealings.items():
-            seconds[name].append(max(planned[members] for members in dealing))
+        planned = {m: decide(single, batch.part(m), _BUDGET, 0).ns / 1e9 for d in assignments.values() for m in d}
+        for name, assignment in assignments.items():
+            seconds[name].append(max(planned[members] for members in assignment))
     means = {name: mean(values) for name, values in seconds.items()}
     gain = means["loads"] / means["time"] - 1
     return [*(f"{value:.3f}" for value in means.values()), f"{gain:+.1%}", f"{mean(took):.2f}"]

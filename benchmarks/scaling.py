@@ -18,7 +18,7 @@ from pipeloom.errors import InputError
 from pipeloom.io import make_folder, write_text
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, Points, panel_figure
-from pipeloom.search import Deadline, Progress, Solution, first_in_first_out, solve, warm_up
+from pipeloom.search import Deadline, Progress, Solution, compile_kernels, first_in_first_out, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import simulate
 from pipeloom_instances import family, generate
@@ -44,7 +44,7 @@ class Answer:
 
 def run() -> str:
     """Measure, draw, and return the section as Markdown."""
-    warm_up()
+    compile_kernels()
     for method in EXACT:
         exactly(problem("vlm-s", 1), method, 1.0)  # starts CP-SAT's process, loads the libraries
     return report({name: measure(name) for name in ("vlm-s", "t2v-s")})

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeloom.report import markdown_table
-from pipeloom.search import Deadline, StoppingRule, solve, warm_up
+from pipeloom.search import Deadline, StoppingRule, compile_kernels, solve
 from pipeloom.search.stopping import Watch
 from pipeloom_instances import instance
 
@@ -47,7 +47,7 @@ class OwnCores:
 
 def run() -> str:
     """Measure, and return the section as Markdown."""
-    warm_up()
+    compile_kernels()
     return compare(THREADS)
 
 
@@ -89,5 +89,5 @@ def gap(name: str, seed: int, threads: int, seconds: float, real: bool) -> float
 
 
 if __name__ == "__main__":
-    warm_up()
+    compile_kernels()
     print(compare(max(2, len(os.sched_getaffinity(0)) // 2)))

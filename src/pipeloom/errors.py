@@ -150,6 +150,6 @@ class PlannerError(PipeloomError):
 class ExecutionError(PipeloomError):
     """A rank could not run its plan."""
 
-    comes_again = False
+    is_permanent = False
     """Whether running again would fail the same way because a rank rejected its input. A lost rank may not fail again.
     """

@@ -13,7 +13,7 @@ from pipeloom.cost import LayerFit, Profile, StrategyFit
 from pipeloom.errors import ExecutionError, PipeloomError
 from pipeloom.io import write_layout
 from pipeloom.layout import ModulePlacement, replicated, separate
-from pipeloom.layout.layouts import dealt
+from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.training import Summary, Task, TrainConfig, TrainingRun, finish
 from pipeloom.training.job import Job
 from pipeloom.training.rank import train_rank
@@ -118,7 +118,9 @@ def run_of(row: Row, folder: Path) -> TrainingRun:
     if row["layout"] == "file":
         spec = task.build_model(task.SEED, **model_of(row)).spec
         places = {"vision": ModulePlacement(1, 2), "lm": ModulePlacement(2)}
-        layout = dealt(replicated(separate(spec, num_ranks(row), places, lambda *_: 1.0), ["vision"]), ["vision"])
+        layout = with_encoder_dp(
+            replicated(separate(spec, num_ranks(row), places, lambda *_: 1.0), ["vision"]), ["vision"]
+        )
         write_layout(here / _LAYOUT_FILE, layout)
     given = Task(task.build_model, task.batches, task.describe, task.evaluate, task.optimizer)
     return TrainingRun(config, given, here / "run", here / "train.toml", profile=invented(row))
@@ -127,7 +129,7 @@ def run_of(row: Row, folder: Path) -> TrainingRun:
 def prepare(run: TrainingRun) -> TrainingRun:
     """All that comes before the ranks start, as `TrainingRun.train` does it."""
     run.folder.mkdir()
-    run.prepare().problem().warm_up()
+    run.prepare().problem().compile_kernels()
     return run
 
 

@@ -97,12 +97,14 @@ def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, l
 
 
 def test_every_group_is_dealt_evenly(case, layout):
-    dealt = assigned_in_groups(assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4).graph
-    encodes = dealt.module == 0
+    assigned = assigned_in_groups(
+        assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4
+    ).graph
+    encodes = assigned.module == 0
     for group in (0, 1):
-        mine = encodes & (dealt.microbatch // 4 == group)
-        load = np.bincount(dealt.rank[mine], weights=dealt.duration_ns[mine], minlength=4)
-        assert load.max() - load.min() <= 2 * dealt.duration_ns[mine].max()
+        mine = encodes & (assigned.microbatch // 4 == group)
+        load = np.bincount(assigned.rank[mine], weights=assigned.duration_ns[mine], minlength=4)
+        assert load.max() - load.min() <= 2 * assigned.duration_ns[mine].max()
 
 
 def test_short_images_are_dealt_to_devices_and_long_ones_divided(case):
@@ -110,8 +112,8 @@ def test_short_images_are_dealt_to_devices_and_long_ones_divided(case):
     chunk = Chunk("vision", (0, 8), 0)
     short, one = Workload((256,) * 8), Workload((16384,))
     divided = case.levels.chunk_costs(chunk, short)[0]
-    dealt = costs.chunk_costs(chunk, short)[0]
-    assert dealt.forward_s + dealt.backward_s < divided.forward_s + divided.backward_s
+    assigned = costs.chunk_costs(chunk, short)[0]
+    assert assigned.forward_s + assigned.backward_s < divided.forward_s + divided.backward_s
     # A single image cannot be dealt, so it is divided; and the backbone is as it was.
     assert costs.chunk_costs(chunk, one) == case.levels.chunk_costs(chunk, one)
     backbone = Chunk("lm", (0, 3), 0)

@@ -28,7 +28,7 @@ from pipeloom.compare.baselines.optimus import optimus, optimus_bubbles
 from pipeloom.compare.baselines.optimus_orders import optimus_coarse
 from pipeloom.compare.baselines.zero_bubble import zero_bubble
 from pipeloom.compare.model_on_cluster import (
-    deal_microbatches,
+    assign_microbatches,
     draw_iteration,
     graph_of,
     model_flops,
@@ -254,7 +254,7 @@ def test_two_settings_are_the_best_of_all_pairs(case, typical):
 
 def test_dealing_evens_out_the_replicas(case):
     groups = draw_iteration(case, 16, 5)
-    dealt = deal_microbatches(case, groups, 4)
-    assert sorted(s.id for replica in dealt for g in replica for s in g) == sorted(s.id for g in groups for s in g)
+    assigned = assign_microbatches(case, groups, 4)
+    assert sorted(s.id for replica in assigned for g in replica for s in g) == sorted(s.id for g in groups for s in g)
     in_turn = [groups[r::4] for r in range(4)]
-    assert max(model_flops(case, r) for r in dealt) <= 1.02 * max(model_flops(case, r) for r in in_turn)
+    assert max(model_flops(case, r) for r in assigned) <= 1.02 * max(model_flops(case, r) for r in in_turn)

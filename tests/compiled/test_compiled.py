@@ -77,7 +77,7 @@ def test_files_of_a_kernel_are_those_of_its_callees_and_constants_not_all():
     # Called by what it calls; constants; the arrays' layout; and the decorators themselves.
     called = {"search/kernels/climb.py", "search/kernels/queues.py", "search/kernels/banker.py"}
     assert called | {"search/kernels/codes.py", "search/packed.py", "compiled/decorators.py"} <= climb
-    assert not climb & {"search/kernels/perturb.py", "search/solve.py", "search/jobs.py"}
+    assert not climb & {"search/kernels/perturb.py", "search/solve.py", "search/components.py"}
     # Imported from a package that has it from elsewhere.
     assert "taskgraph/graph.py" in names("timeline/residence.py")
 

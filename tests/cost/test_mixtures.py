@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.cost.mixtures import HELD, HOST, LayerOption, ladder, mix, pass_times
+from pipeloom.cost.mixtures import HELD, HOST, LayerOption, mix, pareto_steps, pass_times
 from pipeloom.errors import InputError
 
 TIMES = st.integers(0, 9)
@@ -36,7 +36,7 @@ def test_equal_layers_are_dealt_to_options_exactly(kinds):
     found = mix(layers)
     for held, host, time in every(layers):
         if host == 0:
-            assert any(found.amounts[r, HELD] <= held and found.times[r] <= time for r in found.free_front)
+            assert any(found.amounts[r, HELD] <= held and found.times[r] <= time for r in found.front_without_offload)
         if len(kinds) == 1:
             assert any(found.amounts[r, HELD] <= held and found.times[r] <= time for r in found.front)
 
@@ -45,7 +45,7 @@ def test_equal_layers_are_dealt_to_options_exactly(kinds):
 def test_a_mixture_is_what_its_layers_are(kinds):
     layers = [options_of(rows) for count, rows in kinds for _ in range(count)][:6]
     found = mix(layers)
-    for row in [*found.front, *found.free_front]:
+    for row in [*found.front, *found.front_without_offload]:
         names = found.layers(row)
         sums = np.sum(
             [next(o for o in options if o.strategy == n)[1:] for options, n in zip(layers, names, strict=True)], 0
@@ -58,7 +58,7 @@ def test_a_mixture_is_what_its_layers_are(kinds):
 def test_a_ladder_goes_down_in_bytes_and_never_up_in_what_it_keeps_off_the_host(kinds, num_free, num_offloading):
     layers = [[LayerOption("keep", 1, 1, 60), *options_of(rows)] for count, rows in kinds for _ in range(count)][:6]
     found = mix(layers)
-    rows = ladder(found, num_free, num_offloading)
+    rows = pareto_steps(found, num_free, num_offloading)
     free, others = rows[:num_free], rows[num_free:]
     assert len(others) in (0, num_offloading)
     assert (np.diff(found.amounts[free, HELD]) <= 0).all()

@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.cost import CostModel
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.errors import InfeasibleError, InputError, PlanError
 from pipeloom.layout import separate, single_rank, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
@@ -243,7 +243,7 @@ def test_emulated_costs_put_aside_memory_as_measured_ones_do(costs):
 @pytest.fixture(scope="module")
 def mixing():
     alone = msgspec.structs.replace(load_cluster("dip-h800-64"), host_bytes_per_s=0.0)
-    return EmulatedCosts("vlm-s", alone, Degrees(tensor=4, pipeline=4), split=False, ladder=Ladder())
+    return EmulatedCosts("vlm-s", alone, Degrees(tensor=4, pipeline=4), split=False, pareto_steps=ParetoSteps())
 
 
 @pytest.mark.parametrize("layers", [(0, 0), (0, 7), (1, 8), (20, 33)])
@@ -304,8 +304,8 @@ def test_copies_of_all_devices_share_the_memory_of_their_host():
 def test_a_device_without_a_link_to_the_host_offloads_nothing():
     cluster = load_cluster("dip-h800-64")
     cut_off = msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, pcie_bytes_per_s=0.0))
-    costs = EmulatedCosts("vlm-s", cut_off, Degrees(tensor=4, pipeline=4), split=False, ladder=Ladder())
+    costs = EmulatedCosts("vlm-s", cut_off, Degrees(tensor=4, pipeline=4), split=False, pareto_steps=ParetoSteps())
     found = costs.chunk_costs(Chunk("lm", (1, 8), 0), Workload((5000, 3192)))
-    assert len(found) == Ladder().free
+    assert len(found) == ParetoSteps().free
     assert not any(cost.host_bytes for cost in found)
     assert costs.workspace_bytes(Chunk("lm", (1, 8), 0), Workload((5000, 3192))) > 0

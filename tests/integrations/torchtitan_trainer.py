@@ -198,7 +198,7 @@ def both(folder: str, schedule: str) -> dict[str, Any]:
         ("theirs", by_microbatch(pipeline_llm), by_microbatch(pipeline_llm)),
         (
             "ours",
-            functools.partial(pipeline_planned, costs="reckoned"),
+            functools.partial(pipeline_planned, costs="estimated"),
             functools.partial(pipeline_planned, costs=other),
         ),
     ):

@@ -17,7 +17,7 @@ import pipeloom
 from pipeloom.errors import InputError
 from pipeloom.io import (
     PackedBatches,
-    StatedSchedule,
+    ScheduleFile,
     check_writable,
     packed_batches,
     read_schedule,
@@ -115,7 +115,7 @@ def test_layers_round_trip(tmp_path: Path) -> None:
 def test_schedule_round_trip(tmp_path: Path) -> None:
     graph = _load_text(tmp_path, json.dumps(TINY))
     stated = _load_text(tmp_path, json.dumps(TINY_SCHEDULE))
-    assert isinstance(stated, StatedSchedule)
+    assert isinstance(stated, ScheduleFile)
     timeline = stated.timeline(graph)
     assert timeline is not None
     assert timeline.makespan_ns == 6_020_000_000 == stated.makespan_ns

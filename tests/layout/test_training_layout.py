@@ -93,16 +93,20 @@ def test_layers_that_tensor_parallel_ranks_would_run_alike_are_dealt() -> None:
     preview = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2, dealable=("vision",))
     trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(20))
     chosen = trials[0]
-    assert chosen.layout.dealt == {"vision"}
-    assert all(t.seconds > chosen.seconds for t in trials if not t.layout.dealt)
-    whole = [t for t in trials if t.layout.dealt and t.layout.module("vision").on_ranks == "replicated"]
+    assert chosen.layout.encoder_dp_modules == {"vision"}
+    assert all(t.seconds > chosen.seconds for t in trials if not t.layout.encoder_dp_modules)
+    whole = [t for t in trials if t.layout.encoder_dp_modules and t.layout.module("vision").on_ranks == "replicated"]
     assert whole
     plain = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2)
-    assert not any(t.layout.dealt for t in choose_training_layout(plain, budget=FEW, trial=Evaluations(20)))
+    assert not any(
+        t.layout.encoder_dp_modules for t in choose_training_layout(plain, budget=FEW, trial=Evaluations(20))
+    )
 
 
 def test_a_placement_says_what_is_dealt() -> None:
     layout = separate(MODEL, 2, {"vision": ModulePlacement(1, 2, "dealt")}, lambda *_: 1.0)
-    assert layout.dealt == {"vision"}
+    assert layout.encoder_dp_modules == {"vision"}
     assert layout_for(layout, MODEL) == layout
-    assert encoder_first(MODEL, 2, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 2, "dealt")}).dealt
+    assert encoder_first(
+        MODEL, 2, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 2, "dealt")}
+    ).encoder_dp_modules

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.layout.layouts import by_count, dealt, separate
+from pipeloom.layout.layouts import by_count, separate, with_encoder_dp
 from pipeloom.packing import Loads, PackingSpec, cost_loads
-from pipeloom.packing.choices import even_groups, numbers
+from pipeloom.packing.choices import even_microbatches, numbers
 from pipeloom.packing.policies import fill_shares
 from pipeloom.spec import Batch, Sample
 from pipeloom.spec.parallelism import Degrees
@@ -42,8 +42,8 @@ def test_no_sample_is_lost_no_budget_broken_and_fewer_places_stay_empty(
 ) -> None:
     loads = drawn(num, devices, seed)
     spec = PackingSpec(int(max(loads.tokens.max(), 2 * loads.tokens.sum() / min(number, num))))
-    before = even_groups(replace(loads, instances=None), spec, min(number, num))
-    groups = even_groups(loads, spec, min(number, num))
+    before = even_microbatches(replace(loads, instances=None), spec, min(number, num))
+    groups = even_microbatches(loads, spec, min(number, num))
     assert sorted(itertools.chain(*groups)) == list(range(num))
     assert max(int(loads.tokens[list(members)].sum()) for members in groups) <= spec.token_budget
     assert missing(groups, loads) <= missing(before, loads)
@@ -55,7 +55,7 @@ def test_where_samples_allow_it_no_place_stays_empty_but_the_last_ones() -> None
         loads = drawn(800, devices, seed)
         assert loads.instances is not None
         for number in numbers(loads, PackingSpec(10**6))[2:8]:
-            groups = even_groups(loads, PackingSpec(10**6), number)
+            groups = even_microbatches(loads, PackingSpec(10**6), number)
             assert missing(groups, loads) == -int(loads.instances.sum()) % devices
 
 
@@ -91,6 +91,6 @@ def test_costs_tell_what_is_dealt() -> None:
     batch = Batch((Sample("a", 10, (4, 4), (16, 16)), Sample("b", 10)))
     plain = separate(case.model, 2, {}, by_count)
     assert cost_loads(batch, case.model, plain, case.costs).instances is None
-    loads = cost_loads(batch, case.model, dealt(plain, ["vision"]), case.costs)
+    loads = cost_loads(batch, case.model, with_encoder_dp(plain, ["vision"]), case.costs)
     assert loads.instances is not None
     assert (loads.instances.tolist(), loads.num_devices) == ([2, 0], 4)

@@ -16,9 +16,9 @@ from pipeloom.packing import (
     POLICIES,
     Loads,
     PackingSpec,
+    assign_to_replicas,
     check_always_packs,
     cost_loads,
-    deal,
     group,
     height_bound,
     pack,
@@ -199,15 +199,15 @@ def test_an_image_above_the_budget_is_named() -> None:
 @given(st.integers(1, 8), st.integers(0, 1000))
 def test_replicas_get_even_work(num_replicas: int, seed: int) -> None:
     loads = loads_of(np.random.default_rng(seed).integers(1, 100, 128).tolist(), seed)
-    dealt = deal(loads, num_replicas, seed)
-    assert sorted(i for members in dealt for i in members) == list(range(128))
+    assigned = assign_to_replicas(loads, num_replicas, seed)
+    assert sorted(i for members in assigned for i in members) == list(range(128))
     for load in (loads.backbone, loads.backbone + loads.encoder):
-        assert heaviest(dealt, load) <= 1.01 * load.sum() / num_replicas
+        assert heaviest(assigned, load) <= 1.01 * load.sum() / num_replicas
 
 
 def test_more_replicas_than_samples_are_refused() -> None:
     with pytest.raises(InputError, match=r"num_replicas.*4 is not in 1\.\.3"):
-        deal(loads_of([1, 2, 3]), 4)
+        assign_to_replicas(loads_of([1, 2, 3]), 4)
 
 
 def test_random_depends_on_seed_and_iteration() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
 from pipeloom.layout import replicated
-from pipeloom.packing import Loads, cost_loads, deal, deal_by_time
+from pipeloom.packing import Loads, assign_by_time, assign_to_replicas, cost_loads
 from pipeloom.packing.replicas import Members, Predict
 from tests.cases import random_batch
 from tests.planner.cases import random_setup
@@ -53,12 +53,12 @@ def test_no_sample_is_lost_and_no_dealing_predicted_slower_than_by_loads(
 ) -> None:
     loads = random_loads(seed, num_replicas + seed % 30)
     predict = pipelined(loads)
-    found = deal_by_time(loads, num_replicas, limited(predict, most), seed)
+    found = assign_by_time(loads, num_replicas, limited(predict, most), seed)
     assert sorted(i for members in found.members for i in members) == list(range(len(loads)))
     assert all(members and list(members) == sorted(members) for members in found.members)
     assert [found.members[replica].count(i) for i, replica in enumerate(found.replicas)] == [1] * len(loads)
-    assert found == deal_by_time(loads, num_replicas, limited(predict, most), seed)
-    first = deal(loads, num_replicas, seed)
+    assert found == assign_by_time(loads, num_replicas, limited(predict, most), seed)
+    first = assign_to_replicas(loads, num_replicas, seed)
     slowest = max(predict(members, 0) or 0.0 for members in found.members)
     assert slowest <= max(predict(members, 0) or 0.0 for members in first)
     if most < num_replicas or num_replicas == 1:
@@ -76,8 +76,8 @@ def test_a_replica_with_a_long_sample_gives_others_away() -> None:
         loads = random_loads(seed, 24)
         loads.backbone[0] = 0.3 * loads.backbone.sum()
         predict = pipelined(loads)
-        by_loads = max(predict(members, 0) or 0.0 for members in deal(loads, 3, seed))
-        gains.append(by_loads / deal_by_time(loads, 3, limited(predict, 60), seed).slowest)
+        by_loads = max(predict(members, 0) or 0.0 for members in assign_to_replicas(loads, 3, seed))
+        gains.append(by_loads / assign_by_time(loads, 3, limited(predict, 60), seed).slowest)
     assert min(gains) >= 1.0
     assert sum(gains) / len(gains) > 1.04
 
@@ -91,8 +91,8 @@ def test_shares_that_do_not_fit_are_left_while_others_do() -> None:
         def predict(members: Members, replica: int = 0) -> float:
             return float("inf") if len(members) > 12 else float(len(members))
 
-        found = deal_by_time(loads, 3, limited(predict, 200), seed)
-        crowded = any(len(members) > 12 for members in deal(loads, 3, seed))
+        found = assign_by_time(loads, 3, limited(predict, 200), seed)
+        crowded = any(len(members) > 12 for members in assign_to_replicas(loads, 3, seed))
         assert found.slowest < float("inf") or crowded
         mended += crowded and found.slowest < float("inf")
     assert mended
@@ -102,7 +102,7 @@ def test_shares_that_do_not_fit_are_left_while_others_do() -> None:
 def test_replicas_without_samples_are_refused(num_replicas: int) -> None:
     loads = random_loads(0, 3)
     with pytest.raises(InputError, match=rf"num_replicas.*{num_replicas} is not in 1\.\.3"):
-        deal_by_time(loads, num_replicas, pipelined(loads))
+        assign_by_time(loads, num_replicas, pipelined(loads))
 
 
 def test_an_encoder_that_lies_on_every_rank_weighs_what_one_of_them_does() -> None:

@@ -257,7 +257,7 @@ def random_case(
     is_split = rng.random() < 0.5 if split is None else split
     costs = RandomCosts(seed, is_split, strategies)
     if replicated:
-        graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), costs)
+        graph = graph_of_units(layout, packing, assigned_units(rng, layout, packing), costs)
     else:
         graph = build_graph(layout, packing, costs, backward="split" if is_split else "whole")
     schedule = random_schedule(rng, graph)
@@ -265,7 +265,7 @@ def random_case(
     return Case(model, layout, packing, graph, schedule, earliest(chosen, schedule))
 
 
-def dealt_units(rng: random.Random, layout: Layout, packing: Packing) -> list[Unit]:
+def assigned_units(rng: random.Random, layout: Layout, packing: Packing) -> list[Unit]:
     """All units of an iteration; the parts of replicated modules are dealt out to the ranks at random."""
     units = []
     for microbatch in range(len(packing.microbatches)):

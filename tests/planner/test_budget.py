@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeloom.planner import Finishing, joint, plan_batch, planning
+from pipeloom.planner import FinishingTime, joint, plan_batch, planning
 from pipeloom.search import Evaluations
 from pipeloom.search.stopping import Watch
 from tests.cases import random_batch
@@ -46,7 +46,7 @@ class FakeClock:
 def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setup, batch, clock = random_setup(seed), random_batch(seed), FakeClock()
     setup = msgspec.structs.replace(setup, packing=msgspec.structs.replace(setup.packing, policy=policy))
-    problem, finishing = setup.problem(), Finishing()
+    problem, finishing = setup.problem(), FinishingTime()
     for name in ("packed_batch", "cost_loads"):
         monkeypatch.setattr(joint, name, clock.slowed(getattr(joint, name), PACKING_S))
     monkeypatch.setattr(planning, "verify", clock.slowed(planning.verify, PROVING_S))
@@ -62,7 +62,7 @@ def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch:
 
 
 def test_evaluations_are_the_search_s_alone() -> None:
-    problem, batch, finishing = random_setup(5).problem(), random_batch(5), Finishing(1e9)
+    problem, batch, finishing = random_setup(5).problem(), random_batch(5), FinishingTime(1e9)
     first = plan_batch(problem, batch, budget=Evaluations(60), seed=3)
     again = plan_batch(problem, batch, budget=Evaluations(60), seed=3, finishing=finishing)
     assert (first.plan, first.evaluations, finishing.task_s) == (again.plan, again.evaluations, 1e9)

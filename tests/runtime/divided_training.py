@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.layout.layouts import dealt
+from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
@@ -44,7 +44,7 @@ class Degrees(NamedTuple):
     data: int
     tensor: int
     shard: Sharding | None = None
-    dealt: bool = False
+    with_encoder_dp: bool = False
 
 
 class Asked(NamedTuple):
@@ -134,8 +134,8 @@ def divisible(parallelize: Callable[[nn.Module, DeviceMesh], None] | None = divi
 def setup_of(degrees: Degrees) -> Setup:
     made = setup(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
-    if degrees.dealt:
-        layout = dealt(layout, ["vision"])
+    if degrees.with_encoder_dp:
+        layout = with_encoder_dp(layout, ["vision"])
     # A budget with which replicas have different numbers of microbatches.
     return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
 

@@ -34,7 +34,7 @@ from pipeloom.spec import Batch, Layout, Parallelism
 from tests.plan.cases import (
     Case,
     RandomCosts,
-    dealt_units,
+    assigned_units,
     earliest,
     graph_of_units,
     random_batch,
@@ -69,14 +69,14 @@ class Shape:
     data: int
     tensor: int
     sharded: bool = False
-    dealt: bool = False
+    encoder_dp: bool = False
 
 
 def layout_of(seed: int, drawn: Layout, shape: Shape) -> Layout:
     """The drawn one with the shape's degrees, some of its encoders dealt."""
     rng, modules = random.Random(f"dealt {seed}"), list(drawn.modules)
     for i, module in enumerate(modules[:-1]):
-        if shape.dealt and rng.random() < 0.8:
+        if shape.encoder_dp and rng.random() < 0.8:
             modules[i] = msgspec.structs.replace(module, on_tensor_ranks="dealt")
     return Layout(shape.pipeline, tuple(modules), drawn.chunks, Parallelism(shape.tensor, shape.data))
 
@@ -89,7 +89,7 @@ def replica_of(seed: int, number: int, shape: Shape) -> Run:
     batch = random_batch(rng)
     packing = pack(batch, first.case.model, layout, PackingSpec(rng.choice((15, 25, 60))))
     costs = RandomCosts(seed, rng.random() < 0.5)
-    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), costs)
+    graph = graph_of_units(layout, packing, assigned_units(rng, layout, packing), costs)
     schedule = random_schedule(rng, graph)
     case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
     return Run(case, first.model, random_documents(rng, batch))
@@ -123,7 +123,7 @@ def plan_of(run: Run, seed: int) -> ExecutionPlan:
 def tensor_parallel(model: Model, layout: Layout, mesh: Mesh) -> None:
     """Divide what can be divided: as a user would, layer by layer."""
     for module in model.modules:
-        for layer in () if layout.deals(module.name) else module.layers:
+        for layer in () if layout.uses_encoder_dp(module.name) else module.layers:
             plan: dict[str, Any] = {}
             if isinstance(layer, Residual):
                 plan = {"inner": ColwiseParallel(output_layouts=Replicate())}
@@ -196,7 +196,7 @@ def share_of(seed: int, shape: Shape, replica: int) -> Run:
     samples = first.case.packing.batch.samples
     mine = list(range(len(samples)))[replica :: shape.data]
     packing = pack(Batch(tuple(samples[i] for i in mine)), first.case.model, layout, PackingSpec(60))
-    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), RandomCosts(seed, True))
+    graph = graph_of_units(layout, packing, assigned_units(rng, layout, packing), RandomCosts(seed, True))
     schedule = random_schedule(rng, graph)
     case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
     return Run(case, first.model, [first.documents[i] for i in mine])

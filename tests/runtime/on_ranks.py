@@ -29,7 +29,7 @@ from pipeloom.runtime import (
 from pipeloom.runtime.launch.coordination import FirstPlan
 from pipeloom.runtime.launch.transport import Handle, Transport
 from pipeloom.runtime.model.tied import SumOver
-from tests.plan.cases import Case, RandomCosts, dealt_units, earliest, graph_of_units, random_layout, random_schedule
+from tests.plan.cases import Case, RandomCosts, assigned_units, earliest, graph_of_units, random_layout, random_schedule
 
 from .cases import Run, assert_equal_gradients, expected, random_run, take_gradients
 
@@ -166,7 +166,7 @@ def relaid(seed: int, num_ranks: int) -> Run:
     rng = random.Random(f"{seed} {num_ranks}")
     layout = random_layout(rng, first.case.model, num_ranks)
     packing = pack(first.case.packing.batch, first.case.model, layout, PackingSpec(15 * num_ranks))
-    graph = graph_of_units(layout, packing, dealt_units(rng, layout, packing), RandomCosts(seed, False))
+    graph = graph_of_units(layout, packing, assigned_units(rng, layout, packing), RandomCosts(seed, False))
     schedule = random_schedule(rng, graph)
     case = Case(first.case.model, layout, packing, graph, schedule, earliest(graph, schedule))
     return Run(case, first.model, first.documents)

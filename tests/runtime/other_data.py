@@ -63,11 +63,11 @@ class DealsHere(PlansHere):
         found = super().collect(iteration)
         if iteration + 1 not in self.seen:
             return found
-        answer = msgspec.structs.replace(found.answer, dealt=self.DEALT[iteration + 1])
+        answer = msgspec.structs.replace(found.answer, replica_of_sample=self.DEALT[iteration + 1])
         return replace(found, answer=answer)
 
 
-def dealt(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
+def replica_of_sample(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
     """The losses of a training whose batches are dealt so, and on planner ranks the samples of every share."""
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan
 from pipeloom.runtime import Emit, Executor, ExecutorOptions, Model, Module, Part, ThreadHub
-from pipeloom.runtime.train.evaluate import forwards_of
+from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
 from tests.runtime.test_counts import Live
@@ -242,7 +242,7 @@ def live_peaks(
                 copies = 1 if layout.module(layout.chunks[number].module).frozen else _COPIES_OUTSIDE
                 outside += copies * sum(p.nbytes for layer in layers for p in layer.parameters())
             if forward_only:
-                executor = forwards_of(executor)
+                executor = forward_executor(executor)
             with MostLive() as live:
                 executor.run(plan, packing, documents)
             peaks[rank] = outside + live.peak_bytes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import Executor, ExecutorOptions, StepResult, ThreadHub, run_undivided
-from pipeloom.runtime.train.evaluate import evaluating, forwards_of, random_kept
+from pipeloom.runtime.train.evaluate import evaluating, forward_executor, preserve_random_state
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import RandomCosts, earliest, random_schedule
 from tests.runtime.cases import Run, copied, random_run, take_gradients, total_loss
@@ -44,7 +44,7 @@ def evaluate_threads(run: Run, plan: ExecutionPlan) -> list[StepResult]:
             options = ExecutorOptions(reduce_gradients=lambda *_: None)
             executor = Executor(models[rank], run.case.layout, rank, hub.transport(rank), options=options)
             before = [p.requires_grad for _, p in executor.named_parameters()]
-            results[rank] = forwards_of(executor).run(plan, run.case.packing, run.documents)
+            results[rank] = forward_executor(executor).run(plan, run.case.packing, run.documents)
             assert [p.requires_grad for _, p in executor.named_parameters()] == before
         except BaseException as error:
             errors.append(error)
@@ -98,6 +98,6 @@ def test_modes_and_random_states_are_put_back() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
-    with random_kept(torch.device("cpu")):
+    with preserve_random_state(torch.device("cpu")):
         assert draw() == wanted
     assert draw() == wanted

@@ -30,7 +30,7 @@ def test_what_is_found_is_what_could_be_stated(seed: int) -> None:
     model = streaming_model(rng, frozen=False)
     documents = small_documents(rng, 8, with_images=True)
     bare = without_shapes(model)
-    assert bare.unstated == "vision"
+    assert bare.undeclared == "vision"
     found = find_shapes(bare, documents, described(documents).samples)
     assert found.spec == model.spec
     assert with_shapes(bare, found.spec).spec == model.spec

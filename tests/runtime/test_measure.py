@@ -169,7 +169,7 @@ def test_bytes_at_sizes_that_were_not_measured_are_what_is_counted(frozen: bool)
         assert counted is not None
         said = sum_over(aligned([fit.activation_bytes, fit.strategies.unsaved_bytes]), features)
         assert said == pytest.approx((row.activation_bytes, counted.unsaved_bytes), abs=0.01)
-        most = sum_over(aligned(fit.strategies.forward_most), features).max()
+        most = sum_over(aligned(fit.strategies.forward_peaks), features).max()
         assert most >= counted.forward_workspace_bytes - 0.01
         if "Attention" not in row.kind:
             assert most == pytest.approx(counted.forward_workspace_bytes, abs=0.01)

@@ -10,9 +10,9 @@ import pytest
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Evaluations, solve
+from pipeloom.search.components import find_components, make_walks
 from pipeloom.search.fitting import fitting_candidates
-from pipeloom.search.jobs import find_components, make_walks
-from pipeloom.search.plain import first_in_first_out, leanest
+from pipeloom.search.plain import first_in_first_out, minimum_memory
 from pipeloom.taskgraph import NO_TASK, Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import check
 from pipeloom_instances import family, generate
@@ -154,7 +154,7 @@ def test_solve_takes_candidates_that_fit_together():
 
 def _needs_fitting(graph: TaskGraph) -> bool:
     try:
-        find_components(graph.with_candidates(leanest(graph)))
+        find_components(graph.with_candidates(minimum_memory(graph)))
     except InfeasibleError:
         return fitting_candidates(graph) is not None
     return False
@@ -165,7 +165,7 @@ def test_walks_serve_all_candidates_of_a_graph():
     for seed in range(3):
         graph = generate(family("vlm-s", num_ranks=3, num_microbatches=6, memory=1.2, strategies=True), seed)
         walks = make_walks(graph)
-        for choice in (leanest(graph), [0] * graph.num_pairs):
+        for choice in (minimum_memory(graph), [0] * graph.num_pairs):
             chosen = graph.with_candidates(choice)
             try:
                 alone = find_components(chosen)

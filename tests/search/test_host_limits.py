@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.search import Evaluations, solve
-from pipeloom.search.jobs import make_walks
+from pipeloom.search.components import make_walks
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.taskgraph import Candidate, Edges, Pairs, TaskGraph, Tasks, make_graph
 from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, simulate

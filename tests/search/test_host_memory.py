@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.search import Evaluations, solve
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.strategies import choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, host_peaks, lower_bound, memory_changes, simulate, within_limits
 from pipeloom_instances import family, generate
@@ -56,7 +56,7 @@ def best_on_rank(graph, schedule, rank):
             host_peaks(graph, replace(schedule, candidate=choice))[rank] <= graph.host_capacity_bytes[rank],
         )
         for task in schedule.order[rank]:
-            fits = fits and (graph.room_bytes is None or allocated + at_start[task] <= graph.room_bytes[rank])
+            fits = fits and (graph.headroom_bytes is None or allocated + at_start[task] <= graph.headroom_bytes[rank])
             allocated += at_start[task] + at_end[task]
         if fits:
             spent = sum(sum(graph.candidates[p][j][1:4]) for p, j in zip(pairs, picks, strict=True))
@@ -140,7 +140,7 @@ def every_choice(graph, rank):
     """Choices that differ on one rank's pairs."""
     pairs = [p for p in range(graph.num_pairs) if graph.rank[graph.forward_of[p]] == rank]
     for picks in product(*(range(len(graph.candidates[p])) for p in pairs)):
-        choice = np.array(leanest(graph))
+        choice = np.array(minimum_memory(graph))
         choice[pairs] = picks
         yield pairs, choice
 

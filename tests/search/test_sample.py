@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.search import Evaluations, local, solve
+from pipeloom.search.components import label_components
 from pipeloom.search.context import begin
-from pipeloom.search.jobs import label_components
 from pipeloom.search.local import portfolio
 from pipeloom.search.params import DEFAULTS, SampleParams
 from pipeloom.search.sample import Parts, search_sample, take_sample

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.search import Both, Deadline, Evaluations, local, solve, warm_up
+from pipeloom.search import Both, Deadline, Evaluations, compile_kernels, local, solve
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import check, lower_bound, residence
 from pipeloom_instances import family, generate
@@ -112,7 +112,7 @@ def test_warming_up_reaches_both_climbers(monkeypatch):
     for name in ("climb", "climb_two"):
         real = getattr(local, name)
         monkeypatch.setattr(local, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
-    warm_up()
+    compile_kernels()
     assert set(seen) == {"climb", "climb_two"}
 
 
@@ -121,7 +121,7 @@ def test_warming_up_reaches_the_bounds_of_parts(monkeypatch):
     seen = []
     real = residence._meetings
     monkeypatch.setattr(residence, "_meetings", lambda *a: seen.append(a) or real(*a))
-    warm_up()
+    compile_kernels()
     assert seen
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.search import LayerOption, pair_candidates
-from pipeloom.search.jobs import find_components
+from pipeloom.search.components import find_components
 from pipeloom.search.kernels.exchange import exchange
 from pipeloom.search.kernels.strategies import fill_allocated, lay_out
 from pipeloom.search.kernels.tables import Options, Work
 from pipeloom.search.kernels.tighten import tighten
 from pipeloom.search.params import StrategyParams
-from pipeloom.search.plain import Rules, decode_plain, leanest, segment_priority
+from pipeloom.search.plain import Rules, decode_plain, minimum_memory, segment_priority
 from pipeloom.search.strategies import StrategyChooser, choose_on_rank, choose_strategies
 from pipeloom.timeline import Schedule, check, memory_changes
 from pipeloom.timeline.options import pair_options
@@ -24,9 +24,9 @@ from tests.strategies import graphs, with_strategies
 
 
 def lean_schedule(graph):
-    lean = graph.with_candidates(leanest(graph))
+    lean = graph.with_candidates(minimum_memory(graph))
     order = decode_plain(lean, find_components(lean), segment_priority(lean), Rules())
-    return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(leanest(graph)))
+    return Schedule(tuple(np.array(tasks, np.int64) for tasks in order), np.array(minimum_memory(graph)))
 
 
 def best_on_rank(graph, schedule, rank):

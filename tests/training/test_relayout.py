@@ -12,7 +12,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.layout.choose import LayoutEvaluation
-from pipeloom.layout.slow_ranks import Relaid, layers_in_words
+from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
 from pipeloom.spec import Layout
@@ -123,9 +123,9 @@ def test_a_layout_that_was_given_changes_only_where_that_is_asked_for(
 def test_a_change_must_gain_enough_and_pay_for_the_new_start() -> None:
     layout = random_setup(3).layout
     before, better, hardly = (LayoutEvaluation("", layout, seconds, seconds) for seconds in (1.0, 0.8, 0.96))
-    assert why_not(Relaid(before, better), left=100, start_s=10.0) == ""
-    assert "40 iterations are left" in why_not(Relaid(before, better), left=40, start_s=10.0)
-    assert "less than 5%" in why_not(Relaid(before, hardly), left=10**6, start_s=0.0)
+    assert why_not(RelayoutResult(before, better), left=100, start_s=10.0) == ""
+    assert "40 iterations are left" in why_not(RelayoutResult(before, better), left=40, start_s=10.0)
+    assert "less than 5%" in why_not(RelayoutResult(before, hardly), left=10**6, start_s=0.0)
 
 
 def test_a_rank_that_is_now_slow_now_quick_does_not_stay_slow() -> None:

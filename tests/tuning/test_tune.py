@@ -15,7 +15,7 @@ from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import check, lower_bound, simulate
 from pipeloom.tuning import Features, TuningSpec, kernels, tabulate, tune, tuned_pipeline, tuned_plan
 from pipeloom.tuning.pipeline import TunedPipeline
-from pipeloom.tuning.tune import Tuned, _Tuning
+from pipeloom.tuning.tune import TuningResult, _Tuning
 from tests.cases import ToyCosts, random_batch, vlm_spec
 
 BUDGET = 60
@@ -38,7 +38,7 @@ def make(
     return pipeline, costs
 
 
-def makespan(pipeline: TunedPipeline, costs: ToyCosts, batch: Batch, tuned: Tuned, capacity: int | None) -> int:
+def makespan(pipeline: TunedPipeline, costs: ToyCosts, batch: Batch, tuned: TuningResult, capacity: int | None) -> int:
     plan = tuned_plan(pipeline, batch, tuned, costs, capacity)
     timeline = simulate(plan.graph, plan.schedule)
     assert not check(plan.graph, plan.schedule, timeline)

@@ -28,7 +28,7 @@ from pipeloom.io import (
     write_rule,
     write_schedule,
 )
-from pipeloom.io.files import keeps_company
+from pipeloom.io.files import is_regular_target
 from pipeloom.io.stage_names import megatron_layout, torchtitan_modules
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS
 from pipeloom.plugins import ARRANGE_METHODS, installed
@@ -97,7 +97,7 @@ def arrange(
         raise InputError("--method", f"{method!r} is none of {', '.join(known)}", "pipeloom-lab adds adaptis")
     if params is not None and method != _JOINT:
         raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
-    check_targets(out, instance, schedule, page, later=[rule_path(out)] if keeps_company(out) else [])
+    check_targets(out, instance, schedule, page, later=[rule_path(out)] if is_regular_target(out) else [])
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
     from pipeloom.layout.cooptimise import layout_of
 
@@ -106,7 +106,7 @@ def arrange(
     layout = layout_of(found.chain.num_ranks, found.placement)
     write_layout(out, layout)
     written = [str(out)]
-    if keeps_company(out):
+    if is_regular_target(out):
         written.append(str(write_rule(out, found.order_rule)))
     if instance is not None:
         write_instance(instance, found.graph)
@@ -148,12 +148,12 @@ def _search(
 ) -> tuple[CooptimisedPipeline, bool]:
     """Search and check the result; return it and whether Ctrl-C ended the search early."""
     from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
-    from pipeloom.layout.cooptimise.joint import warm_up
+    from pipeloom.layout.cooptimise.joint import compile_kernels
 
     params = CooptimiseParams() if params_file is None else read_spec(params_file, CooptimiseParams)
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
-            warm_up()  # no part of the budget
+            compile_kernels()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
             if method == _JOINT:

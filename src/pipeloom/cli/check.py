@@ -8,7 +8,7 @@ import typer
 
 from pipeloom.cli.output import JSON_HELP, figures_document, figures_text, print_json, print_note
 from pipeloom.errors import InputError
-from pipeloom.io import StatedSchedule, read_instance, read_schedule
+from pipeloom.io import ScheduleFile, read_instance, read_schedule
 from pipeloom.printing import print_line
 from pipeloom.report import key_figures, make_track
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
@@ -61,7 +61,7 @@ def check(
         print_line(f"feasible: {figures_text(key_figures(track))}")
 
 
-def judge(graph: TaskGraph, record: StatedSchedule, where: str) -> list[tuple[str, str]]:
+def judge(graph: TaskGraph, record: ScheduleFile, where: str) -> list[tuple[str, str]]:
     """Return all violations as kind and message: those of the checker, or else wrong figures."""
     try:
         timeline = record.timeline(graph)
@@ -75,7 +75,7 @@ def judge(graph: TaskGraph, record: StatedSchedule, where: str) -> list[tuple[st
     return found or [("stated", message) for message in _wrong_figures(graph, record)]
 
 
-def _wrong_figures(graph: TaskGraph, record: StatedSchedule) -> list[str]:
+def _wrong_figures(graph: TaskGraph, record: ScheduleFile) -> list[str]:
     """Return the declared figures that differ from the schedule's by more than a nanosecond per task."""
     timeline = simulate(graph, record.schedule)
     found = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.errors import InputError, printable_line, visible_line
 from pipeloom.heartbeat import doing
 from pipeloom.io import check_writable, write_text
-from pipeloom.io.files import keeps_company
+from pipeloom.io.files import is_regular_target
 from pipeloom.outputs import declare_outputs
 from pipeloom.printing import print_line, print_text
 from pipeloom.report import Figures, Track, key_figures, share_text, size_text, time_text
@@ -77,7 +77,7 @@ def print_written(names: Sequence[str | Path]) -> None:
 
 def note_compiling() -> AbstractContextManager[None]:
     """Return a context that prints a note when kernels are compiled in it, as after an installation."""
-    from pipeloom.compiled.telling import before_compiling
+    from pipeloom.compiled.notify import before_compiling
 
     text = "Compiling the planner's kernels, once after an installation: up to two minutes ..."
 
@@ -93,8 +93,8 @@ def load_kernels() -> None:
     from pipeloom import packing, search
 
     with note_compiling():
-        packing.warm_up()
-        search.warm_up()
+        packing.compile_kernels()
+        search.compile_kernels()
 
 
 def figures_text(numbers: Figures) -> str:
@@ -138,7 +138,7 @@ def check_targets(*targets: Path | None, later: Sequence[Path] = ()) -> None:
     for target in later:
         if os.path.lexists(target) and not target.is_file():
             raise InputError(visible_line(str(target)), "is not a regular file", "remove it, or name another folder")
-    declare_outputs([target for target in (*named, *later) if keeps_company(target)])
+    declare_outputs([target for target in (*named, *later) if is_regular_target(target)])
 
 
 def draw(

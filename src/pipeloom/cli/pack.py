@@ -92,7 +92,7 @@ def pack(
     def pack_batch(whole: Batch) -> list[PackedReplica]:
         check_budget(whole, model, spec.token_budget)
         if policy == TUNED and made is not None:
-            from pipeloom.planner.dealing import pack_tuned
+            from pipeloom.planner.replicas import pack_tuned
 
             return pack_tuned(made, whole, spec, replicas)
         return pack_replicas(whole, model, layout, spec, replicas, None if made is None else made.costs)

@@ -112,7 +112,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
     from pipeloom.planner import plan_batch
 
     with interruptible(budget_s) as rule:
-        problem.warm_up()
+        problem.compile_kernels()
         doing(f"planning (budget {budget_s:g} s)")
         try:
             return plan_batch(problem, batch, budget=rule, seed=seed, method=method)

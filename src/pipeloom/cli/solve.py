@@ -65,12 +65,12 @@ def solve(
     check_targets(out)
     tuned = read_params(params)
     graph = read_instance(instance)
+    from pipeloom.search import compile_kernels
     from pipeloom.search import solve as search
-    from pipeloom.search import warm_up
 
     with interruptible(budget) as rule, progress_display() as show:
         with note_compiling():
-            warm_up(method, graph)  # no part of the budget
+            compile_kernels(method, graph)  # no part of the budget
         doing(f"searching (budget {budget:g} s)")
         began_s = time.monotonic()
         try:

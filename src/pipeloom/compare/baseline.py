@@ -22,8 +22,8 @@ from pipeloom.compare.model_on_cluster import (
     resized,
 )
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
-from pipeloom.cost.dealt import dealt_sum_s
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.encoder_dp import encoder_dp_reduce_s
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import LayerLoad
 from pipeloom.layout.choose import LayoutEvaluation, ring_seconds
@@ -67,9 +67,9 @@ def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> La
     return lambda _module, layer: float(max(1, layer.num_parameters))
 
 
-def by_time(case: ModelOnCluster, batches: Sequence[Microbatches], dealt: Collection[str] = ()) -> LayerLoad:
-    """Balance layers by mean time on the sampled iterations; ``dealt`` modules use encoder data parallelism."""
-    seconds = layer_seconds(case, batches, dealt=dealt)
+def by_time(case: ModelOnCluster, batches: Sequence[Microbatches], encoder_dp: Collection[str] = ()) -> LayerLoad:
+    """Balance layers by mean time on the sampled iterations; ``encoder_dp`` modules use encoder data parallelism."""
+    seconds = layer_seconds(case, batches, encoder_dp=encoder_dp)
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
 
@@ -109,20 +109,23 @@ def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
     update of the latter, whose weights are not divided.
     """
     gradient_bytes = case.degrees.state.gradient
-    shared = {m.name: 1 if m.name in layout.dealt else case.degrees.tensor for m in layout.modules}
+    shared = {m.name: 1 if m.name in layout.encoder_dp_modules else case.degrees.tensor for m in layout.modules}
     num_bytes = {
         m.name: sum(layer.num_parameters for layer in m.flat_layers) * gradient_bytes // shared[m.name]
         for m in case.model.modules
     }
-    inside_s = dealt_sum_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * gradient_bytes)
-    return ring_seconds(layout, num_bytes, case.costs) + inside_s + _dealt_update_s(case, layout)
+    inside_s = encoder_dp_reduce_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * gradient_bytes)
+    return ring_seconds(layout, num_bytes, case.costs) + inside_s + _encoder_dp_update_s(case, layout)
 
 
-def _dealt_update_s(case: ModelOnCluster, layout: Layout) -> float:
+def _encoder_dp_update_s(case: ModelOnCluster, layout: Layout) -> float:
     """Return the additional update time of modules with encoder data parallelism, on the rank with most of them."""
-    if not layout.dealt or case.degrees.tensor == 1 or not case.update_s:
+    if not layout.encoder_dp_modules or case.degrees.tensor == 1 or not case.update_s:
         return 0.0
-    of_ranks = ([c for c in layout.chunks if c.rank == r and c.module in layout.dealt] for r in range(layout.num_ranks))
+    of_ranks = (
+        [c for c in layout.chunks if c.rank == r and c.module in layout.encoder_dp_modules]
+        for r in range(layout.num_ranks)
+    )
     whole = case.costs.undivided
     return max(whole.update_s(chunks) - case.costs.update_s(chunks) if chunks else 0.0 for chunks in of_ranks)
 

@@ -11,9 +11,9 @@ import msgspec
 from pipeloom.compare.result import BaselineResult, uniform_recomputation
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import LayerLoad, chain_of_stages
-from pipeloom.layout.layouts import chunk_counts, dealt
+from pipeloom.layout.layouts import chunk_counts, with_encoder_dp
 from pipeloom.packing import Packing, check_budget, cost_loads, packed_batch, packing_of
-from pipeloom.packing.choices import even_groups, numbers, walk
+from pipeloom.packing.choices import even_microbatches, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
 from pipeloom.planner.problem import Problem
@@ -35,11 +35,11 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
 
     def chain(chunks_per_rank: int) -> Layout:
         layout = chain_of_stages(problem.model, ranks, chunks_per_rank, load)
-        if not problem.layout.dealt:
+        if not problem.layout.encoder_dp_modules:
             return layout
         # Baselines use the same tensor parallelism as the run, encoder data parallelism included.
         layout = msgspec.structs.replace(layout, parallelism=problem.layout.parallelism)
-        return dealt(layout, problem.layout.dealt)
+        return with_encoder_dp(layout, problem.layout.encoder_dp_modules)
 
     layouts = {"1f1b": chain(1)}
 
@@ -89,7 +89,7 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     found: list[BaselineResult] = []
 
     def evaluate(number: int) -> float:
-        packing = packing_of(batch, model, layout, even_groups(loads, spec, number, batch.iteration))
+        packing = packing_of(batch, model, layout, even_microbatches(loads, spec, number, batch.iteration))
         found.append(_timed(problem, name, layout, packing))
         return found[-1].iteration_s if found[-1].fits else float("inf")
 
@@ -102,7 +102,7 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
     costs = problem.whole_backwards().costs
     try:
         # A baseline needs the same reserve for computations as a plan.
-        memory = replace(problem.memory, spare_bytes=())
+        memory = replace(problem.memory, reserve_bytes=())
         graph = iteration_graph(layout, packing, costs, name, memory).graph
         schedule = schedule_of(graph)
         if graph.candidates is not None:

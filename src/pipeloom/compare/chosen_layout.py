@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pipeloom.compare.baseline import by_time, replica_seconds
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, assignable_of
-from pipeloom.cost.dealt import DealtCosts
+from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.errors import InputError
-from pipeloom.layout.choose import TRIAL, Dealing, LayoutEvaluation, Sampled, search_layouts
+from pipeloom.layout.choose import TRIAL, EncoderDp, LayoutEvaluation, LayoutProblem, search_layouts
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.search import StoppingRule
 
@@ -34,10 +34,10 @@ def choose_layout(
     return search_layouts(sampled_case(case, batches), trial=trial, final=final, seed=seed, rounds=rounds)
 
 
-def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampled:
+def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> LayoutProblem:
     """Return sampled iterations for `search_layouts`."""
     pooled = [microbatch for batch in batches for microbatch in batch]
-    return Sampled(
+    return LayoutProblem(
         case.model,
         case.num_ranks,
         case.costs,
@@ -49,7 +49,7 @@ def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sampl
     )
 
 
-def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealing | None:
+def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> EncoderDp | None:
     """Return the encoders that may use encoder data parallelism, if a rank's devices are on one node.
 
     These are encoders without streams. Transfers inside a rank are priced by the link inside a node. This would also
@@ -60,5 +60,5 @@ def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Dealin
     on_one_node = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
     if degrees.tensor == 1 or not names or not on_one_node:
         return None
-    costs = DealtCosts(case.costs, frozenset(names), case.degrees.tensor)
-    return Dealing(names, costs, by_time(case, batches, names))
+    costs = EncoderDpCosts(case.costs, frozenset(names), case.degrees.tensor)
+    return EncoderDp(names, costs, by_time(case, batches, names))

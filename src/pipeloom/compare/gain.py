@@ -55,9 +55,14 @@ def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int)
         batch = batch_of(microbatches)
         most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
         problem = Problem(
-            case.model, layout, case.costs, PackingSpec(most), capacity_bytes=case.capacity_bytes, reckoned=case.memory
+            case.model,
+            layout,
+            case.costs,
+            PackingSpec(most),
+            capacity_bytes=case.capacity_bytes,
+            memory_model=case.memory,
         )
-        problem.warm_up()
+        problem.compile_kernels()
         planned = decide(problem, batch, budget, seed)
         return BaselineResult(
             name,

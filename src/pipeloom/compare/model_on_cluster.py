@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pipeloom.cost.dealt import DealtCosts
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.emulated_mixtures import ParetoSteps
+from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.emulator.sweep import Draw, default_data, draw_microbatches, emulate
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, single_rank
-from pipeloom.packing import Loads, Packing, deal, packing_from_counts
+from pipeloom.packing import Loads, Packing, assign_to_replicas, packing_from_counts
 from pipeloom.spec import Batch, Chunk, ChunkStrategy, Layout, ModelSpec, Sample
 from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
@@ -88,7 +88,7 @@ def put_on_cluster(
             f"need {degrees.num_devices} devices, {hardware.name} has {hardware.num_devices}",
             "lower them or use a larger cluster",
         )
-    costs = EmulatedCosts(architecture, hardware, degrees, split=False, ladder=Ladder())
+    costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps())
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False)
     update_s = 0.0
     if update:
@@ -198,14 +198,14 @@ def layer_seconds(
     case: ModelOnCluster,
     batches: Sequence[Microbatches],
     sizes: dict[str, ModulePlacement] | None = None,
-    dealt: Collection[str] = (),
+    encoder_dp: Collection[str] = (),
 ) -> dict[str, float]:
     """Return the seconds of one layer of each kind, forward and backward, averaged over iterations.
 
-    Keys are ``module/kind``. For ``dealt`` modules (encoder data parallelism), it is the time of the most loaded
+    Keys are ``module/kind``. For ``encoder_dp`` modules (encoder data parallelism), it is the time of the most loaded
     tensor-parallel rank.
     """
-    costs = DealtCosts(case.costs, frozenset(dealt), case.degrees.tensor)
+    costs = EncoderDpCosts(case.costs, frozenset(encoder_dp), case.degrees.tensor)
     layout = single_rank(case.model, sizes or {})
     packed = [pack_microbatches(case, layout, microbatches) for microbatches in batches]
     seconds: dict[str, float] = {}
@@ -231,7 +231,7 @@ def model_flops(case: ModelOnCluster, microbatches: Microbatches) -> float:
     return total
 
 
-def deal_microbatches(
+def assign_microbatches(
     case: ModelOnCluster, microbatches: Microbatches, num_replicas: int, seed: int = 0
 ) -> list[Microbatches]:
     """Assign microbatches to data-parallel replicas with even work, since all wait for the slowest.
@@ -251,4 +251,4 @@ def deal_microbatches(
                 base = case.costs.chunk_costs(whole, part.workload)[0]
                 seconds[m, column] += base.forward_s + base.backward_s
     loads = Loads(np.ones(len(microbatches), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
-    return [[microbatches[i] for i in members] for members in deal(loads, num_replicas, seed)]
+    return [[microbatches[i] for i in members] for members in assign_to_replicas(loads, num_replicas, seed)]

@@ -14,7 +14,7 @@ from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, PackingSpec, cost_loads
-from pipeloom.packing.choices import even_groups, numbers, walk
+from pipeloom.packing.choices import even_microbatches, numbers, walk
 from pipeloom.search import StoppingRule
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Sample
@@ -60,7 +60,7 @@ class Reordering:
     def even(self, number: int) -> Microbatches:
         """Return ``number`` microbatches, even in the backbone's time and in total time."""
         samples = self.samples
-        return [[samples[i] for i in members] for members in even_groups(self.loads, self.spec, number)]
+        return [[samples[i] for i in members] for members in even_microbatches(self.loads, self.spec, number)]
 
 
 def reordered(system: System, case: ModelOnCluster) -> System:

@@ -22,7 +22,7 @@ Line = tuple[float, float]
 """Seconds of an empty message over a link, and seconds per byte."""
 
 
-class Slowed(Protocol):
+class RankSlowness(Protocol):
     """Protocol of corrections and of corrected costs."""
 
     @property
@@ -31,7 +31,7 @@ class Slowed(Protocol):
         ...
 
 
-def slowness_of(slowed: Slowed, rank: int) -> float:
+def slowness_of(slowed: RankSlowness, rank: int) -> float:
     """Return the compute time of a rank relative to most ranks."""
     return slowed.slowness[rank] if rank < len(slowed.slowness) else 1.0
 

@@ -12,8 +12,8 @@ from typing import cast
 import msgspec
 
 from pipeloom.cost.correction import Correction
-from pipeloom.cost.emulated_mixtures import Ladder, layer_options, staging_bytes
-from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, ladder, mix
+from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
+from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
 from pipeloom.emulator.build import Placement, layer_template, module_templates, single_layer, stream_template
 from pipeloom.emulator.program import Part
@@ -82,7 +82,7 @@ class EmulatedCosts:
         strategies: Sequence[ChunkStrategy | str] = STRATEGIES,
         *,
         split: bool = True,
-        ladder: Ladder | None = None,
+        pareto_steps: ParetoSteps | None = None,
     ) -> None:
         self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
         self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -90,7 +90,7 @@ class EmulatedCosts:
         if not strategies:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(map(chunk_strategy, strategies))
-        self.split_backward, self.ladder = split, ladder
+        self.split_backward, self.pareto_steps = split, pareto_steps
         self.factors: dict[str, tuple[float, float]] = {}
         self.slowness: tuple[float, ...] = ()
         self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
@@ -120,8 +120,10 @@ class EmulatedCosts:
     def undivided(self) -> EmulatedCosts:
         """The same costs of whole layers on one device, experts included."""
         alone = msgspec.structs.replace(self.placement.degrees, tensor=1, expert=1)
-        ladder, split = self.ladder, self.split_backward
-        return type(self)(self.architecture, self.cluster, alone, self.strategies, split=split, ladder=ladder)
+        pareto_steps, split = self.pareto_steps, self.split_backward
+        return type(self)(
+            self.architecture, self.cluster, alone, self.strategies, split=split, pareto_steps=pareto_steps
+        )
 
     def uncorrected(self) -> EmulatedCosts:
         """Return these costs, because emulated costs have no corrections."""
@@ -178,7 +180,7 @@ class EmulatedCosts:
         key = (self._shape(chunk), workload)
         known = self._known.get(key)
         if known is None:
-            known = self._mixtures(chunk, workload) if self.ladder else self._settings(chunk, workload)
+            known = self._mixtures(chunk, workload) if self.pareto_steps else self._settings(chunk, workload)
             self._known[key] = known
             if len(self._known) > CACHE_SIZE:
                 self._known.popitem(last=False)
@@ -195,7 +197,7 @@ class EmulatedCosts:
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of a ladder of mixtures: those of ``keep``, and the time that each layer's strategy adds."""
-        assert self.ladder is not None
+        assert self.pareto_steps is not None
         found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
         keep = self._stage(chunk).cost(workload, self._parts)
         rows = self._offered(found)
@@ -206,8 +208,8 @@ class EmulatedCosts:
 
     def _offered(self, found: Mixtures) -> list[int]:
         """Return the mixtures that a chunk is offered, with ``keep`` first."""
-        assert self.ladder is not None
-        return ladder(found, *self.ladder)
+        assert self.pareto_steps is not None
+        return pareto_steps(found, *self.pareto_steps)
 
     def _layer_options(self, layer: LayerTemplate, workload: Workload) -> tuple[LayerOption, ...]:
         key = (id(layer), workload)
@@ -256,7 +258,7 @@ class EmulatedCosts:
         if not self._without_offload:
             return 0
         more = self._workspace_bytes(chunk, workload, self.strategies) - self.workspace_bytes(chunk, workload)
-        moving = self.ladder is not None and self.ladder.offloading > 0
+        moving = self.pareto_steps is not None and self.pareto_steps.offloading > 0
         return more + (staging_bytes(self._chunk(chunk), workload) if moving else 0)
 
     @property

@@ -12,7 +12,7 @@ from pipeloom.emulator.template import EvaluatedLayer, LayerTemplate
 from pipeloom.spec import TRAITS, Strategy, Workload
 
 
-class Ladder(NamedTuple):
+class ParetoSteps(NamedTuple):
     """Number of mixtures that a chunk is offered: without offloading, and of all."""
 
     free: int = 7

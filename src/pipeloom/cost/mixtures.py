@@ -75,7 +75,7 @@ class Mixtures(NamedTuple):
     counts: tuple[IntArray, ...]
     base: FloatArray
     front: IntArray
-    free_front: IntArray
+    front_without_offload: IntArray
 
     def layers(self, number: int) -> tuple[str, ...]:
         """Return the strategy of every layer of one mixture. Equal layers use the order of `layer_order`."""
@@ -210,7 +210,7 @@ def ranges(found: Mixtures, front: IntArray, most: int) -> list[int]:
     return chosen
 
 
-def ladder(found: Mixtures, num_free: int, num_offloading: int) -> list[int]:
+def pareto_steps(found: Mixtures, num_free: int, num_offloading: int) -> list[int]:
     """Return mixtures at even steps of bytes, so that the same step is a comparable setting on every chunk.
 
     Returns
@@ -219,8 +219,8 @@ def ladder(found: Mixtures, num_free: int, num_offloading: int) -> list[int]:
         ``num_free`` mixtures without offloading, from the fastest to the minimum-memory one; then ``num_offloading`` of
         all mixtures, if any offloads. Some may be repeated.
     """
-    free = _steps(found, found.free_front, _parts(num_free))
-    if found.front is found.free_front:
+    free = _steps(found, found.front_without_offload, _parts(num_free))
+    if found.front is found.front_without_offload:
         return free
     return free + _steps(found, found.front, _parts(num_offloading + 1)[1:])
 
@@ -236,6 +236,6 @@ def _steps(found: Mixtures, front: IntArray, parts: FloatArray) -> list[int]:
     Limits are fractions of the way from the minimum-memory mixture of a front to the fastest without offloading.
     """
     held = found.amounts[front, HELD]
-    top = found.amounts[found.free_front[-1], HELD]
+    top = found.amounts[found.front_without_offload[-1], HELD]
     chosen: list[int] = front[np.searchsorted(held, held[0] + parts * (top - held[0]), "right") - 1].tolist()
     return chosen

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.cost.correction import Correction, Slowed
+from pipeloom.cost.correction import Correction, RankSlowness
 from pipeloom.spec import Chunk, Layout, Workload
 
 
@@ -64,7 +64,7 @@ def rank_static_bytes(costs: CostModel, layout: Layout) -> npt.NDArray[np.int64]
     return found
 
 
-class CostModel(Slowed, Protocol):
+class CostModel(RankSlowness, Protocol):
     """Interface of costs for planning, implemented by a measured profile and by the emulator."""
 
     @property

@@ -78,17 +78,17 @@ class StrategyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_moments: tuple[ByteCoefficients, ...] = ()
 
     @property
-    def forward_most(self) -> tuple[Coefficients, ...]:
+    def forward_peaks(self) -> tuple[Coefficients, ...]:
         """Sums of which the largest is the peak of its forward beyond held tensors."""
         return self.forward_moments or (self.forward_workspace_bytes or self.workspace_bytes,)
 
     @property
-    def backward_most(self) -> tuple[Coefficients, ...]:
+    def backward_peaks(self) -> tuple[Coefficients, ...]:
         """The same for a whole backward."""
         return self.backward_moments or (self.backward_workspace_bytes or self.workspace_bytes,)
 
     @property
-    def half_most(self) -> tuple[Coefficients, ...]:
+    def half_peaks(self) -> tuple[Coefficients, ...]:
         """The same for either half of a split backward, and for all other passes."""
         every = (*self.forward_moments, *self.backward_moments, *self.weight_moments)
         return every or (self.workspace_bytes,)

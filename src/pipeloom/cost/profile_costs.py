@@ -159,7 +159,9 @@ class ProfileCosts:
         found = mix(layers)
         # Include mixtures without offloading, for batches where these are faster.
         rows = dict.fromkeys(
-            row for front in (found.front, found.free_front) for row in ranges(found, front, MOST_MIXTURES + 2)
+            row
+            for front in (found.front, found.front_without_offload)
+            for row in ranges(found, front, MOST_MIXTURES + 2)
         )
         mixed = (cast(tuple[Strategy, ...], found.layers(row)) for row in rows)
         return tuple(each for each in mixed if len(set(each)) > 1)
@@ -374,9 +376,9 @@ def _sum_layers(layers: Sequence[LayerFit]) -> _Sums:
 
     measured = [rows([getattr(f, name) for f in known]).sum(axis=0) for name in _SUMMED]
     plain = np.array([*base, given[0], unsaved[0], *measured])
-    forward = most((f.forward_most for f in known), inside - behind)
-    backward = most((f.backward_most for f in known), flowing - behind)
-    half = most((f.half_most for f in known), flowing)
+    forward = most((f.forward_peaks for f in known), inside - behind)
+    backward = most((f.backward_peaks for f in known), flowing - behind)
+    half = most((f.half_peaks for f in known), flowing)
     first = len(plain)
     starts = (first, first + len(forward), first + len(forward) + len(backward))
     return _Sums(np.vstack([plain, forward, backward, half]), starts)

@@ -265,7 +265,7 @@ def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, i
     )
 
 
-def forget_templates() -> None:
+def clear_template_cache() -> None:
     """Clear the cache of templates, to measure the time of tracing and evaluation."""
     _template.cache_clear()
 

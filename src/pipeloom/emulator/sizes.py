@@ -25,7 +25,7 @@ def shares_of_best(num_tokens: Sequence[int], seconds: Sequence[float]) -> tuple
     return tuple(r / best for r in rate)
 
 
-def smallest_enough(efficiency: Sequence[float], share: float = ENOUGH) -> int:
+def smallest_sufficient(efficiency: Sequence[float], share: float = ENOUGH) -> int:
     """Return the index of the first size with enough efficiency.
 
     Raises
@@ -55,5 +55,5 @@ def image_sizes(
         works = [Workload((median,) * n) for n in range(1, max(map(len, counts)) + 1)]
         seconds = [float(sum(stage.cost(work, ("F", "B")).duration_ps.values())) for work in works]
         efficiency = shares_of_best([work.num_tokens for work in works], seconds)
-        out[module.name] = 1 + smallest_enough(efficiency)
+        out[module.name] = 1 + smallest_sufficient(efficiency)
     return out

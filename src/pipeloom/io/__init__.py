@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pipeloom.io.files import check_writable, make_folder, read_text, write_bytes, write_text
 from pipeloom.io.instance import instance_document, instance_from_document, read_instance, write_instance
 from pipeloom.io.schedule import (
+    ScheduleFile,
     SearchRecord,
-    StatedSchedule,
     read_schedule,
     schedule_document,
     schedule_from_document,
@@ -40,8 +40,8 @@ __all__ = [
     "PackedBatch",
     "PackedBatches",
     "PackedMicrobatch",
+    "ScheduleFile",
     "SearchRecord",
-    "StatedSchedule",
     "check_writable",
     "instance_document",
     "instance_from_document",

@@ -19,7 +19,7 @@ from pipeloom.taskgraph import TaskGraph
 
 Loaded = (
     TaskGraph
-    | schedule.StatedSchedule
+    | schedule.ScheduleFile
     | Layout
     | LayerTable
     | Profile

@@ -110,7 +110,7 @@ def write_text(path: PathLike, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def keeps_company(path: PathLike) -> bool:
+def is_regular_target(path: PathLike) -> bool:
     """Return whether other files can be beside it: it is not a terminal, pipe or device."""
     return not _is_special(os.fspath(path))
 

@@ -54,7 +54,7 @@ _ALWAYS_WRITTEN: dict[type, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StatedSchedule:
+class ScheduleFile:
     """Contents of a schedule file. A field is None if the file does not have it.
 
     Times, bound and peaks are claims of the file. `pipeloom check` compares them with the values that follow from the
@@ -93,7 +93,7 @@ class StatedSchedule:
         return Timeline(self.start_ns, self.start_ns + chosen.duration_ns, peaks)
 
 
-def read_schedule(path: PathLike) -> StatedSchedule:
+def read_schedule(path: PathLike) -> ScheduleFile:
     """Read a schedule.
 
     Parameters
@@ -110,13 +110,13 @@ def read_schedule(path: PathLike) -> StatedSchedule:
     return schedule_from_document(read_document(path), printable(str(path)))
 
 
-def schedule_from_document(document: dict[str, Any], where: str = "schedule") -> StatedSchedule:
+def schedule_from_document(document: dict[str, Any], where: str = "schedule") -> ScheduleFile:
     """Build the schedule of a parsed document. Errors are those of `read_schedule`."""
     data = convert_format(document, _ScheduleFile, FORMAT, where)
     order = tuple(int_array(tasks) for tasks in data.order)
     candidate = None if data.candidate is None else int_array(data.candidate)
     bound_s = data.lower_bound_s
-    return StatedSchedule(
+    return ScheduleFile(
         schedule=Schedule(order, candidate, data.search.method if data.search else ""),
         instance=data.instance,
         start_ns=None if data.start_s is None else times_ns(data.start_s),

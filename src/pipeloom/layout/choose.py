@@ -26,7 +26,7 @@ from pipeloom.layout import (
     replicated,
     separate,
 )
-from pipeloom.layout.layouts import by_count, chunk_counts, dealt
+from pipeloom.layout.layouts import by_count, chunk_counts, with_encoder_dp
 from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
 from pipeloom.search import Deadline, Evaluations, OrderRule, SearchParams, StoppingRule, solve_assignable
 from pipeloom.search.params import DEFAULTS
@@ -34,12 +34,12 @@ from pipeloom.spec import Layout, ModelSpec
 from pipeloom.taskgraph import NS_PER_S, Assignable
 from pipeloom.timeline import assignable_bound
 
-CHAIN, _DEALT = "one chain", "; instances dealt"
+CHAIN, _ENCODER_DP = "one chain", "; instances dealt"
 TRIAL = Deadline(0.25, "cpu")
 """Search budget for each layout and iteration during the comparison."""
 FINAL = Deadline(1.0, "cpu")
 """Search budget to plan the best layouts again."""
-MOST_DEALT_CHAINS = 4
+MOST_ENCODER_DP_CHAINS = 4
 """Number of chains, those with the lowest bounds, that are tried with encoder data parallelism."""
 NEAR, MOST_NEAR = 1.05, 5
 """Factor of the best time within which layouts are planned again, and the maximum number of these layouts."""
@@ -85,7 +85,7 @@ class LayoutEvaluation:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class EncoderDp:
     """Encoder data parallelism over tensor ranks: the modules that may use it, and layer costs under it.
 
     Attributes
@@ -104,7 +104,7 @@ class Dealing:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class LayoutProblem:
     """The problem for which a layout is chosen: a model and a few sampled iterations.
 
     Attributes
@@ -128,11 +128,11 @@ class Sampled:
     typical: Mapping[str, Sequence[int]]
     graphs: Callable[[Layout], Sequence[Assignable]]
     after_s: Callable[[Layout], float]
-    dealing: Dealing | None = None
+    encoder_dp: EncoderDp | None = None
 
 
 def search_layouts(
-    sampled: Sampled,
+    sampled: LayoutProblem,
     *,
     trial: StoppingRule = TRIAL,
     final: StoppingRule | None = None,
@@ -188,7 +188,7 @@ def search_layouts(
 
     places = _improved(sampled, start, separated, rounds)
     # Encoder data parallelism first: where it helps, its times rule out most other layouts by their bounds.
-    encoder_dp = () if sampled.dealing is None else _encoder_dp_layouts(sampled, sampled.dealing, places, placed)
+    encoder_dp = () if sampled.encoder_dp is None else _encoder_dp_layouts(sampled, sampled.encoder_dp, places, placed)
     for name, layout in itertools.chain(encoder_dp, _other_layouts(sampled, places, start)):
         placed(name, layout)
     for draft in drafts:
@@ -201,7 +201,7 @@ def search_layouts(
 
 
 def _other_layouts(
-    sampled: Sampled, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+    sampled: LayoutProblem, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
 ) -> Iterator[tuple[str, Layout]]:
     """Yield chains of stages, layouts with replicated encoders, and layouts with equal numbers of layers."""
     model, num_ranks, load = sampled.model, sampled.num_ranks, sampled.load
@@ -226,8 +226,8 @@ def _chain_name(chunks_per_rank: int) -> str:
 
 
 def _encoder_dp_layouts(
-    sampled: Sampled,
-    dealing: Dealing,
+    sampled: LayoutProblem,
+    encoder_dp: EncoderDp,
     places: Mapping[str, ModulePlacement],
     placed: Callable[[str, Layout], LayoutEvaluation],
 ) -> Iterator[tuple[str, Layout]]:
@@ -235,31 +235,31 @@ def _encoder_dp_layouts(
 
     These are the chains of stages with the lowest bounds and a layout with replicated modules.
     """
-    model, num_ranks, names = sampled.model, sampled.num_ranks, dealing.names
+    model, num_ranks, names = sampled.model, sampled.num_ranks, encoder_dp.names
 
     def separated(places: Mapping[str, ModulePlacement]) -> LayoutEvaluation:
-        layout = dealt(even_layout(model, num_ranks, places, dealing.load), names)
-        return placed(f"{placement_name(places)}{_DEALT}", layout)
+        layout = with_encoder_dp(even_layout(model, num_ranks, places, encoder_dp.load), names)
+        return placed(f"{placement_name(places)}{_ENCODER_DP}", layout)
 
     separated(places)
-    rule = modality_placements(model, dealing.costs, num_ranks, sampled.typical)
+    rule = modality_placements(model, encoder_dp.costs, num_ranks, sampled.typical)
     found = _improved(sampled, rule, separated, 1)
 
     chains = []
     for v in chunk_counts(num_ranks, model.modules):
-        layout = dealt(chain_of_stages(model, num_ranks, v, dealing.load), names)
+        layout = with_encoder_dp(chain_of_stages(model, num_ranks, v, encoder_dp.load), names)
         # With an incumbent of 0 s, this computes only the bound.
         least = evaluate_layout(sampled, LayoutDraft("", layout), Evaluations(1), 0, incumbent_s=0.0)
         chains.append((least.bound_s, v, layout))
-    for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_DEALT_CHAINS]:
-        yield f"{_chain_name(v)}{_DEALT}", layout
+    for _, v, layout in sorted(chains, key=lambda each: each[:2])[:MOST_ENCODER_DP_CHAINS]:
+        yield f"{_chain_name(v)}{_ENCODER_DP}", layout
     if num_ranks > 1:
-        layout = dealt(replicated(even_layout(model, num_ranks, found, dealing.load), names), names)
-        yield f"{placement_name(found)}; {', '.join(names)} replicated{_DEALT}", layout
+        layout = with_encoder_dp(replicated(even_layout(model, num_ranks, found, encoder_dp.load), names), names)
+        yield f"{placement_name(found)}; {', '.join(names)} replicated{_ENCODER_DP}", layout
 
 
 def _improved(
-    sampled: Sampled,
+    sampled: LayoutProblem,
     start: Mapping[str, ModulePlacement],
     tried: Callable[[Mapping[str, ModulePlacement]], LayoutEvaluation],
     rounds: int,
@@ -301,7 +301,7 @@ def nearest(order: Sequence[LayoutEvaluation]) -> list[LayoutEvaluation]:
 
 
 def _nearest_again(
-    sampled: Sampled, order: Sequence[LayoutEvaluation], final: StoppingRule | None, seed: int
+    sampled: LayoutProblem, order: Sequence[LayoutEvaluation], final: StoppingRule | None, seed: int
 ) -> tuple[LayoutEvaluation, ...]:
     """Plan the best layouts again, if there is a budget for it."""
     if final is None:
@@ -320,7 +320,7 @@ def in_order(trials: Iterable[LayoutEvaluation]) -> list[LayoutEvaluation]:
 
 
 def rank_drafts(
-    sampled: Sampled,
+    sampled: LayoutProblem,
     drafts: Sequence[LayoutDraft],
     *,
     short: StoppingRule,
@@ -343,7 +343,7 @@ def rank_drafts(
 
 
 def evaluate_layout(
-    sampled: Sampled, draft: LayoutDraft, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
+    sampled: LayoutProblem, draft: LayoutDraft, trial: StoppingRule, seed: int, incumbent_s: float = float("inf")
 ) -> LayoutEvaluation:
     """Plan the sampled iterations under one layout.
 
@@ -380,7 +380,7 @@ def resized(layout: Layout, name: str, size: int) -> Layout:
 
 
 def _changes(
-    sampled: Sampled, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
+    sampled: LayoutProblem, name: str, places: Mapping[str, ModulePlacement], start: Mapping[str, ModulePlacement]
 ) -> Iterator[dict[str, ModulePlacement]]:
     """Yield placements with other segments or sizes of one module."""
     here, most = places[name], len(sampled.model.module(name).flat_layers) // sampled.num_ranks

@@ -205,7 +205,7 @@ def replicated(layout: Layout, names: Sequence[str]) -> Layout:
     return msgspec.structs.replace(layout, modules=modules, chunks=tuple(chunks))
 
 
-def dealt(layout: Layout, names: Collection[str]) -> Layout:
+def with_encoder_dp(layout: Layout, names: Collection[str]) -> Layout:
     """Return the layout with encoder data parallelism over tensor ranks for some modules."""
     modules = tuple(
         msgspec.structs.replace(m, on_tensor_ranks="dealt") if m.name in names else m for m in layout.modules

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 
 from pipeloom.cost import CostModel
-from pipeloom.emulator.sizes import ENOUGH, shares_of_best, smallest_enough
+from pipeloom.emulator.sizes import ENOUGH, shares_of_best, smallest_sufficient
 from pipeloom.errors import InputError
 from pipeloom.layout.layouts import LayerLoad, ModulePlacement, separate
 from pipeloom.spec import Chunk, Layout, ModelSpec, Sample, Workload
@@ -57,7 +57,7 @@ def sub_microbatch_size(
     sizes = tuple(range(1, len(lengths) + 1))
     seconds = [_seconds(costs, module, num_layers, Workload(tuple(lengths[:n]))) for n in sizes]
     efficiency = shares_of_best([sum(lengths[:n]) for n in sizes], seconds)
-    chosen = smallest_enough(efficiency, share)
+    chosen = smallest_sufficient(efficiency, share)
     return SizeChoice(sizes, efficiency, sizes[chosen], seconds[chosen])
 
 

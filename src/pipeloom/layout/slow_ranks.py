@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeloom.cost import slowness_of
-from pipeloom.cost.dealt import laid_out
+from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import LayoutDraft, LayoutEvaluation, evaluate_layout
 from pipeloom.layout.layouts import partition_chain, typical_seconds
@@ -31,7 +31,7 @@ _ROUNDS, _SHIFTS = 3, 6
 """Number of rounds in which a layer moves to a neighboring chunk, and number of best moves that are planned in each."""
 
 
-class Relaid(NamedTuple):
+class RelayoutResult(NamedTuple):
     """The current layout and the fastest layout found. They are equal if no other is faster."""
 
     before: LayoutEvaluation
@@ -51,7 +51,7 @@ def relaid(
     *,
     trial: StoppingRule = TRIAL,
     seed: int = 0,
-) -> Relaid:
+) -> RelayoutResult:
     """Search for a layout that is faster than the current one on the measured ranks.
 
     Parameters
@@ -100,7 +100,7 @@ def relaid(
             best = min(best, tried(made, best.seconds), key=_planned)
         if best is center:
             break
-    return Relaid(before, best)
+    return RelayoutResult(before, best)
 
 
 def _planned(found: LayoutEvaluation) -> float:
@@ -114,7 +114,7 @@ def layer_seconds(previews: Sequence[Preview], layout: Layout) -> dict[str, list
     for preview in previews:
         model, costs = preview.model, dataclasses.replace(preview.costs, slowness=())
         packed = [packed_batch(batch, model, layout, preview.costs, preview.packing) for batch in preview.batches]
-        seconds = typical_seconds(model, laid_out(costs, preview.over_tensor_ranks(layout)), packed)
+        seconds = typical_seconds(model, costs_under_layout(costs, preview.over_tensor_ranks(layout)), packed)
         for module in model.modules:
             here = [seconds[f"{module.name}/{layer.kind}"] for layer in module.flat_layers]
             before = found.get(module.name, [0.0] * len(here))

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeloom.cost import ProfileCosts
-from pipeloom.cost.dealt import DealtCosts, dealt_sum_s
+from pipeloom.cost.encoder_dp import EncoderDpCosts, encoder_dp_reduce_s
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import profiled_layers, single_rank, sub_microbatch_size
 from pipeloom.layout.arrangements import arrangements
 from pipeloom.layout.choose import (
-    Dealing,
+    EncoderDp,
     LayoutDraft,
     LayoutEvaluation,
-    Sampled,
+    LayoutProblem,
     closer_drafts,
     evaluate_layout,
     in_order,
@@ -116,7 +116,7 @@ class Preview:
         packed = (packed_batch(self._share(b), self.model, layout, self.costs, self.packing) for b in self.batches)
         return [iteration_graph(layout, each, self.costs, self.model.name, memory) for each in packed]
 
-    def sampled(self) -> Sampled:
+    def sampled(self) -> LayoutProblem:
         """Return the problem for which layouts are tried."""
         groups = [
             [packed.batch.samples[i] for i in microbatch.samples]
@@ -124,7 +124,7 @@ class Preview:
             for microbatch in packed.microbatches
         ]
         gradient_bytes = _gradient_bytes(self.model)
-        return Sampled(
+        return LayoutProblem(
             self.model,
             self.num_ranks,
             self.costs,
@@ -133,22 +133,24 @@ class Preview:
             self.graphs,
             lambda layout: (
                 ring_seconds(layout, gradient_bytes, self.costs)
-                + dealt_sum_s(self.over_tensor_ranks(layout), self.model, self.costs, _layer_bytes)
+                + encoder_dp_reduce_s(self.over_tensor_ranks(layout), self.model, self.costs, _layer_bytes)
             ),
-            self._dealing(),
+            self._encoder_dp(),
         )
 
     def over_tensor_ranks(self, layout: Layout) -> Layout:
         """Return the layout with the tensor-parallel ranks of the run."""
         return msgspec.structs.replace(layout, parallelism=Parallelism(self.num_tensor, layout.parallelism.data))
 
-    def _dealing(self) -> Dealing | None:
+    def _encoder_dp(self) -> EncoderDp | None:
         """Return encoder data parallelism, where each tensor rank has a share of the instances instead of all."""
         if self.num_tensor == 1 or not self.dealable:
             return None
         load, names = self.costs.profile.load, self.dealable
-        costs = DealtCosts(self.costs, frozenset(names), self.num_tensor)
-        return Dealing(names, costs, lambda name, layer: load(name, layer) / (self.num_tensor if name in names else 1))
+        costs = EncoderDpCosts(self.costs, frozenset(names), self.num_tensor)
+        return EncoderDp(
+            names, costs, lambda name, layer: load(name, layer) / (self.num_tensor if name in names else 1)
+        )
 
     def layers(self, *, offloading: bool = True) -> LayerTable:
         """Return the measured profile as a layer table for the mean microbatch. All modules form one chain."""
@@ -313,7 +315,7 @@ def arrange_training_layout(
     return tuple(in_order(order))
 
 
-def _in_parts(sampled: Sampled, best: LayoutEvaluation) -> Iterator[LayoutDraft]:
+def _in_parts(sampled: LayoutProblem, best: LayoutEvaluation) -> Iterator[LayoutDraft]:
     """Yield the best layout with sub-microbatches of the modules before the last."""
     for module in sampled.model.modules[:-1]:
         lengths = sampled.typical[module.name]

@@ -27,17 +27,16 @@ from pipeloom.packing.policies import (
     height_bound,
     least_microbatches,
 )
-from pipeloom.packing.replicas import Dealt, deal, deal_by_time
+from pipeloom.packing.replicas import ReplicaAssignment, assign_by_time, assign_to_replicas
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 
 if TYPE_CHECKING:
-    from pipeloom.packing.kernels import warm_up
+    from pipeloom.packing.kernels import compile_kernels
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "POLICIES",
-    "Dealt",
     "Loads",
     "Microbatch",
     "PackedReplica",
@@ -45,14 +44,16 @@ __all__ = [
     "PackingSpec",
     "Piece",
     "Policy",
+    "ReplicaAssignment",
     "SubMicrobatch",
     "assign_bins",
+    "assign_by_time",
+    "assign_to_replicas",
     "budget_tokens",
     "check_always_packs",
     "check_budget",
+    "compile_kernels",
     "cost_loads",
-    "deal",
-    "deal_by_time",
     "default_model",
     "group",
     "height_bound",
@@ -66,5 +67,4 @@ __all__ = [
     "reach",
     "split_oversized",
     "token_loads",
-    "warm_up",
 ]

@@ -114,7 +114,7 @@ def _doubled(choices: Sequence[int], i: int, way: int) -> int:
     return min(beyond) if way > 0 else max(beyond)
 
 
-def even_groups(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0) -> Groups:
+def even_microbatches(loads: Loads, spec: PackingSpec, number: int, iteration: int = 0) -> Groups:
     """Divide the samples into this many microbatches, or a few more if the token budget needs them.
 
     Balances the backbone's load and the total load quickly, since samples may be moved later. A policy that does not
@@ -136,7 +136,7 @@ def multiples(loads: Loads, spec: PackingSpec, unit: int | None = None) -> Itera
         yield group(loads, msgspec.structs.replace(spec, token_budget=size))
 
 
-def filled_groups(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
+def filled_microbatches(loads: Loads, spec: PackingSpec) -> Iterator[Groups]:
     """Yield packings with full microbatches and a light last one, which shortens warm-up and cool-down."""
     if not balances(spec.policy):
         return

@@ -456,7 +456,7 @@ def fill(
                         count[target] += instances[sample]
 
 
-def warm_up() -> None:
+def compile_kernels() -> None:
     """Compile the loops that the policies use, for their array types."""
     two = np.arange(2, dtype=np.int64)
     tokens, loads, bin_of = np.ones(2, np.int64), np.ones((1, 2)), np.zeros(2, np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.cost import CostModel
-from pipeloom.cost.dealt import DealtCosts, laid_out
+from pipeloom.cost.encoder_dp import EncoderDpCosts, costs_under_layout
 from pipeloom.errors import InputError
 from pipeloom.limits import MAX_TASKS
 from pipeloom.spec import Batch, Chunk, Layout, ModelSpec, ModuleSpec, Sample, Workload
@@ -133,7 +133,7 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
 
     Only the linear part matters for balance: every microbatch pays the constant part, whatever its size.
     """
-    costs, backbone = laid_out(costs, layout), np.zeros(len(batch.samples))
+    costs, backbone = costs_under_layout(costs, layout), np.zeros(len(batch.samples))
     encoder, instances, num_devices = np.zeros(len(batch.samples)), np.zeros(len(batch.samples), np.int64), 1
     for module in model.modules:
         lengths = [module.instance_lengths(sample) for sample in batch.samples]
@@ -144,7 +144,7 @@ def cost_loads(batch: Batch, model: ModelSpec, layout: Layout, costs: CostModel)
         if layout.module(module.name).on_ranks == "replicated":
             # Each rank holds the whole module, and a sample passes through one rank.
             chunks = chunks[:1]
-        devices = costs.num_ranks if isinstance(costs, DealtCosts) and module.name in costs.names else 1
+        devices = costs.num_ranks if isinstance(costs, EncoderDpCosts) and module.name in costs.names else 1
         if devices > 1:
             num_devices = devices
             instances += np.array([len(each) for each in lengths], np.int64)

@@ -12,7 +12,7 @@ from pipeloom.errors import InputError
 from pipeloom.packing.boundary import reach
 from pipeloom.packing.loads import Loads, budget_tokens, cost_loads, module_lengths, token_loads
 from pipeloom.packing.policies import PackingSpec, group, height_bound, reads_loads
-from pipeloom.packing.replicas import deal
+from pipeloom.packing.replicas import assign_to_replicas
 from pipeloom.packing.types import Microbatch, Packing, SubMicrobatch
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, TensorShape, Workload
 
@@ -221,7 +221,7 @@ def pack_replicas(
         return cost_loads(part, model, layout, costs)
 
     packed = []
-    for replica, members in enumerate(deal(loads_of(batch), num_replicas, spec.seed)):
+    for replica, members in enumerate(assign_to_replicas(loads_of(batch), num_replicas, spec.seed)):
         part = batch.part(members)
         loads = loads_of(part)
         packed.append(PackedReplica(replica, loads, pack(part, model, layout, spec, loads)))

@@ -33,7 +33,9 @@ _DRAWS = 64
 """Random exchanges that are drawn to find one with the wanted load."""
 
 
-def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0) -> tuple[Members, ...]:
+def assign_to_replicas(
+    loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: float = 1.0
+) -> tuple[Members, ...]:
     """Divide the samples of a global batch among replicas with even work.
 
     Every replica's ranks wait for the slowest replica's gradients, so the heaviest one determines the time. Two loads
@@ -70,7 +72,7 @@ def deal(loads: Loads, num_replicas: int, seed: int = 0, *, encoder_weight: floa
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class ReplicaAssignment:
     """An assignment of samples to replicas.
 
     Attributes
@@ -96,12 +98,12 @@ class Dealt:
         return tuple(replica_of[i] for i in range(len(replica_of)))
 
 
-def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 0) -> Dealt:
+def assign_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 0) -> ReplicaAssignment:
     """Divide the samples of a global batch among replicas so that the slowest is predicted to be as fast as possible.
 
-    Starts from the assignment by loads (`deal`). Then the slowest and the fastest replica exchange samples whose load
-    would roughly equalize their times; if that does not help, the slowest and the next fastest do. A share keeps its
-    other samples, so a replica with a long document gives away others.
+    Starts from the assignment by loads (`assign_to_replicas`). Then the slowest and the fastest replica exchange
+    samples whose load would roughly equalize their times; if that does not help, the slowest and the next fastest do. A
+    share keeps its other samples, so a replica with a long document gives away others.
 
     Parameters
     ----------
@@ -120,17 +122,17 @@ def deal_by_time(loads: Loads, num_replicas: int, predict: Predict, seed: int = 
     InputError
         If there are fewer samples than replicas.
     """
-    first = deal(loads, num_replicas, seed)
+    first = assign_to_replicas(loads, num_replicas, seed)
     predicted: list[float] = []
     for replica, members in enumerate(first):
         took = predict(members, replica) if num_replicas > 1 else None
         if took is None:
-            return Dealt(first)
+            return ReplicaAssignment(first)
         predicted.append(took)
     assignment = _Assignment(loads, list(first), predicted, np.random.default_rng(seed))
     while assignment.improve(predict):
         pass
-    return Dealt(tuple(assignment.members), tuple(assignment.predicted))
+    return ReplicaAssignment(tuple(assignment.members), tuple(assignment.predicted))
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Monotonic clock of the planner's host when the plan was ready."""
     peak_bytes: tuple[NumBytes, ...] = ()
     """Peak memory of each rank, workspace and messages included; empty without a memory limit."""
-    dealt: tuple[Number, ...] = ()
+    replica_of_sample: tuple[Number, ...] = ()
     """Replica of every sample of the next global batch; empty if it was not requested, or failed."""
 
     @property

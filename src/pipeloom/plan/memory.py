@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 from pipeloom.cost import CostModel, PassBytes
-from pipeloom.cost.dealt import laid_out
+from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.packing import Packing
 from pipeloom.plan.action import Action, ExecutionPlan, Verb
 from pipeloom.plan.routes import BoundaryTransfer, Routes, Unit, make_routes, target_word, transferred_workload
@@ -64,7 +64,7 @@ def peak_bytes(
     units = [Unit(*label[:3]) for label in graph.labels]
     sizes = zip(graph.activation_bytes.tolist(), graph.weight_gradient_bytes.tolist(), strict=True)
     held = dict(zip(units, sizes, strict=True))
-    costs = cast(PassCosts, laid_out(costs, layout))
+    costs = cast(PassCosts, costs_under_layout(costs, layout))
     problem = _Problem(layout, packing, costs, make_routes(layout, packing, units), held)
     static = graph.static_bytes.tolist()
     return tuple(

@@ -379,6 +379,6 @@ def collective_order(layout: Layout, rank: int) -> CollectiveOrder:
         if several:
             unshard.append(number)
         everywhere = module.on_ranks == "replicated" and layout.num_ranks > 1
-        if (several or everywhere or layout.deals(chunk.module)) and not module.frozen:
+        if (several or everywhere or layout.uses_encoder_dp(chunk.module)) and not module.frozen:
             reduce.append(number)
     return CollectiveOrder(tuple(unshard), tuple(reversed(reduce)))

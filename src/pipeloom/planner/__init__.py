@@ -2,13 +2,13 @@
 
 from pipeloom.planner.client import HostedStore, Planner
 from pipeloom.planner.messages import Request, Setup, answer_of, check_setup
-from pipeloom.planner.planning import Finishing, PlannedBatch, plan_batch
+from pipeloom.planner.planning import FinishingTime, PlannedBatch, plan_batch
 from pipeloom.planner.problem import Problem
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import Store, serve
 
 __all__ = [
-    "Finishing",
+    "FinishingTime",
     "HostedStore",
     "PlannedBatch",
     "Planner",

@@ -88,7 +88,7 @@ class Planner:
         self.process = PlannerProcess(store.address, store.secret)
         self.process.start()
         # The fallback needs compiled kernels too. The planner starts meanwhile.
-        self._problem.warm_up()
+        self._problem.compile_kernels()
         give_up = time.monotonic() + self.start_timeout_s
         while not self.ready and self.process.is_alive() and time.monotonic() < give_up:
             time.sleep(0.01)

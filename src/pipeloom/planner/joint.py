@@ -17,8 +17,8 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Loads, Packing, check_budget, cost_loads, group, packed_batch, packing_of
 from pipeloom.packing.choices import (
     Groups,
-    even_groups,
-    filled_groups,
+    even_microbatches,
+    filled_microbatches,
     multiples,
     numbers,
     sub_microbatch_variants,
@@ -30,13 +30,13 @@ from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
 from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
 from pipeloom.taskgraph import Assignable, TaskGraph
-from pipeloom.taskgraph.iteration import iteration_graph, room_bytes
+from pipeloom.taskgraph.iteration import headroom_bytes, iteration_graph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, assignable_bound, lower_bound, simulate, within_limits
 from pipeloom.tuning import TuningSpec, tune, tuned_plan
 
 
 @dataclass(frozen=True)
-class Decided:
+class PackingResult:
     """A packing with the best schedule found for it."""
 
     packing: Packing
@@ -54,7 +54,7 @@ class Decided:
         return self.timeline.makespan_ns
 
 
-def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> Decided:
+def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> PackingResult:
     """Pack a batch and search an order for it: by its packing policy, or both together if the policy is ``planned``.
 
     Raises
@@ -72,7 +72,7 @@ def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, meth
     return ordered(problem, packed, budget, seed, method)
 
 
-def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
+def tuned(problem: Problem, batch: Batch, seed: int) -> PackingResult:
     """Choose packing, 1F1B order and encoder pre-computation by PipeTune's recurrence, in milliseconds.
 
     Raises
@@ -81,13 +81,15 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> Decided:
         If not even the smallest microbatches fit into memory.
     """
     assert problem.pipeline is not None
-    pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).sparing(problem.spare_bytes)
+    pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).with_reserve(
+        problem.reserve_bytes
+    )
     result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
     plan = tuned_plan(pipeline, batch, result, problem.costs)
-    headroom = room_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
+    headroom = headroom_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
     graph = replace(plan.graph, capacity_bytes=headroom)
     timeline = simulate(graph, plan.schedule)
-    return Decided(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), result.evaluations)
+    return PackingResult(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), result.evaluations)
 
 
 def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
@@ -103,7 +105,7 @@ def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = 
     return min(bounds, key=lambda bound: bound.ns)
 
 
-def least_bound(problem: Problem, decided: Decided) -> LowerBound:
+def least_bound(problem: Problem, decided: PackingResult) -> LowerBound:
     """Return a lower bound on every schedule of every packing that was compared.
 
     If backwards may be split it builds a graph for each packing, so it is for reports, not for planning.
@@ -114,7 +116,7 @@ def least_bound(problem: Problem, decided: Decided) -> LowerBound:
 
 def ordered(
     problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
-) -> Decided:
+) -> PackingResult:
     """Search an order for one packing; ``unsplit`` is its graph with whole backwards, if it was built.
 
     If memory is limited, any split backward takes headroom from all tasks. Half of the budget therefore goes to plans
@@ -152,12 +154,14 @@ def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
 
 def _searched(
     problem: Problem, packed: Packing, assignable: Assignable, budget: StoppingRule, seed: int, method: str
-) -> Decided:
+) -> PackingResult:
     best = solve_assignable(
         assignable, budget=budget, seed=seed, method=method, threads=problem.threads, params=problem.search
     )
     found = best.solution
-    return Decided(packed, best.assignable.graph, found.schedule, found.timeline, found.lower_bound, found.evaluations)
+    return PackingResult(
+        packed, best.assignable.graph, found.schedule, found.timeline, found.lower_bound, found.evaluations
+    )
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class _Candidate:
     """A packing with its best static order."""
 
     groups: Groups
-    result: Decided
+    result: PackingResult
     unsplit: Assignable
     """Its graph with whole backwards."""
     expected_ns: float
@@ -191,7 +195,7 @@ class PackingComparison:
         self.problem, self.batch, self.meter, self.seed, self.method = problem, batch, meter, seed, method
         # Whole backwards and the fast choice of strategies suffice to compare packings. Only the best packings are
         # searched with split backwards and a thorough choice.
-        self.unsplit = replace(problem.whole_backwards(), search=problem.search.hasty())
+        self.unsplit = replace(problem.whole_backwards(), search=problem.search.fast())
         self.judged: list[_Candidate] = []
         self.bounds: list[tuple[Packing, LowerBound]] = []
         self.failure: InfeasibleError | None = None
@@ -256,7 +260,7 @@ class PackingComparison:
         self.meter.used += result.evaluations
         return self._record(groups, result, assignable, began_s)
 
-    def _record(self, groups: Groups, result: Decided, assignable: Assignable, began_s: float) -> float:
+    def _record(self, groups: Groups, result: PackingResult, assignable: Assignable, began_s: float) -> float:
         """Record a packing and return its expected time.
 
         Of two packings with equal static orders, the one with the lower bound is expected to improve more.
@@ -283,7 +287,7 @@ class PackingSearch:
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
         self.comparison = PackingComparison(problem, batch, self.meter, seed, method)
 
-    def decide(self) -> Decided:
+    def decide(self) -> PackingResult:
         """Judge packings, search the best few for a while, and the best of these for the rest of the budget."""
         self.comparison.judge_recurrence()
         self.try_numbers()
@@ -303,7 +307,7 @@ class PackingSearch:
         while count > 1 and not self._has_time(finalists[:count], begin):
             count -= 1
         if count > 1:
-            tried: list[Decided] = []
+            tried: list[PackingResult] = []
             for i, each in enumerate(finalists[:count], 1):
                 until = begin + (1 - begin) * self.params.finalists_share * i / count
                 tried.append(self._search(each, until))
@@ -345,13 +349,13 @@ class PackingSearch:
             )
 
     def _judge_number(self, number: int) -> float:
-        groups = even_groups(self.loads, self.packing, number, self.comparison.batch.iteration)
+        groups = even_microbatches(self.loads, self.packing, number, self.comparison.batch.iteration)
         return self.comparison.judge(groups)
 
     def _try_others(self) -> None:
         """Judge other kinds of packings: full microbatches with a light last one, and other sub-microbatches."""
         if self.tuning.micro_batch == "any":
-            for groups in filled_groups(self.loads, self.packing):
+            for groups in filled_microbatches(self.loads, self.packing):
                 if self._ends_with(0):
                     return
                 self.comparison.judge(groups)
@@ -382,7 +386,7 @@ class PackingSearch:
         each_s = seconds * (1 - begin) * self.params.finalists_share / len(finalists)
         return all(each_s >= self.params.searching * each.judging_s for each in finalists)
 
-    def _search(self, candidate: _Candidate, until: float) -> Decided:
+    def _search(self, candidate: _Candidate, until: float) -> PackingResult:
         """Search orders of a packing until this share of the budget is spent."""
         if self.meter.left(1, until) == 0 or self.meter.spent >= until:
             return candidate.result

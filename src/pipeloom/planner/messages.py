@@ -82,7 +82,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             backend=self.backend,
             search=self.search,
             threads=self.threads,
-            reckoned=MemoryLimit(host_bytes=self.cluster.host_capacity_bytes),
+            memory_model=MemoryLimit(host_bytes=self.cluster.host_capacity_bytes),
         )
 
 
@@ -148,7 +148,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Correction of each replica for that assignment, without links."""
 
 
-def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: tuple[int, ...] = ()) -> Answer:
+def answer_of(
+    planned: PlannedBatch, *, search_s: float, ready_ns: int, replica_of_sample: tuple[int, ...] = ()
+) -> Answer:
     """Reduce a planned batch to the answer that is sent."""
     graph, timeline = planned.resolved.graph, planned.resolved.timeline(planned.timeline)
     duration = timeline.end_ns - timeline.start_ns
@@ -173,7 +175,7 @@ def answer_of(planned: PlannedBatch, *, search_s: float, ready_ns: int, dealt: t
         method=planned.schedule.method,
         ready_ns=ready_ns,
         peak_bytes=planned.peak_bytes,
-        dealt=dealt,
+        replica_of_sample=replica_of_sample,
     )
 
 

@@ -24,7 +24,7 @@ _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
 
 
 @dataclass(slots=True)
-class Finishing:
+class FinishingTime:
     """Time of lowering and verifying, measured on the last plan; the next search ends that much earlier.
 
     Attributes
@@ -72,7 +72,7 @@ def plan_batch(
     budget: StoppingRule,
     seed: int,
     method: str = "default",
-    finishing: Finishing | None = None,
+    finishing: FinishingTime | None = None,
 ) -> PlannedBatch:
     """Pack a batch, search a schedule for it (or tune both together), lower it and verify it.
 
@@ -99,7 +99,7 @@ def plan_batch(
         If the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        return _plan_within_memory(problem, batch, budget, seed, method, finishing or Finishing())
+        return _plan_within_memory(problem, batch, budget, seed, method, finishing or FinishingTime())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
@@ -107,7 +107,7 @@ def plan_batch(
 
 
 def _plan_within_memory(
-    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
+    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: FinishingTime
 ) -> PlannedBatch:
     """Plan until the plan's memory, counted along its actions, fits.
 
@@ -119,7 +119,7 @@ def _plan_within_memory(
     failure: InfeasibleError | None = None
     for trial in range(_MOST_TRIALS):
         try:
-            planned = _plan_once(problem.sparing(reserve.tolist()), batch, budget, seed + trial, method, finishing)
+            planned = _plan_once(problem.with_reserve(reserve.tolist()), batch, budget, seed + trial, method, finishing)
         except InfeasibleError as error:
             if trial == 0:
                 raise
@@ -172,7 +172,7 @@ def proved_plan(
 
 
 def _plan_once(
-    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: Finishing
+    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: FinishingTime
 ) -> PlannedBatch:
     """Make one plan under the memory limit, and count its memory."""
     watch = Before(budget, finishing.task_s).start()

@@ -38,9 +38,9 @@ class Problem:
     """Parameters of the search for orders."""
     threads: int = 1
     """Search threads; 0: half of the cores."""
-    spare_bytes: tuple[int, ...] = ()
+    reserve_bytes: tuple[int, ...] = ()
     """Reserve of each rank that plans of this batch were found to need beyond the rule's."""
-    reckoned: MemoryLimit = _DEFAULT_MEMORY
+    memory_model: MemoryLimit = _DEFAULT_MEMORY
     """Memory model: the reserve for messages and the usable host memory."""
 
     def __post_init__(self) -> None:
@@ -62,11 +62,11 @@ class Problem:
     @property
     def memory(self) -> MemoryLimit:
         """The memory limit and reserve of every rank."""
-        return replace(self.reckoned, capacity_bytes=self.capacity_bytes, spare_bytes=self.spare_bytes)
+        return replace(self.memory_model, capacity_bytes=self.capacity_bytes, reserve_bytes=self.reserve_bytes)
 
-    def sparing(self, more: Sequence[int]) -> Problem:
+    def with_reserve(self, more: Sequence[int]) -> Problem:
         """Return the same problem with a larger reserve on every rank."""
-        return replace(self, spare_bytes=self.memory.sparing(more).spare_bytes)
+        return replace(self, reserve_bytes=self.memory.with_reserve(more).reserve_bytes)
 
     @property
     def plans_packing(self) -> bool:
@@ -86,11 +86,11 @@ class Problem:
         """Return the same problem with costs corrected by measurements."""
         return replace(self, costs=self.costs.corrected(correction))
 
-    def warm_up(self) -> None:
+    def compile_kernels(self) -> None:
         """Compile the kernels for planning; later runs load the compiled ones."""
-        packing.warm_up()
-        search.warm_up()
+        packing.compile_kernels()
+        search.compile_kernels()
         if any(module.on_ranks == "replicated" for module in self.layout.modules):
-            search.warm_up_assignment()
+            search.compile_assignment_kernels()
         if self.pipeline is not None:
-            tuning.warm_up()
+            tuning.compile_kernels()

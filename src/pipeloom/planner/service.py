@@ -15,10 +15,10 @@ from typing import Protocol
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
-from pipeloom.planner.dealing import deal_planned
 from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
-from pipeloom.planner.planning import Finishing, plan_batch
+from pipeloom.planner.planning import FinishingTime, plan_batch
 from pipeloom.planner.problem import Problem
+from pipeloom.planner.replicas import assign_planned
 from pipeloom.search import Deadline
 
 READY, STOP, SETUP, LATEST = "ready", "stop", "setup", "latest"
@@ -71,12 +71,12 @@ def serve(store: Store) -> int:
             time.sleep(_POLL_S)
     setup = decode(Setup, data)
     problem = setup.problem()
-    problem.warm_up()
+    problem.compile_kernels()
     # The objects so far live until the end: exclude them from garbage collection while plans are made.
     gc.collect()
     gc.freeze()
     store.put(READY, b"1")
-    answered, num_plans, finishing = b"", 0, Finishing()
+    answered, num_plans, finishing = b"", 0, FinishingTime()
     while store.peek(STOP) is None:
         latest = store.peek(LATEST)
         data = None if latest is None or latest == answered else store.take(request_key(int(latest)))
@@ -102,7 +102,7 @@ def _reject(store: Store, iteration: int, reason: str) -> None:
     store.put(answer_key(iteration), b"")
 
 
-def answer_request(problem: Problem, setup: Setup, request: Request, finishing: Finishing | None = None) -> Answer:
+def answer_request(problem: Problem, setup: Setup, request: Request, finishing: FinishingTime | None = None) -> Answer:
     """Plan one batch, and assign the batch after it to replicas if requested; ``finishing`` as in `plan_batch`.
 
     The same request gives the same plan, except that the clock may end the search earlier or later.
@@ -114,7 +114,7 @@ def answer_request(problem: Problem, setup: Setup, request: Request, finishing: 
         # Errors of that batch are reported when it is planned itself. Until then, loads assign it.
         part = setup.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            assignment = deal_planned(
+            assignment = assign_planned(
                 corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
             )
             assigned = assignment.replicas if assignment.predicted else ()
@@ -124,4 +124,6 @@ def answer_request(problem: Problem, setup: Setup, request: Request, finishing: 
     planned = plan_batch(
         corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, finishing=finishing
     )
-    return answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), dealt=assigned)
+    return answer_of(
+        planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), replica_of_sample=assigned
+    )

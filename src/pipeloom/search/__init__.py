@@ -1,13 +1,13 @@
 """Search: the best schedule within a budget, and its distance from the optimum."""
 
-from pipeloom.search.assignment import Assigned, solve_assignable, warm_up_assignment
+from pipeloom.search.assignment import Assigned, compile_assignment_kernels, solve_assignable
 from pipeloom.search.candidates import LayerOption, pair_candidates
 from pipeloom.search.methods import METHODS, Exact, ExactSolver, Method, find_method
 from pipeloom.search.params import SearchParams
 from pipeloom.search.plain import first_in_first_out
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.rule import ChunkRule, OrderRule
-from pipeloom.search.solve import solve, warm_up
+from pipeloom.search.solve import compile_kernels, solve
 from pipeloom.search.static_orders import (
     check_group_size,
     gpipe,
@@ -42,6 +42,8 @@ __all__ = [
     "Strategies",
     "check_group_size",
     "choose_strategies",
+    "compile_assignment_kernels",
+    "compile_kernels",
     "find_method",
     "first_in_first_out",
     "gpipe",
@@ -53,6 +55,4 @@ __all__ = [
     "solve",
     "solve_assignable",
     "uniform_settings",
-    "warm_up",
-    "warm_up_assignment",
 ]

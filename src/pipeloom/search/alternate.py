@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
+from pipeloom.search.components import Walks, make_walks
 from pipeloom.search.context import Context
-from pipeloom.search.jobs import Walks, make_walks
 from pipeloom.search.kernels import codes
 from pipeloom.search.lists import choice_of
 from pipeloom.search.local import portfolio
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.restricted import Restricted
 from pipeloom.search.splitting import by_lateness, restrict, split_counts, splittable
 from pipeloom.search.state import Run, Search
@@ -100,7 +100,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
             break
         if lateness is not None:
             restricted = restrict(graph, can & (lateness < count))
-        smallest = np.array(leanest(restricted.graph), np.int64)
+        smallest = np.array(minimum_memory(restricted.graph), np.int64)
         try:
             search = Search(restricted.graph.with_candidates(smallest), context)
         except InfeasibleError:
@@ -153,7 +153,7 @@ class _Turns:
         self.graph, self.context, self.stretch = graph, context, stretch
         self.walks: Walks | None = None if graph.capacity_bytes is None else make_walks(graph)
         self.chooser = PacedChooser(graph, context.meter, context.params.strategies)
-        self.smallest: IntArray = np.array(leanest(graph), np.int64)
+        self.smallest: IntArray = np.array(minimum_memory(graph), np.int64)
         self.best = _Incumbent(graph)
 
     def begin(self) -> _Plan:

@@ -87,7 +87,7 @@ def solve_assignable(
         As `solve`.
     """
     if assignable.free.any():
-        warm_up_assignment()
+        compile_assignment_kernels()
     meter, steps = Meter(budget.start().before(assignable.graph.num_tasks)), params.assignment
     few = meter.watch.evaluations is not None and meter.watch.evaluations < steps.least_evaluations
     searches = find_method(method).assigns
@@ -257,7 +257,7 @@ class _Annealing:
 
 
 @cache
-def warm_up_assignment() -> None:
+def compile_assignment_kernels() -> None:
     """Compile the annealing kernel, or load it from the cache."""
     graph = small_pipeline(num_ranks=2, num_microbatches=2)
     homes = tuple((0, 1) for _ in graph.module_names)
@@ -290,7 +290,7 @@ def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Assi
     place = np.empty(graph.num_tasks, np.int64)
     place[listed] = np.arange(graph.num_tasks)
     never = np.iinfo(np.int64).max // 4
-    capacity = np.full(graph.num_ranks, never) if graph.room_bytes is None else graph.room_bytes
+    capacity = np.full(graph.num_ranks, never) if graph.headroom_bytes is None else graph.headroom_bytes
     duration = assignable.durations_ns(schedule.candidate)
     _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()

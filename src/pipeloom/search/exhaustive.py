@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, NothingFoundError
-from pipeloom.search.jobs import NO_LIMIT, refuse_large_pairs
+from pipeloom.search.components import NO_LIMIT, refuse_large_pairs
 from pipeloom.search.restricted import MOST_WAYS, ways_to_stage
 from pipeloom.taskgraph import FORWARD, INPUT_GRADIENT, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule
@@ -94,7 +94,7 @@ class _Exhaustive:
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
         self.rank, self.kind, self.pair = graph.rank.tolist(), graph.kind.tolist(), graph.pair.tolist()
-        limits = graph.room_bytes, graph.host_capacity_bytes
+        limits = graph.headroom_bytes, graph.host_capacity_bytes
         self.capacity = [
             int(most) for limit in limits for most in (np.full(graph.num_ranks, NO_LIMIT) if limit is None else limit)
         ]

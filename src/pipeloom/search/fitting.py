@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.search.jobs import NO_LIMIT, label_components
+from pipeloom.search.components import NO_LIMIT, label_components
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.restricted import Restricted, keeping, ways_to_stage
 from pipeloom.taskgraph import FORWARD, NO_TASK, IntArray, TaskGraph
@@ -57,7 +57,7 @@ def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.cand
     None if no candidates were found in ``states`` states of a component, which proves nothing.
     """
     found = fitting_schedule(graph, states)
-    return None if found is None else no_leaner(graph, found)
+    return None if found is None else no_less_memory(graph, found)
 
 
 def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> Schedule | None:
@@ -67,7 +67,7 @@ def fitting_schedule(graph: TaskGraph, states: int = DEFAULTS.feasibility.candid
     ``states`` limits the search for each component. None does not prove that no schedule fits.
     """
     assert graph.candidates is not None
-    free = (*_limits(graph, graph.room_bytes), *_limits(graph, graph.host_capacity_bytes))
+    free = (*_limits(graph, graph.headroom_bytes), *_limits(graph, graph.host_capacity_bytes))
     choice, sequence = np.zeros(graph.num_pairs, np.int64), []
     component_of_task, fits = label_components(graph), usable(graph, pair_options(graph)).tolist()
     for component in range(int(component_of_task.max()) + 1):
@@ -88,13 +88,13 @@ def fitting_ways(
     """Yield schedules that fit, each with the candidates that need no less memory under its staging."""
     for way in ways_to_stage(graph):
         if (found := fitting_schedule(way.graph, states)) is not None:
-            rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_leaner(way.graph, found))]
+            rows = [tuple(way.kept[pair][i] for i in row) for pair, row in enumerate(no_less_memory(way.graph, found))]
             narrowed = keeping(graph, rows)
             staged = replace(narrowed.graph, capacity_bytes=way.graph.capacity_bytes, staging_bytes=None)
             yield replace(narrowed, graph=staged), way.schedule(found)
 
 
-def no_leaner(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
+def no_less_memory(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
     """Return for every pair the schedule's candidate, and then the candidates that take no less of anything."""
     assert graph.candidates is not None
     assert schedule.candidate is not None

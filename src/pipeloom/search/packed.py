@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.search.jobs import Components, Walks, find_components, memory_demand
+from pipeloom.search.components import Components, Walks, find_components, memory_demand
 from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.records import pack

@@ -349,7 +349,7 @@ class SearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rules: tuple[OrderRule, ...] = ()
     """Priority rules found with the layout. Their schedules are additional starts."""
 
-    def hasty(self) -> SearchParams:
+    def fast(self) -> SearchParams:
         """Return a copy that chooses strategies with few rounds, to compare many graphs."""
         rounds = self.strategies.rollout_rounds
         strategies = msgspec.structs.replace(self.strategies, rounds=rounds, large_rounds=rounds)

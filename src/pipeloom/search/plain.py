@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import InfeasibleError, NothingFoundError, PlanError
+from pipeloom.search.components import Components, find_components, memory_demand, memory_matters
 from pipeloom.search.exhaustive import schedule_of_last_resort
 from pipeloom.search.fitting import fitting_ways
-from pipeloom.search.jobs import Components, find_components, memory_demand, memory_matters
 from pipeloom.taskgraph import FORWARD, NO_TASK, WEIGHT_GRADIENT, TaskGraph
 from pipeloom.timeline import Schedule, check
 from pipeloom.timeline.options import off_host, pair_options
@@ -39,7 +39,7 @@ def first_in_first_out(graph: TaskGraph) -> Schedule:
     """
     choices: list[npt.ArrayLike | None] = [None]
     if graph.candidates is not None:
-        choices = [[0] * graph.num_pairs, leanest(graph)]
+        choices = [[0] * graph.num_pairs, minimum_memory(graph)]
     failure: InfeasibleError | None = None
     for choice in choices:
         try:
@@ -76,7 +76,7 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
     return schedule
 
 
-def leanest(graph: TaskGraph) -> list[int]:
+def minimum_memory(graph: TaskGraph) -> list[int]:
     """Return the minimum-memory candidate of every pair, the faster one if two are equal.
 
     Only candidates that alone keep to the limits of device and host count, and where offloading is limited, those

@@ -21,7 +21,7 @@ from pipeloom.search.lists import priorities_of_sequence
 from pipeloom.search.local import local_search, portfolio
 from pipeloom.search.methods import Method, find_method
 from pipeloom.search.params import DEFAULTS, SearchParams
-from pipeloom.search.plain import first_in_first_out, leanest
+from pipeloom.search.plain import first_in_first_out, minimum_memory
 from pipeloom.search.restricted import Restricted
 from pipeloom.search.result import Progress, Solution
 from pipeloom.search.state import Search
@@ -154,11 +154,11 @@ def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
     if graph.candidates is None:
         return Search(graph, context)
     start = None if method.start is None else method.start(graph)
-    chosen = graph.with_candidates(leanest(graph) if start is None else start.candidate)
+    chosen = graph.with_candidates(minimum_memory(graph) if start is None else start.candidate)
     return Search(chosen, context, chosen_for=graph)
 
 
-def warm_up(method: str = "default", graph: TaskGraph | None = None) -> None:
+def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> None:
     """Compile the kernels of a method (once after installing; later calls load them from the cache).
 
     Parameters

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.search.components import Walks, memory_matters
 from pipeloom.search.context import Context
-from pipeloom.search.jobs import Walks, memory_matters
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.blocks import make_blocks, measure
 from pipeloom.search.kernels.by_rank import Ranks, make_ranks

@@ -16,7 +16,7 @@ from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.strategies import choose_all, choose_rank
 from pipeloom.search.kernels.tables import Ascent, Tables, Workspace
 from pipeloom.search.params import DEFAULTS, StrategyParams
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.stopping import Meter
 from pipeloom.taskgraph import NO_TASK, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, check
@@ -211,8 +211,8 @@ def make_tables(graph: TaskGraph) -> Tables:
     time, activation = parts.sum(axis=2), np.ascontiguousarray(options.activation_bytes[pair])
     capacity, staging = np.full(graph.num_ranks, 1 << 60, np.int64), np.zeros(graph.num_ranks, np.int64)
     stays, staying = np.zeros(graph.num_ranks, np.bool_), np.zeros((0, time.shape[1]), np.int64)
-    if graph.most_room_bytes is not None:
-        capacity = graph.most_room_bytes
+    if graph.most_headroom_bytes is not None:
+        capacity = graph.most_headroom_bytes
         if graph.staging_bytes is not None:
             staging = graph.staging_bytes
             tied = np.bincount(home, weights=(options.host_bytes > 0).all(axis=1), minlength=graph.num_ranks)
@@ -230,7 +230,7 @@ def make_tables(graph: TaskGraph) -> Tables:
         activation=activation,
         gradient=gradient,
         parts=parts,
-        lean=np.array(leanest(graph), np.int64)[pair],
+        lean=np.array(minimum_memory(graph), np.int64)[pair],
         tasks=tasks,
         capacity=capacity,
         host=host,

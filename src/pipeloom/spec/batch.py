@@ -111,7 +111,9 @@ class Workload(msgspec.Struct, frozen=True):
 
     def largest_share(self, num_ranks: int) -> Workload:
         """Return the largest share of a tensor-parallel rank, if instances are divided among ``num_ranks`` ranks."""
-        shares = (Workload(self.lengths[first : first + count]) for first, count in dealt(self.lengths, num_ranks))
+        shares = (
+            Workload(self.lengths[first : first + count]) for first, count in split_instances(self.lengths, num_ranks)
+        )
         most = max(shares, key=lambda share: (share.num_tokens, share.num_token_pairs))
         total = max(self.num_tokens, 1)
         # Its part of the inputs from other modules is its part of the tokens.
@@ -119,7 +121,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(most, given=given)
 
 
-def dealt(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
+def split_instances(lengths: Sequence[int], num_ranks: int) -> tuple[tuple[int, int], ...]:
     """Divide instances among tensor-parallel ranks in order, with the fewest tokens on the fullest rank.
 
     Costs, memory and the runtime all use this function, so the plan matches the run.

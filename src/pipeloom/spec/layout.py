@@ -19,7 +19,7 @@ MOST_RANKS = MAX_RANKS
 """Largest number of pipeline ranks."""
 
 
-def check_dealt(where: str, *, is_last: bool, streams: bool) -> None:
+def check_encoder_dp(where: str, *, is_last: bool, streams: bool) -> None:
     """Raise `InputError` if a module cannot use encoder data parallelism: it ends in the loss, or has streams."""
     if is_last:
         raise InputError(where, "is 'dealt', and its output goes into the loss", "leave it 'divided'")
@@ -133,18 +133,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `InputError` if a module does not support encoder data parallelism."""
         for module in self.modules:
             if module.on_tensor_ranks == "dealt":
-                check_dealt(
+                check_encoder_dp(
                     f"module {module.name!r}.on_tensor_ranks",
                     is_last=module is self.modules[-1],
                     streams=bool(module.emits or module.takes),
                 )
 
     @property
-    def dealt(self) -> frozenset[str]:
-        """Names of the modules with encoder data parallelism over tensor ranks (`dealt`)."""
+    def encoder_dp_modules(self) -> frozenset[str]:
+        """Names of the modules with encoder data parallelism over tensor ranks (value ``dealt`` in files)."""
         return frozenset(module.name for module in self.modules if module.on_tensor_ranks == "dealt")
 
-    def deals(self, module: str) -> bool:
+    def uses_encoder_dp(self, module: str) -> bool:
         """Return whether instances of a module are divided among several tensor-parallel ranks."""
         return self.parallelism.tensor > 1 and self.module(module).on_tensor_ranks == "dealt"
 

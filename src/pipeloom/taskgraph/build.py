@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.cost import CostModel, rank_static_bytes, slowness_of
-from pipeloom.cost.dealt import laid_out
+from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.limits import MAX_TASKS
 from pipeloom.packing import Packing, SubMicrobatch, pieces
 from pipeloom.spec import Layout, StreamEnd, Workload
@@ -62,7 +62,7 @@ def build_graph(
         Sub-microbatches do not match at a module boundary, or times or sizes are too large to be summed.
     """
     held = _HeldOutputs(hold_outputs, hold_outputs or _holds_streams(layout, capacity_bytes))
-    builder = _Builder(layout, packing, ChunkCosts(layout, laid_out(costs, layout), backward), held)
+    builder = _Builder(layout, packing, ChunkCosts(layout, costs_under_layout(costs, layout), backward), held)
     return builder.build(name, capacity_bytes)
 
 
@@ -76,7 +76,7 @@ def build_assignable(
     backward: BackwardForm = "whole",
 ) -> Assignable:
     """Make the graph of `build_graph` with the data that another assignment of replicated modules needs."""
-    chunk_costs = ChunkCosts(layout, laid_out(costs, layout), backward)
+    chunk_costs = ChunkCosts(layout, costs_under_layout(costs, layout), backward)
     builder = _Builder(layout, packing, chunk_costs, _HeldOutputs(False, _holds_streams(layout, capacity_bytes)))
     graph = builder.build(name, capacity_bytes)
     homes = tuple(

@@ -141,14 +141,14 @@ class TaskGraph:
         return int(self.segment.max()) + 1
 
     @property
-    def most_room_bytes(self) -> IntArray | None:
+    def most_headroom_bytes(self) -> IntArray | None:
         """Capacity less static bytes on ranks that stage nothing, shape (num_ranks,); None: no limit."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.static_bytes
 
     @property
-    def room_bytes(self) -> IntArray | None:
+    def headroom_bytes(self) -> IntArray | None:
         """Capacity less static bytes under every choice of candidates, shape (num_ranks,); None: no limit."""
-        free_bytes = self.most_room_bytes
+        free_bytes = self.most_headroom_bytes
         if free_bytes is None or self.staging_bytes is None or self.candidates is None:
             return free_bytes
         return free_bytes - self.staging_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeloom.cost import CostModel
-from pipeloom.cost.dealt import laid_out
+from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
 from pipeloom.spec import Layout
@@ -42,12 +42,12 @@ class MemoryLimit:
     num_messages: int = 4
     even: bool = False
     host_bytes: int | None = None
-    spare_bytes: tuple[int, ...] = ()
+    reserve_bytes: tuple[int, ...] = ()
 
-    def sparing(self, more: Sequence[int]) -> MemoryLimit:
+    def with_reserve(self, more: Sequence[int]) -> MemoryLimit:
         """Return the same with a larger reserve: ``more`` bytes per rank."""
-        reserve = self.spare_bytes or (0,) * len(more)
-        return replace(self, spare_bytes=tuple(a + b for a, b in zip(reserve, more, strict=True)))
+        reserve = self.reserve_bytes or (0,) * len(more)
+        return replace(self, reserve_bytes=tuple(a + b for a, b in zip(reserve, more, strict=True)))
 
 
 def iteration_graph(
@@ -94,7 +94,7 @@ def iteration_graph(
     return assignable.within(capacity, host, staged if staged.any() else None)
 
 
-def room_bytes(
+def headroom_bytes(
     graph: TaskGraph, layout: Layout, packed: Packing, costs: CostModel, memory: MemoryLimit
 ) -> IntArray | None:
     """Return the bytes of each rank for static memory and pairs if no pair offloads; None: no limit.
@@ -111,7 +111,7 @@ def room_bytes(
 
 def _capacity_bytes(graph: TaskGraph, work: IntArray, memory: MemoryLimit) -> IntArray:
     assert memory.capacity_bytes is not None
-    left: IntArray = memory.capacity_bytes - work - np.array(memory.spare_bytes or 0, np.int64)
+    left: IntArray = memory.capacity_bytes - work - np.array(memory.reserve_bytes or 0, np.int64)
     if (graph.static_bytes > left).any():
         rank = int((graph.static_bytes - left).argmax())
         capacity = memory.capacity_bytes
@@ -136,7 +136,7 @@ def workspace_bytes(layout: Layout, packed: Packing, costs: CostModel, num_messa
 
     The shape is (2, num_ranks). Row 0 is under strategies without offloading; row 1 adds what offloading stages.
     """
-    most, costs = np.zeros((2, layout.num_ranks), np.int64), laid_out(costs, layout)
+    most, costs = np.zeros((2, layout.num_ranks), np.int64), costs_under_layout(costs, layout)
     for column, module in enumerate(layout.modules):
         parts = {part.workload for microbatch in packed.microbatches for part in microbatch.parts[column]}
         if not parts:

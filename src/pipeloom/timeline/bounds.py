@@ -90,7 +90,7 @@ def _memory_cases(graph: TaskGraph, options: Options, duration: IntArray) -> lis
     In any schedule, the pairs of a rank either hold nothing on the host, or the rank's memory is reduced by staging. So
     the smaller bound of the two cases holds.
     """
-    free_bytes = graph.most_room_bytes
+    free_bytes = graph.most_headroom_bytes
     if free_bytes is None:
         return []
     each = [(options, free_bytes)]

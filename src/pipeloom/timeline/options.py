@@ -74,8 +74,8 @@ def fits_alone(graph: TaskGraph, options: Options) -> BoolArray:
     """
     home = graph.rank[graph.forward_of]
     fits: BoolArray = np.ones(options.host_bytes.shape, np.bool_)
-    if graph.most_room_bytes is not None:
-        free_bytes = graph.most_room_bytes[home][:, None]
+    if graph.most_headroom_bytes is not None:
+        free_bytes = graph.most_headroom_bytes[home][:, None]
         if graph.staging_bytes is not None:
             free_bytes = free_bytes - np.where(options.host_bytes > 0, graph.staging_bytes[home][:, None], 0)
         fits &= least_held(graph, options) <= free_bytes
@@ -110,7 +110,7 @@ def without_host_bytes(options: Options) -> Options:
 
 def without_oversized(graph: TaskGraph, options: Options) -> Options:
     """Return the same with candidates that do not fit alone replaced by one that does, if the pair has one."""
-    if graph.most_room_bytes is None and graph.host_capacity_bytes is None:
+    if graph.most_headroom_bytes is None and graph.host_capacity_bytes is None:
         return options
     return options.only(first_of(fits_alone(graph, options)))
 

@@ -17,7 +17,7 @@ from pipeloom.planner import Setup
 from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import CorruptSampleError
-from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, idle_modules, made_up
+from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, example_samples, idle_modules
 from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
 from pipeloom.training.config import TrainConfig
@@ -58,12 +58,12 @@ class FirstBatches:
     @cached_property
     def shaped(self) -> Model:
         """The model with all shapes; undeclared shapes are found by running these batches."""
-        if not self.model.unstated:
+        if not self.model.undeclared:
             return self.model
         samples = [sample for batch in self.samples for sample in batch]
         sizes = [sample for batch in self.metadata for sample in batch.samples]
         for name in self.idle:
-            more = made_up(self.model, name)
+            more = example_samples(self.model, name)
             if more is not None:
                 samples, sizes = [*samples, *more[0]], [*sizes, *more[1].samples]
         return find_shapes(self.model, samples, sizes, autocast=AUTOCAST[self.job.config.runtime.autocast])

@@ -17,10 +17,10 @@ from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
-from pipeloom.runtime.launch.coordination import first_says
+from pipeloom.runtime.launch.coordination import broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
-from pipeloom.runtime.train.evaluate import Evaluated, random_kept
+from pipeloom.runtime.train.evaluate import Evaluated, preserve_random_state
 from pipeloom.training.callbacks import Callbacks, TensorBoardLog
 from pipeloom.training.config import UNTIL_THE_END
 from pipeloom.training.display import display_heartbeat
@@ -172,7 +172,7 @@ class _Evaluator:
         self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
         self._last = 0
         if self.config is not None:
-            self._last = first_says(0 if handler is None else handler.recorder.last_evaluated)
+            self._last = broadcast_int(0 if handler is None else handler.recorder.last_evaluated)
             self._plan = partial(plan_forwards, forward_problem(setup))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
@@ -181,7 +181,7 @@ class _Evaluator:
         if config is None or done == self._last or (done % config.every and not is_last):
             return
         self._last = done
-        with random_kept(group_device()):
+        with preserve_random_state(group_device()):
             batches = self.job.task.evaluation_batches(self.job.config.data, config.data)
         averaged = config.weights == "ema"
         found = self.trainer.evaluate(batches, self._plan, done, most=config.batches, averaged=averaged)

@@ -15,11 +15,11 @@ from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
 from pipeloom.io import rule_path, write_layout, write_rule, write_text
-from pipeloom.layout.slow_ranks import Relaid, layers_in_words, relaid
+from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words, relaid
 from pipeloom.layout.training import Preview
 from pipeloom.planner import Setup
 from pipeloom.runtime import StepReport
-from pipeloom.runtime.launch.coordination import Patience, broadcast_bytes, first_says
+from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_bytes, broadcast_int
 from pipeloom.search import OrderRule
 from pipeloom.spec import Batch, Layout
 from pipeloom.training.job import Job
@@ -177,8 +177,8 @@ class Relayout:
         if not self._may_change:
             return False
         slowness = self._new_slowness() if self._is_first else None
-        if first_says(int(slowness is not None)):
-            patience = Patience()
+        if broadcast_int(int(slowness is not None)):
+            patience = LongBarrier()
             change = None if slowness is None else self._evaluate(slowness, iteration)
             self.changed = bool(patience.hear("waiting for rank 0 to plan other layouts", int(change is not None)))
         if self.changed:
@@ -231,7 +231,7 @@ class Relayout:
         return change
 
 
-def why_not(found: Relaid, left: int, start_s: float) -> str:
+def why_not(found: RelayoutResult, left: int, start_s: float) -> str:
     """Return why a layout is not changed; empty if it is to be changed."""
     if found.gain < _LEAST_GAIN:
         return f"less than {_LEAST_GAIN:.0%} shorter"
@@ -241,7 +241,7 @@ def why_not(found: Relaid, left: int, start_s: float) -> str:
     return ""
 
 
-def _figures(found: Relaid) -> str:
+def _figures(found: RelayoutResult) -> str:
     figures = f"an iteration is planned to take {found.before.seconds:.3g} s ({layers_in_words(found.before.layout)})"
     if found.best.layout == found.before.layout:
         return f"{figures}, and no layout is faster"

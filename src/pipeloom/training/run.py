@@ -24,12 +24,12 @@ from pipeloom.plan import backend_of
 from pipeloom.planner import Setup
 from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
-from pipeloom.runtime.launch.coordination import Patience, first_says
+from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
 from pipeloom.runtime.launch.host_links import find_hosts, measure_links
 from pipeloom.runtime.launch.processes import Joined, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
-from pipeloom.spec.layout import check_dealt
+from pipeloom.spec.layout import check_encoder_dp
 from pipeloom.training.callbacks import check_tensorboard
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
@@ -218,7 +218,7 @@ class TrainingRun(Job):
             if place.on_tensor_ranks != "dealt" or name not in {module.name for module in model.modules}:
                 continue
             module = model.module(name)
-            check_dealt(
+            check_encoder_dp(
                 f"layout.modules.{name}.on_tensor_ranks",
                 is_last=module is model.modules[-1],
                 streams=bool(module.emits or module.takes),
@@ -283,7 +283,7 @@ class TrainingRun(Job):
         setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
         # Compile once here, so that neither the planner nor rank 0 compiles while others wait.
         self.display.say("Loading the planner's kernels ...")
-        setup.problem().warm_up()
+        setup.problem().compile_kernels()
 
     def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
         """Return whether to continue from a checkpoint; if there is one, ``resume`` must be set."""
@@ -326,7 +326,7 @@ class TrainingRun(Job):
                         on_report=lambda _rank, _what: silent.enter_context(paused()),
                     )
             except ExecutionError as error:
-                if restart > restarts or error.comes_again:
+                if restart > restarts or error.is_permanent:
                     raise
                 saved = self.checkpoints
                 if saved is not None:
@@ -351,7 +351,7 @@ class TrainingRun(Job):
                 joined = join_workers(worker, run.config.timeout_s, run.place)
                 run = run._with_measured_links()
                 # After a restart it continues, because this run itself saved the checkpoint.
-                again = bool(first_says(int(joined.again))) and run.config.checkpoint is not None
+                again = bool(broadcast_int(int(joined.again))) and run.config.checkpoint is not None
                 go_on = run._prepare_as_worker(True if again else resume)
                 summary = train_rank(run, go_on)
                 joined.watch.end()
@@ -427,7 +427,7 @@ class TrainingRun(Job):
 
     def _prepare_as_worker(self, resume: bool | None) -> bool:
         """Prepare on rank 0 while the others wait; return whether to continue from a checkpoint."""
-        prepared, checkpoints = Patience(), self.checkpoints
+        prepared, checkpoints = LongBarrier(), self.checkpoints
         steps = None if checkpoints is None else checkpoints.all_steps()
         go_on = self._resolve_resume(resume, steps)
         failure: PipeloomError | None = None

@@ -17,7 +17,7 @@ _NAMES = (
     "torch._dynamo",  # optimizers import it when they are made
 )
 """Modules that ranks and planner import."""
-_KERNELS = ("pipeloom.packing:warm_up", "pipeloom.search:warm_up")
+_KERNELS = ("pipeloom.packing:compile_kernels", "pipeloom.search:compile_kernels")
 """Functions that load their kernels; missing ones are compiled."""
 
 

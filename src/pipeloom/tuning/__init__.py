@@ -1,6 +1,6 @@
 """Per-iteration tuning of 1F1B with encoders on the first rank: microbatch size, order, pre-computation (PipeTune)."""
 
-from pipeloom.tuning.kernels import warm_up
+from pipeloom.tuning.kernels import compile_kernels
 from pipeloom.tuning.pipeline import (
     BatchSizes,
     TunedPipeline,
@@ -14,21 +14,22 @@ from pipeloom.tuning.replicas import Replica, tune_replicas
 from pipeloom.tuning.schedule import TunedPlan, tuned_plan, tuned_schedule
 from pipeloom.tuning.spec import TuningSpec
 from pipeloom.tuning.table import CostTable, Features, tabulate
-from pipeloom.tuning.tune import Tuned, bound_ns, tune
+from pipeloom.tuning.tune import TuningResult, bound_ns, tune
 
 __all__ = [
     "BatchSizes",
     "CostTable",
     "Features",
     "Replica",
-    "Tuned",
     "TunedPipeline",
     "TunedPlan",
+    "TuningResult",
     "TuningSpec",
     "batch_sizes",
     "bound_ns",
     "chain_of",
     "check_layout",
+    "compile_kernels",
     "is_chain",
     "tabulate",
     "tune",
@@ -36,5 +37,4 @@ __all__ = [
     "tuned_pipeline",
     "tuned_plan",
     "tuned_schedule",
-    "warm_up",
 ]

@@ -79,9 +79,9 @@ class TunedPipeline:
             encoders=tuple(scale(table, name) for name, table in zip(names, self.encoders, strict=False)),
         )
 
-    def sparing(self, spare_bytes: Sequence[int]) -> TunedPipeline:
+    def with_reserve(self, reserve_bytes: Sequence[int]) -> TunedPipeline:
         """Return a copy with a memory reserve on every rank. Empty: no reserve."""
-        return replace(self, capacity_bytes=self.capacity_bytes - np.array(spare_bytes or 0, np.int64))
+        return replace(self, capacity_bytes=self.capacity_bytes - np.array(reserve_bytes or 0, np.int64))
 
 
 def tuned_pipeline(
@@ -162,7 +162,7 @@ def check_layout(layout: Layout) -> None:
     """Raise `InputError` unless encoders are on the first rank and the backbone has one chunk per rank."""
     *encoders, backbone = layout.modules
     for module in encoders:
-        if module.name in layout.dealt:
+        if module.name in layout.encoder_dp_modules:
             raise InputError(
                 f"layout: module {module.name!r}",
                 "uses encoder data parallelism over tensor ranks, which tuning does not support",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeloom.packing import deal, deal_by_time
+from pipeloom.packing import assign_by_time, assign_to_replicas
 from pipeloom.spec import Batch
 from pipeloom.tuning.pipeline import TunedPipeline, batch_sizes
 from pipeloom.tuning.spec import TuningSpec
-from pipeloom.tuning.tune import Tuned, tune
+from pipeloom.tuning.tune import TuningResult, tune
 
 _TRIAL_EFFORT = 0.1
 _TRIALS = 6
@@ -24,7 +24,7 @@ class Replica:
 
     members: tuple[int, ...]
     batch: Batch
-    tuned: Tuned
+    tuned: TuningResult
 
 
 def tune_replicas(
@@ -37,7 +37,7 @@ def tune_replicas(
 ) -> tuple[Replica, ...]:
     """Assign a global batch to replicas and tune each.
 
-    Samples are assigned by the simulated times of the shares (`pipeloom.packing.deal_by_time`). All replicas wait for
+    Samples are assigned by the simulated times of the shares (`pipeloom.packing.assign_by_time`). All replicas wait for
     the slowest, so its time is minimized.
 
     Parameters
@@ -73,7 +73,7 @@ def tune_replicas(
         return max(replica.tuned.planned_ns for replica in replicas)
 
     loads = batch_sizes(pipeline, batch).loads
-    found = deal_by_time(loads, num_replicas, predict, seed)
+    found = assign_by_time(loads, num_replicas, predict, seed)
     # Trials are short: with full tuning, the initial assignment may still be faster.
-    assignments = dict.fromkeys((found.members, deal(loads, num_replicas, seed)))
+    assignments = dict.fromkeys((found.members, assign_to_replicas(loads, num_replicas, seed)))
     return tuple(sorted(min(map(tuned, assignments), key=slowest), key=lambda replica: replica.members))

@@ -14,7 +14,7 @@ from pipeloom.taskgraph import NO_TASK, TaskGraph, build_graph
 from pipeloom.timeline import Schedule
 from pipeloom.tuning.kernels import BACKWARD, ENCODE, FORWARD
 from pipeloom.tuning.pipeline import TunedPipeline
-from pipeloom.tuning.tune import Tuned
+from pipeloom.tuning.tune import TuningResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TunedPlan:
 
 
 def tuned_plan(
-    pipeline: TunedPipeline, batch: Batch, tuned: Tuned, costs: CostModel, capacity_bytes: int | None = None
+    pipeline: TunedPipeline, batch: Batch, tuned: TuningResult, costs: CostModel, capacity_bytes: int | None = None
 ) -> TunedPlan:
     """Build the graph and schedule of a tuned batch. Embeddings are held from encoder to backbone.
 
@@ -52,7 +52,7 @@ def tuned_plan(
     return TunedPlan(packing, graph, tuned_schedule(pipeline, graph, tuned))
 
 
-def tuned_schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: Tuned) -> Schedule:
+def tuned_schedule(pipeline: TunedPipeline, graph: TaskGraph, tuned: TuningResult) -> Schedule:
     """Return 1F1B in the order of the packing, with encoder parts on the first rank as tuned."""
     if graph.labels is None:
         raise InputError("graph.labels", "is null", "use a graph that was built from a layout")

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.packing import PackingSpec, group
-from pipeloom.packing.choices import Groups, balances, even_groups, filled_groups, multiples, numbers
+from pipeloom.packing.choices import Groups, balances, even_microbatches, filled_microbatches, multiples, numbers
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.tuning import kernels
@@ -34,7 +34,7 @@ _SLOWER, _MISSES = 1.015, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tuned:
+class TuningResult:
     """The tuning result of one batch.
 
     Attributes
@@ -80,7 +80,7 @@ def tune(
     spec: TuningSpec | None = None,
     seed: int = 0,
     budget: StoppingRule | None = None,
-) -> Tuned:
+) -> TuningResult:
     """Tune one batch.
 
     Parameters
@@ -130,7 +130,7 @@ class _Tuning:
         self.early = spec.precompute == "all" or (spec.precompute == "frozen" and not pipeline.trained)
         self.late = spec.precompute == "all" and pipeline.trained
 
-    def run(self) -> Tuned:
+    def run(self) -> TuningResult:
         if self.spec.micro_batch == "any":
             found = self._any_number()
         elif self.spec.micro_batch == "multiples":
@@ -156,11 +156,11 @@ class _Tuning:
         for number in numbers(loads, self.packing):
             if misses == _MISSES:
                 break
-            for made in self._candidates([even_groups(loads, self.packing, number, self.batch.iteration)]):
+            for made in self._candidates([even_microbatches(loads, self.packing, number, self.batch.iteration)]):
                 found.append(made)
                 misses = misses + 1 if made.makespan > _SLOWER * best else 0
                 best = min(best, made.makespan)
-        return [*found, *self._candidates(filled_groups(loads, self.packing))]
+        return [*found, *self._candidates(filled_microbatches(loads, self.packing))]
 
     def _candidates(self, packings: Iterable[Groups]) -> list[_Candidate]:
         """Simulate packings and return those that fit into memory."""
@@ -270,7 +270,7 @@ class _Tuning:
                 best = _Candidate(bin_of, chain, scratch, order, settings, makespan)
         return best
 
-    def _finish(self, best: _Candidate) -> Tuned:
+    def _finish(self, best: _Candidate) -> TuningResult:
         """Number microbatches and parts in execution order."""
         makespan, count = kernels.run(best.chain, best.order, best.settings, best.scratch, _NEVER)
         turn = np.empty(len(best.order), np.int64)
@@ -285,7 +285,7 @@ class _Tuning:
         events[~of_microbatch, 1] = first[turn[home]] + parts - best.chain.part_start[home]
         members = [tuple(np.flatnonzero(best.bin_of == m).tolist()) for m in best.order.tolist()]
         early = _num_early(events, first)
-        return Tuned(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations)
+        return TuningResult(tuple(members), events, int(best.settings[EXTRA]), early, int(makespan), self.evaluations)
 
 
 def bound_ns(chain: Chain) -> int:

@@ -135,8 +135,8 @@ def test_gradients_are_the_librarys(name: str) -> None:
         whole = pl.from_transformers(model)
         assert whole.describe is not None
         assert whole.examples is not None
-        made_up = [whole.describe(sample)["image_tokens"] for sample in whole.examples("vision")]
-        assert [len(images) for images in made_up] == [1, 2, 4]
+        example_samples = [whole.describe(sample)["image_tokens"] for sample in whole.examples("vision")]
+        assert [len(images) for images in example_samples] == [1, 2, 4]
 
 
 def llama4() -> Any:

@@ -107,7 +107,7 @@ def test_limits_fit_into_memory() -> None:
     assert (limits < np.floor(wanted)).any()
     for rank in range(4):
         held = (limits * costs.activation_bytes + costs.static_bytes)[home == rank].sum()
-        assert held <= tight.room_bytes[rank] or (limits[home == rank] == 1).all()
+        assert held <= tight.headroom_bytes[rank] or (limits[home == rank] == 1).all()
 
 
 @pytest.mark.parametrize("memory", [None, 2])

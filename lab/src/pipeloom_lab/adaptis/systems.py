@@ -141,7 +141,7 @@ SYSTEMS: dict[str, Callable[[LayerChain], ChainResult]] = {
 
 
 def _limit(chain: LayerChain, bytes_: IntArray) -> LayerChain:
-    return chain.with_capacity(np.minimum(bytes_, chain.room_bytes))
+    return chain.with_capacity(np.minimum(bytes_, chain.headroom_bytes))
 
 
 def _backward_first(chain: LayerChain, placement: PartitionPlacement) -> PriorityRule:
@@ -169,7 +169,7 @@ def mist_stages(chain: LayerChain) -> PartitionPlacement:
     load = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])])
     held = np.concatenate([[0], np.cumsum(chain.activation_bytes[:, 0])])
     static = np.concatenate([[0], np.cumsum(chain.static_bytes)])
-    for room in (chain.room_bytes, np.full(p, NEVER)):
+    for room in (chain.headroom_bytes, np.full(p, NEVER)):
         best = np.full((p + 1, n + 1), NEVER, np.int64)
         cut = np.zeros((p + 1, n + 1), np.int64)
         best[0, 0] = 0

@@ -45,7 +45,7 @@ def bench(
         raise InputError("bench", f"{what!r} cannot be run", "use instances")
     if seeds < 1:
         raise InputError("--seeds", f"{seeds} is not at least 1")
-    from pipeloom.search import warm_up
+    from pipeloom.search import compile_kernels
     from pipeloom_instances import LIBRARY
     from pipeloom_lab.library_runs import gap_table, run_library
 
@@ -58,7 +58,7 @@ def bench(
         check_budget(seconds)
     with note_compiling():
         for name in method:
-            warm_up(name)
+            compile_kernels(name)
     runs = list(run_library(families, method, budgets_s=budget, seeds=range(seeds), on_run=_tell))
     if json:
         print_json([_document(run) for run in runs])

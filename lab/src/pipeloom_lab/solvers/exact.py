@@ -174,7 +174,7 @@ def _add_memory(
             model.add(demand == staged * stages)
             spans[rank].append(model.new_fixed_size_interval_var(0, horizon, ""))
             demands[rank].append(demand)
-    for first, limits in ((0, graph.most_room_bytes), (ranks, graph.host_capacity_bytes)):
+    for first, limits in ((0, graph.most_headroom_bytes), (ranks, graph.host_capacity_bytes)):
         if limits is not None:
             for rank, limit in enumerate(limits.tolist(), first):
                 model.add_cumulative(spans[rank], demands[rank], limit)

@@ -129,7 +129,7 @@ def memory_rows(graph: TaskGraph) -> Iterator[tuple[int, int, IntArray, IntArray
         Tasks of its rank that change what is held, and by how much once they have run.
     capacity : int
     """
-    room = graph.room_bytes
+    room = graph.headroom_bytes
     if room is None:
         return
     at_start, at_end = memory_changes(graph)

@@ -14,7 +14,7 @@ from pipeloom.search.context import begin
 from pipeloom.search.kernels import codes
 from pipeloom.search.kernels.tables import Tables
 from pipeloom.search.params import DEFAULTS, StrategyParams
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.state import Search
 from pipeloom.search.stopping import Evaluations, Stretch
 from pipeloom.search.strategies import StrategyChooser
@@ -77,7 +77,7 @@ def dip_literal(search: Search, stretch: Stretch) -> None:
 
 def standstills(graph: TaskGraph, orders: int, seed: int) -> int:
     """Return how many random orders deadlock under the papers' memory rule with minimum-memory candidates."""
-    search = Search(graph.with_candidates(leanest(graph)), begin(Evaluations(1)))
+    search = Search(graph.with_candidates(minimum_memory(graph)), begin(Evaluations(1)))
     if not search.limited:
         return 0
     sequences, choice = Sequences(search), published_choice(search)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from pipeloom.errors import InfeasibleError
+from pipeloom.search.components import make_walks
 from pipeloom.search.context import begin
-from pipeloom.search.jobs import make_walks
 from pipeloom.search.kernels import codes
 from pipeloom.search.portfolio import starts
 from pipeloom.search.state import Search

@@ -131,8 +131,8 @@ def cut(
         for t in order[mine].tolist():
             head[number[t]] = max(head[number[t]], free_at)
             tails[t] = max(tails[t], after)
-        if graph.room_bytes is not None:
-            capacity[rank] = int(graph.room_bytes[rank])
+        if graph.headroom_bytes is not None:
+            capacity[rank] = int(graph.headroom_bytes[rank])
             held = int((at_start + at_end)[order[:first]].sum())
             holds += _holds(graph, rank, number, held)
     return Window(

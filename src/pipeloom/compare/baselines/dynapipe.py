@@ -131,7 +131,7 @@ def _scheduled(layout: Layout, graph: TaskGraph) -> BaselineResult:
         free = False
         for injection in _injections(graph):
             # Try without a memory limit first, then with delayed forwards.
-            for limit in (None, graph.room_bytes):
+            for limit in (None, graph.headroom_bytes):
                 try:
                     order = memory_aware_1f1b(fixed, injection, limit)
                 except InfeasibleError:

@@ -39,7 +39,7 @@ from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.transport import TorchTransport
-from pipeloom.runtime.train.evaluate import forwards_of
+from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism
 
 SizeOf = Callable[..., int]
@@ -415,7 +415,7 @@ class PlannedSchedule:
     def _evaluating(self) -> StageExecutor:
         assert self._executor is not None
         if self._evaluator is None:
-            made = forwards_of(self._executor)
+            made = forward_executor(self._executor)
             assert isinstance(made, StageExecutor)
             self._evaluator = made
         return self._evaluator

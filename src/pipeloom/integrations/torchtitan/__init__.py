@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeloom.integrations.torchtitan.costs import reckoned_costs, split_by_costs
+    from pipeloom.integrations.torchtitan.costs import estimated_costs, split_by_costs
     from pipeloom.integrations.torchtitan.pipelining import pipeline_planned
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
-__all__ = ["pipeline_planned", "reckoned_costs", "split_by_costs"]
+__all__ = ["estimated_costs", "pipeline_planned", "split_by_costs"]

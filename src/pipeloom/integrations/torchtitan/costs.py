@@ -16,7 +16,7 @@ Costs = Mapping[str, float]
 """Cost of each part of the model, by name (``"layers.3"``, ``"vision_encoder.layers.0"``), in any one unit."""
 
 
-def reckoned_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
+def estimated_costs(model: Any, seq_len: int, vision_tokens: float = 1.0) -> dict[str, float]:
     """Estimate the FLOPs of a forward per token of the sequence, by part, in the order in which parts run.
 
     They are two per weight of a matrix, for experts only those that a token is routed to, and those of attention over

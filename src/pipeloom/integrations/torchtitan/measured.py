@@ -77,7 +77,7 @@ def measured_costs(model: Any, estimated: Costs, trial: Trial) -> dict[str, floa
     model : torch.nn.Module
         The model, on the ``meta`` device.
     estimated : mapping
-        Costs from `reckoned_costs`.
+        Costs from `estimated_costs`.
     trial : Trial
         The microbatch.
     """

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining import PlannedSchedule
-from pipeloom.integrations.torchtitan.costs import completed, reckoned_costs, split_by_costs
+from pipeloom.integrations.torchtitan.costs import completed, estimated_costs, split_by_costs
 from pipeloom.integrations.torchtitan.measured import Trial, measured_costs
 from pipeloom.integrations.torchtitan.parts import model_part
 
@@ -42,8 +42,8 @@ def pipeline_planned(
     config
         Passed by torchtitan: ``parallelize_fn``, with its ``compile_config``, ``ac_config`` and ``dump_folder``. Own
         options: ``costs`` by which the model is split, one of ``"measured"`` (the default, see `measured_costs`),
-        ``"reckoned"`` (see `reckoned_costs`) or `Costs`, whose missing parts are estimated; ``vision_tokens`` (patches
-        per token of the sequence, by default 1); and ``planner`` (`Planning`).
+        ``"estimated"`` (see `estimated_costs`) or `Costs`, whose missing parts are estimated; ``vision_tokens``
+        (patches per token of the sequence, by default 1); and ``planner`` (`Planning`).
 
     Returns
     -------
@@ -102,13 +102,14 @@ def _mesh(parallel_dims: Any, names: tuple[str, ...], _: Any) -> Any:
 
 def _costs(model: Any, asked: Any, trial: Trial) -> dict[str, float]:
     """Return the costs that are requested, the same on all ranks."""
-    estimated = reckoned_costs(model, trial.length, trial.vision_tokens)
+    estimated = estimated_costs(model, trial.length, trial.vision_tokens)
     if asked == "measured":
         return measured_costs(model, estimated, trial)
-    if asked == "reckoned":
+    # "reckoned" is an older name; accepted for one release.
+    if asked in ("estimated", "reckoned"):
         return estimated
     if not isinstance(asked, Mapping):
-        raise InputError("costs", f"is {asked!r}", "give 'measured', 'reckoned', or seconds by part of the model")
+        raise InputError("costs", f"is {asked!r}", "give 'measured', 'estimated', or seconds by part of the model")
     return completed(asked, estimated)
 
 

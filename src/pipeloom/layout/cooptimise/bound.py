@@ -114,7 +114,7 @@ def _residence(chain: LayerChain) -> LowerBound:
     """Return the bound by the bytes held over time and the memory of all ranks together."""
     if chain.capacity_bytes is None:
         return LowerBound(0, "memory")
-    free = int(chain.room_bytes.sum()) - int(chain.static_bytes.sum())
+    free = int(chain.headroom_bytes.sum()) - int(chain.static_bytes.sum())
     if free <= 0:
         return LowerBound(0, "memory")
     through = (chain.forward_ns + chain.backward_ns).min(axis=1)[::-1].cumsum()[::-1]
@@ -157,7 +157,7 @@ def _program(chain: LayerChain, ends: _Ends, params: BoundParams, *, memory: boo
     one_pass = (int(chain.forward_ns.min(axis=1).sum()), int(chain.backward_ns.min(axis=1).sum()))
     for k in range(p):
         # The physical rank at place k is unknown, so each rank gets the largest memory.
-        capacity = int(chain.room_bytes.max())
+        capacity = int(chain.headroom_bytes.max())
         load = sum(float(kinds[0, t] * m / unit) * given[k][t] for t in range(len(count)))
         idle = [ends.warm_up[k] / unit, ends.cool_down[k] / unit]
         used = solver.addBinary() if k else None

@@ -24,7 +24,7 @@ def arrays_of(chain: LayerChain, most_chunks: int | None = None) -> kernels.Chai
         num_strategies=np.array([len(row) for row in chain.strategies], dtype=np.int64),
         static_bytes=chain.static_bytes,
         end_ns=np.ascontiguousarray(chain.end_ns),
-        capacity_bytes=chain.room_bytes,
+        capacity_bytes=chain.headroom_bytes,
         num_microbatches=chain.num_microbatches,
         delay_ns=chain.delay_ns,
         stride_ns=chain.stride_ns,

@@ -286,7 +286,7 @@ def nothing_fits(chain: LayerChain) -> InfeasibleError:
     )
 
 
-def warm_up() -> None:
+def compile_kernels() -> None:
     """Compile the kernels before any budget starts."""
     one = np.ones((2, 1), np.int64)
     chain = LayerChain(

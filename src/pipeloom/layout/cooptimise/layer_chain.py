@@ -83,7 +83,7 @@ class LayerChain:
         return self.forward_ns + self.backward_ns + self.weight_ns
 
     @property
-    def room_bytes(self) -> IntArray:
+    def headroom_bytes(self) -> IntArray:
         """Capacity of each rank; `NO_LIMIT` if there is none."""
         if self.capacity_bytes is None:
             return np.full(self.num_ranks, NO_LIMIT, np.int64)

@@ -62,7 +62,7 @@ def fitting_limits(chain: LayerChain, placement: PartitionPlacement, wanted: Tim
     """
     costs, home = chunk_costs(chain, placement), np.array(placement.ranks)
     held = np.maximum(costs.activation_bytes, costs.gradient_bytes * (costs.weight_ns > 0))
-    free = chain.room_bytes.astype(np.float64)
+    free = chain.headroom_bytes.astype(np.float64)
     np.subtract.at(free, home, costs.static_bytes)
     use = np.zeros(chain.num_ranks)
     np.add.at(use, home, wanted * held)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
 from pipeloom.files import remove, write_pieces
-from pipeloom.runtime.launch.coordination import broadcast_bytes, first_says, long_group
+from pipeloom.runtime.launch.coordination import broadcast_bytes, broadcast_int, long_group
 
 _PIECE_BYTES = 16 << 20
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class FolderReplicas:
             return
         is_source = dist.get_rank() == 0
         for file in files:
-            if first_says(int(is_source and file.is_file()), self.between):
+            if broadcast_int(int(is_source and file.is_file()), self.between):
                 self._send(file.name, file.parent, file.parent, 0, wants=not is_source)
 
     def all_do(self, action: Callable[[], object] | None) -> None:

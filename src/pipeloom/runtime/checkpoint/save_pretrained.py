@@ -20,7 +20,7 @@ from pipeloom.runtime.checkpoint.safetensors_files import (
     most_common_dtypes,
 )
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.launch.coordination import Patience, together
+from pipeloom.runtime.launch.coordination import LongBarrier, together
 from pipeloom.runtime.model.model import Model
 from pipeloom.runtime.model.pretrained import Pretrained, Saved
 from pipeloom.runtime.model.sharding import is_dtensor
@@ -100,7 +100,7 @@ def save_pretrained(
     """
     pretrained, rank = pretrained_of(model), dist.get_rank()
     _begin_together(folder)
-    barrier = Patience()
+    barrier = LongBarrier()
     writer = ShardWriter(partial_of(folder), str(rank), most_bytes)
     own = _own(executor)
     for piece in pretrained.pieces():

@@ -144,7 +144,7 @@ def idle_modules(model: Model, metadata: Iterable[Batch]) -> list[str]:
     return [m.name for m in model.spec.modules if not any(any(m.instance_lengths(sample)) for sample in samples)]
 
 
-def made_up(model: Model, name: str) -> tuple[list[Any], Batch] | None:
+def example_samples(model: Model, name: str) -> tuple[list[Any], Batch] | None:
     """Return example samples of the model for a module with their sizes, or None if it has none."""
     with user_code("model.examples"):
         samples = [] if model.examples is None else list(model.examples(name))

@@ -110,7 +110,7 @@ def broadcast_assignment(delivery: Delivery | None, iteration: int) -> tuple[int
     tuple of int
         The replica of every sample, the same on all ranks. Empty if the planner did not assign them.
     """
-    assignment = None if delivery is None else msgspec.msgpack.encode(delivery.answer.dealt)
+    assignment = None if delivery is None else msgspec.msgpack.encode(delivery.answer.replica_of_sample)
     with together(f"iteration {iteration}: assigning the next batch to replicas"):
         data = broadcast_bytes(assignment, at_once=_AT_ONCE)
     return msgspec.msgpack.decode(data, type=tuple[int, ...])

@@ -65,7 +65,7 @@ class Executor:
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
-        model.check_stated()
+        model.check_declared()
         _check_layout(model, layout)
         encoder_dp = EncoderDataParallel(model, layout, options.tensor_group)
         if encoder_dp.names and options.random_seed is None:

@@ -83,7 +83,7 @@ def _broadcast(
     return received
 
 
-def first_says(number: int, group: dist.ProcessGroup | None = None) -> int:
+def broadcast_int(number: int, group: dist.ProcessGroup | None = None) -> int:
     """Broadcast a number from the first rank of a group. All of its ranks call it together."""
     tensor = torch.tensor(number)
     dist.broadcast(tensor, group=group, group_src=0)
@@ -142,7 +142,7 @@ def _scatter(size: int, rows: np.ndarray | None, group: dist.ProcessGroup | None
     return own.numpy()
 
 
-PLAN_AT_ONCE = 64 * 1024
+PLAN_FIRST_BYTES = 64 * 1024
 """Bytes of a rank's plan that are sent together with their length: about 1200 actions."""
 
 
@@ -153,7 +153,7 @@ class DeliveredPlan(NamedTuple):
     packing: Packing
 
 
-def hand_out(
+def scatter_plan(
     delivery: Delivery | None,
     batch: Batch,
     model: ModelSpec,
@@ -183,7 +183,7 @@ def hand_out(
         by_rank = delivery.by_rank
         # The first rank keeps its own part.
         parts = [b"", *(by_rank[stage] for stage in (stages or range(len(by_rank)))[1:])]
-    data = scatter_bytes(parts, group, PLAN_AT_ONCE)
+    data = scatter_bytes(parts, group, PLAN_FIRST_BYTES)
     if delivery is not None:
         return DeliveredPlan(delivery.first, delivery.packing)
     answer = msgspec.msgpack.decode(data, type=RankAnswer)
@@ -285,7 +285,7 @@ def long_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     return group
 
 
-class Patience:
+class LongBarrier:
     """A barrier with a timeout of an hour. All ranks make one and use it once."""
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class Patience:
         """Return the number of rank 0 when all ranks have arrived."""
         with together(what):
             dist.barrier(group=self._group)
-            answer = first_says(number, self._group)
+            answer = broadcast_int(number, self._group)
             dist.destroy_process_group(self._group)
         return answer
 
@@ -313,7 +313,7 @@ class FirstPlan:
     """
 
     def __init__(self) -> None:
-        self._barrier = Patience()
+        self._barrier = LongBarrier()
         self._warning = threading.Timer(_WARN_AFTER_S, self._warn)
         self._warning.daemon = True
         if dist.get_rank() == 0:

@@ -113,7 +113,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

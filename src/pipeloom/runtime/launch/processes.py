@@ -66,7 +66,7 @@ class _Failure:
     message: str
     trace: str
     at_s: float
-    comes_again: bool = False
+    is_permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def launch(
     Raises
     ------
     ExecutionError
-        A rank fails or is lost. All others are ended first. The message is the first failed rank's. ``comes_again``
+        A rank fails or is lost. All others are ended first. The message is the first failed rank's. ``is_permanent``
         is set if it rejected its input.
     """
     place = place_of(device)
@@ -223,7 +223,7 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
 def _raise(failures: list[_Failure]) -> None:
     first = min(failures, key=lambda failure: failure.at_s)
     error = ExecutionError(first.message)
-    error.comes_again = first.comes_again
+    error.is_permanent = first.is_permanent
     if first.trace:
         error.add_note(first.trace)
     raise error

@@ -20,7 +20,7 @@ from pipeloom.errors import InputError, check_count
 from pipeloom.layout import ModulePlacement, single_rank, typical_seconds
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, check_budget, pack, packing_of
 from pipeloom.runtime.data.dataset import load_part
-from pipeloom.runtime.data.prefetch import Describe, batch_of, idle_modules, made_up
+from pipeloom.runtime.data.prefetch import Describe, batch_of, example_samples, idle_modules
 from pipeloom.runtime.measure.workbench import Workbench, measure_forward, measure_strategies
 from pipeloom.runtime.model.model import (
     Emit,
@@ -109,7 +109,7 @@ def measure_layers(
     InputError
         A layer returns another shape than declared. The error names module, layer and both shapes.
     """
-    model.check_stated()
+    model.check_declared()
     threads_before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
@@ -484,7 +484,7 @@ def profile_model(
             measured += measure_layers(model, packed, samples, known=measured, options=options)
     idle: dict[str, Packing] = {}
     for name in idle_modules(model, metadata):
-        examples = made_up(model, name)
+        examples = example_samples(model, name)
         if examples is None:
             raise InputError(
                 f"module {name!r}",

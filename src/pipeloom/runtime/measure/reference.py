@@ -37,7 +37,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     float
         The loss: sum over all targets, divided by their number.
     """
-    model.check_stated()
+    model.check_declared()
     give_all_weights(model)
     normaliser = count_targets(model, samples)
     if not normaliser > 0:

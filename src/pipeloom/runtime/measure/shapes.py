@@ -56,7 +56,7 @@ def find_shapes(
     InputError
         An extent does not follow from known sizes. The error names module, layer and extents.
     """
-    if not model.unstated:
+    if not model.undeclared:
         return model
     trials = [_Trial([samples[i] for i in chosen], _batch(metadata, chosen)) for chosen in _choose(model, metadata)]
     before = RandomState.now(torch.device(device))
@@ -71,7 +71,7 @@ def find_shapes(
 
 def with_shapes(model: Model, spec: ModelSpec) -> Model:
     """Return the model with undeclared shapes from a spec that was made of it."""
-    if not model.unstated:
+    if not model.undeclared:
         return model
     modules = []
     for module, known in zip(model.modules, spec.modules, strict=True):

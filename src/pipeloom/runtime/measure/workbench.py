@@ -24,7 +24,7 @@ from pipeloom.cost import StrategyMeasurement
 from pipeloom.errors import InputError
 from pipeloom.runtime.execute.blocks import ChunkActivation, kept_casts
 from pipeloom.runtime.execute.memory import cast_leaf
-from pipeloom.runtime.launch.device import moved, synchronise
+from pipeloom.runtime.launch.device import moved, synchronize
 from pipeloom.spec import Strategy
 
 
@@ -96,7 +96,7 @@ class Workbench:
 
     def now_s(self) -> float:
         """Return seconds on a clock once the device has finished all enqueued work."""
-        synchronise(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def take(self, value: Any) -> Any:

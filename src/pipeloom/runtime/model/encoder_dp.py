@@ -21,7 +21,7 @@ from pipeloom.errors import InputError
 from pipeloom.packing import SubMicrobatch
 from pipeloom.runtime.model.model import Model, upstream_rows
 from pipeloom.spec import Layout, ModuleSpec, Sample, TensorShape, Workload
-from pipeloom.spec.batch import dealt
+from pipeloom.spec.batch import split_instances
 
 Rows = tuple[int, int]
 """First row and number of rows."""
@@ -140,7 +140,7 @@ class EncoderDataParallel:
 
     def __init__(self, model: Model, layout: Layout, group: dist.ProcessGroup | None) -> None:
         self.model = model.spec
-        self.names = {name for name in layout.dealt if layout.deals(name)}
+        self.names = {name for name in layout.encoder_dp_modules if layout.uses_encoder_dp(name)}
         self.ranks: TensorRanks | None = None
         if not self.names:
             return
@@ -192,7 +192,7 @@ class EncoderDataParallel:
         """
         assert self.ranks is not None
         lengths = part.workload.lengths
-        runs = dealt(lengths, self.ranks.size)
+        runs = split_instances(lengths, self.ranks.size)
 
         def rows_of(shape: TensorShape) -> tuple[Rows, ...]:
             counts = [shape.resolve(Workload(lengths[first : first + count]))[0] for first, count in runs]

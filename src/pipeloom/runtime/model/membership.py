@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pipeloom.errors import InputError
-from pipeloom.packing import Loads, deal, token_loads
+from pipeloom.packing import Loads, assign_to_replicas, token_loads
 from pipeloom.runtime.launch.mesh import Mesh, make_mesh
 from pipeloom.runtime.model.reduce import ReduceGradients, all_reduce_gradients, mesh_gradients
 from pipeloom.spec import Batch, Layout, ModelSpec
@@ -88,7 +88,7 @@ class Membership:
         if len(assignment) == len(batch.samples) and set(assignment) == set(range(self.num_replicas)):
             return tuple(i for i, replica in enumerate(assignment) if replica == self.replica)
         weighed = loads(batch) if loads is not None else token_loads(batch, model)
-        return deal(weighed, self.num_replicas)[self.replica]
+        return assign_to_replicas(weighed, self.num_replicas)[self.replica]
 
     def counts(self, batch: Batch) -> bool:
         """Whether this replica's run of a global batch counts. All replicas run something, because they communicate."""

@@ -264,7 +264,7 @@ class Model:
                 )
 
     @property
-    def unstated(self) -> str:
+    def undeclared(self) -> str:
         """Name of the first module with undeclared shapes. Empty if all are declared."""
         for module in self.modules:
             shapes = [*(module.hidden if isinstance(module.hidden, list) else [module.hidden]), module.output]
@@ -274,11 +274,11 @@ class Model:
                 return module.name
         return ""
 
-    def check_stated(self) -> None:
+    def check_declared(self) -> None:
         """Raise `InputError` for a model with undeclared shapes. The error names the module."""
-        if self.unstated:
+        if self.undeclared:
             raise InputError(
-                f"module {self.unstated!r}",
+                f"module {self.undeclared!r}",
                 "has no declared shape",
                 "give `hidden`, `output` and the shapes of `emits`, or call find_shapes(model, samples, metadata)",
             )

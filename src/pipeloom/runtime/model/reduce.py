@@ -48,7 +48,7 @@ def all_reduce_gradients(
     """
     if layout.parallelism.data > 1 and data is None:
         raise InputError("data", f"no group, the layout has {layout.parallelism.data} replicas", "give their group")
-    encoder_dp = any(layout.deals(module.name) for module in layout.modules)
+    encoder_dp = any(layout.uses_encoder_dp(module.name) for module in layout.modules)
     if encoder_dp and tensor is None:
         raise InputError(
             "tensor", "no group, but modules use encoder data parallelism over tensor ranks", "give their group"
@@ -59,7 +59,7 @@ def all_reduce_gradients(
     """Per chunk, groups of its replica that hold it whole."""
     for chunk in layout.chunks:
         replicated = layout.num_ranks > 1 and layout.module(chunk.module).on_ranks == "replicated"
-        inside.append([pipeline] * replicated + [tensor] * layout.deals(chunk.module))
+        inside.append([pipeline] * replicated + [tensor] * layout.uses_encoder_dp(chunk.module))
 
     def reduce(chunk: int, layers: Sequence[nn.Module]) -> Finish:
         shares = take_shares(layers)

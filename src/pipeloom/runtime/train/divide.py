@@ -87,11 +87,11 @@ def divide_model(
             layer = module.layers[number]
             give_weights_to(divided, [(module.name, number)], device, fill=fill)
             layer.to(device)
-            if tensor > 1 and not layout.deals(module.name):
+            if tensor > 1 and not layout.uses_encoder_dp(module.name):
                 num_divided += _over_tensor_ranks(module, number, mesh)
             if shard is not None and _has_parameters(layer):
                 shard_layer(layer, mesh, frozen=module.frozen)
-    if tensor > 1 and not layout.dealt:
+    if tensor > 1 and not layout.encoder_dp_modules:
         _check_divided(num_divided, tensor)
     return divided
 

@@ -26,7 +26,7 @@ from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, next_samples
 from pipeloom.runtime.data.read_ahead import batch_digest
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.launch.coordination import BatchComparison, hand_out, together
+from pipeloom.runtime.launch.coordination import BatchComparison, scatter_plan, together
 from pipeloom.runtime.model.membership import BatchLoads, Membership
 from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.random_state import RandomState
@@ -59,7 +59,7 @@ class Evaluated:
     weights: str = "trained"
 
 
-def forwards_of(executor: Executor) -> Executor:
+def forward_executor(executor: Executor) -> Executor:
     """Return an executor of forward-only plans on the layers, device and transport of a training executor."""
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
@@ -88,7 +88,7 @@ class Evaluator:
         describe: Describe | None,
         loads: BatchLoads | None,
     ) -> None:
-        self.executor, self.model, self.membership = forwards_of(executor), model, membership
+        self.executor, self.model, self.membership = forward_executor(executor), model, membership
         self._describe, self._loads = describe, loads
 
     def run(
@@ -101,7 +101,7 @@ class Evaluator:
         begin = time.monotonic()
         layers = [layer for of_chunk in self.executor.layers.values() for layer in of_chunk]
         num_batches, num_samples, loss_sum, num_targets = 0, 0, 0.0, 0.0
-        with random_kept(self.executor.device), evaluating(layers):
+        with preserve_random_state(self.executor.device), evaluating(layers):
             source = iter(bound(batches, self.model))
             try:
                 while num_batches != most and (taken := self._next(source, num_batches)) is not None:
@@ -146,7 +146,7 @@ class Evaluator:
             batch = whole.part(mine)
             delivery = plan(batch) if here.is_planner_rank else None
         with together(f"{_named(number)}: the plan's delivery"):
-            forwards, packing = hand_out(
+            forwards, packing = scatter_plan(
                 delivery, batch, self.model.spec, self.executor.layout, group=here.team, stages=here.stages
             )
         try:
@@ -184,7 +184,7 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def random_kept(device: torch.device) -> Iterator[None]:
+def preserve_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random generators of torch, numpy and Python afterwards."""
     state, of_python, of_numpy = RandomState.now(device), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

@@ -30,7 +30,14 @@ from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
-from pipeloom.runtime.launch.coordination import BatchComparison, DeliveredPlan, FirstPlan, Patience, hand_out, together
+from pipeloom.runtime.launch.coordination import (
+    BatchComparison,
+    DeliveredPlan,
+    FirstPlan,
+    LongBarrier,
+    scatter_plan,
+    together,
+)
 from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
@@ -74,7 +81,7 @@ class LooksAhead(Protocol):
         """Pass the global batch after the next submitted one, with the corrections of the replicas.
 
         Called on rank 0 before `submit`. The answer to the submitted batch may assign the samples of this one
-        (`Answer.dealt`).
+        (`Answer.replica_of_sample`).
         """
         ...
 
@@ -249,7 +256,7 @@ class Trainer:
         """Divide the layers of this rank, and give those on ``meta`` memory and weights."""
         here, shard, fill = self.membership, self.options.shard, not self.options.resumes
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
-        barrier = Patience() if on_meta else None
+        barrier = LongBarrier() if on_meta else None
         running = divide_model(self.model, self.layout, here.mesh, shard, self.device, fill=fill)
         give_weights(running, self.layout, here.stage, self.device, fill=fill)
         if barrier is not None:
@@ -512,7 +519,7 @@ class Trainer:
             _check_serial(delivery.answer)
         team = self.membership
         with together(f"iteration {batch.iteration}: the plan's delivery"):
-            return hand_out(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
+            return scatter_plan(delivery, batch, self.model.spec, self.layout, group=team.team, stages=team.stages)
 
     def _step(self, request: _PlanRequest, delivery: Delivery | None, delivered: DeliveredPlan) -> StepReport:
         batch, correction, packing = request.batch, request.correction, delivered.packing

@@ -39,17 +39,17 @@ __all__ = [
     "Scratch",
     "anneal",
     "best_of",
+    "compile_kernels",
     "count_parts",
     "interpolate",
     "make_scratch",
     "run",
     "sum_parts",
     "sum_sizes",
-    "warm_up",
 ]
 
 
-def warm_up() -> None:
+def compile_kernels() -> None:
     """Compile all kernels for the array types that tuning uses."""
     cost, parts, one = np.ones((2, 1), np.int64), np.ones(2, np.int64), np.ones(1, np.int64)
     chain = Chain(

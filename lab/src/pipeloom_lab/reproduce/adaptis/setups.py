@@ -15,7 +15,7 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_layers import emulated_layers
 from pipeloom.errors import InputError
 from pipeloom.layout.cooptimise import CooptimiseParams, chain_of_layers, cooptimise
-from pipeloom.layout.cooptimise.joint import warm_up
+from pipeloom.layout.cooptimise.joint import compile_kernels
 from pipeloom.layout.cooptimise.layer_chain import LayerChain
 from pipeloom.search import Deadline
 from pipeloom.spec import Chunk
@@ -85,7 +85,7 @@ def setup_of(family: str, size: str, tokens: int, rounds: int) -> PaperSetup:
 @functools.lru_cache(maxsize=128)
 def chains(setup: PaperSetup) -> tuple[LayerChain, LayerChain]:
     """The chain with whole backwards and with split ones, under the device's memory."""
-    warm_up()
+    compile_kernels()
     hardware = load_cluster(CLUSTER)
     table = emulated_layers(
         setup.model, hardware, setup.degrees, tokens=setup.tokens, num_microbatches=setup.num_microbatches

@@ -13,7 +13,7 @@ from pipeloom_lab.reproduce.dip.end_to_end import (
 from pipeloom_lab.reproduce.dip.images import over_images
 from pipeloom_lab.reproduce.dip.large import large
 from pipeloom_lab.reproduce.dip.literal import programs, to_the_letter
-from pipeloom_lab.reproduce.dip.planner_parts import dealing, figure_11, figure_12, figure_13, ordering_consistency
+from pipeloom_lab.reproduce.dip.planner_parts import assigning, figure_11, figure_12, figure_13, ordering_consistency
 from pipeloom_lab.reproduce.dip.planning import planning_time
 from pipeloom_lab.reproduce.part import Options, read_parts
 
@@ -43,7 +43,7 @@ PARTS = read_parts(
         "figure-11": figure_11,
         "figure-12": figure_12,
         "figure-13": figure_13,
-        "dealing": dealing,
+        "dealing": assigning,
         "consistency": ordering_consistency,
         "figure-14": large,
     },

@@ -12,12 +12,12 @@ import numpy as np
 
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, graph_of
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.mixtures import Mixtures, ranges
 from pipeloom.errors import InfeasibleError
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
-from pipeloom.search.plain import leanest
+from pipeloom.search.plain import minimum_memory
 from pipeloom.search.strategies import StrategyChooser
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate, within_limits
@@ -41,14 +41,14 @@ class KnapsackCosts(EmulatedCosts):
     """
 
     def _offered(self, found: Mixtures) -> list[int]:
-        keep = int(found.free_front[-1])
+        keep = int(found.front_without_offload[-1])
         rows = [keep, *(row for row in ranges(found, found.front, MOST_CANDIDATES) if row != keep)]
         return rows + rows[-1:] * (MOST_CANDIDATES + 1 - len(rows))
 
 
 def knapsack_costs(case: ModelOnCluster) -> KnapsackCosts:
     """Costs of a model on a cluster with DIP's own candidates."""
-    return KnapsackCosts(case.architecture, case.cluster, case.degrees, split=False, ladder=Ladder())
+    return KnapsackCosts(case.architecture, case.cluster, case.degrees, split=False, pareto_steps=ParetoSteps())
 
 
 COUNTS = (1, 2, 4, 8, 16, 64)
@@ -140,7 +140,7 @@ def _timed_programs(graph: TaskGraph, ways: dict[str, tuple[float, bool]]) -> li
 
 def _first_order(graph: TaskGraph) -> Schedule:
     """Return first in, first out with minimum-memory candidates, which fits."""
-    lean = graph.with_candidates(leanest(graph))
+    lean = graph.with_candidates(minimum_memory(graph))
     return solve(lean, budget=Evaluations(1), seed=0, method="mcts").schedule
 
 
@@ -263,7 +263,7 @@ def _effects(workload: Workload, options: Options) -> tuple[str, ...]:
 
 def _with_programs(graph: TaskGraph, schedule: Schedule) -> int | None:
     """Return the makespan of an order with strategies by the programs, or None if it does not fit at all."""
-    lean = Schedule(schedule.order, np.array(leanest(graph), np.int64), "")
+    lean = Schedule(schedule.order, np.array(minimum_memory(graph), np.int64), "")
     if not within_limits(graph, lean, simulate(graph, lean)):
         return None
     found = program_strategies(graph, schedule)

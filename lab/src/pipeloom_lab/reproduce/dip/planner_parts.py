@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeloom.compare.baseline import mfu
 from pipeloom.compare.baselines.dip import our_layout
-from pipeloom.compare.model_on_cluster import deal_microbatches, draw_iteration, graph_of, model_flops, put_on_cluster
+from pipeloom.compare.model_on_cluster import assign_microbatches, draw_iteration, graph_of, model_flops, put_on_cluster
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.report.figures import Axis, bar_figure, best_so_far, line_figure
 from pipeloom.search import Deadline, Progress, first_in_first_out, solve
@@ -198,7 +198,7 @@ def figure_13(options: Options) -> Outcome:
             name = f"DP {data}, TP {tensor}, PP {pipeline}"
             try:
                 case = put_on_cluster("vlm-m", "dip-h800-64", Degrees(tensor=tensor, pipeline=pipeline, data=data))
-                replicas = deal_microbatches(case, drawn, data) if data > 1 else [drawn]
+                replicas = assign_microbatches(case, drawn, data) if data > 1 else [drawn]
                 mine = max(replicas, key=lambda groups: model_flops(case, groups))
                 graph = graph_of(case, our_layout(case, [mine]), mine, name)
                 found = solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0)
@@ -228,7 +228,7 @@ def figure_13(options: Options) -> Outcome:
     )
 
 
-def dealing(options: Options) -> Outcome:
+def assigning(options: Options) -> Outcome:
     """Assign microbatches to data-parallel replicas in turn, and by work, which the papers leave out."""
     setup, replicas, each = SETUPS["VLM-S"], 4, 16
     case = setup.case
@@ -239,13 +239,13 @@ def dealing(options: Options) -> Outcome:
         drawn = draw_iteration(case, replicas * each, 20_000 + seed)
         ways = {
             "in turn": [drawn[r::replicas] for r in range(replicas)],
-            "by work": deal_microbatches(case, drawn, replicas),
+            "by work": assign_microbatches(case, drawn, replicas),
         }
-        for name, dealt in ways.items():
+        for name, assigned in ways.items():
             budget = Deadline(options.search_s, "cpu")
             times = [
                 solve(graph_of(case, layout, groups, name), budget=budget, seed=seed).timeline.makespan_ns / 1e9
-                for groups in dealt
+                for groups in assigned
             ]
             slowest[name].append(max(times))
             average[name].append(mean(times))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeloom.collector import collector_paused
 from pipeloom.errors import InfeasibleError
 from pipeloom.plan import boundary_shapes, lower, verify
-from pipeloom.planner import Finishing
+from pipeloom.planner import FinishingTime
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, device, mean
 from pipeloom_lab.reproduce.part import Options, Outcome
@@ -17,7 +17,7 @@ from pipeloom_lab.reproduce.texts import make_table
 
 def planning_time(options: Options) -> Outcome:
     """Processor time of planning one iteration, everything included, against the iteration that it hides behind."""
-    rows, finishing = [], Finishing()
+    rows, finishing = [], FinishingTime()
     for label, setup in {**SETUPS, **LARGE}.items():
         most = runs.planning_s(runs.OURS, options.search_s)
         numbers = runs.iterations(options, 1)
@@ -58,7 +58,7 @@ class PlannedIteration:
 
 @collector_paused()
 def planned(
-    setup: PaperSetup, seed: int, number: int, options: Options, finishing: Finishing
+    setup: PaperSetup, seed: int, number: int, options: Options, finishing: FinishingTime
 ) -> PlannedIteration | None:
     """Plan an iteration under our layout, from its samples to a plan that is proved; None: it does not fit.
 

@@ -33,7 +33,7 @@ from pipeloom.compare.repacking import reordered
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import CHAIN, nearest
-from pipeloom.planner import Finishing
+from pipeloom.planner import FinishingTime
 from pipeloom.search import Before, Begun, Deadline, StoppingRule, interleaved_one_f_one_b, solve
 from pipeloom.spec import Layout
 from pipeloom.taskgraph import NS_PER_S, TaskGraph
@@ -166,13 +166,13 @@ def rule(options: Options) -> str:
     return words.replace("of 1 cores", "of 1 core")
 
 
-def budget_of(name: str, search_s: float, finishing: Finishing | None = None) -> StoppingRule:
+def budget_of(name: str, search_s: float, finishing: FinishingTime | None = None) -> StoppingRule:
     """The stopping rule of an iteration that is planned from now on.
 
     Our search ends so early that the plan and its proof have their time too: by ``finishing``, or the planner's guess.
     """
     allowed = Deadline(planning_s(name, search_s), "cpu")
-    return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or Finishing()).task_s)).start())
+    return Begun((allowed if name in SEARCHED else Before(allowed, (finishing or FinishingTime()).task_s)).start())
 
 
 @dataclass(frozen=True, slots=True)

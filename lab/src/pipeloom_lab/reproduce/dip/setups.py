@@ -12,7 +12,7 @@ import numpy as np
 from pipeloom.compare.chosen_layout import choose_layout
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.layout.choose import FINAL, LayoutEvaluation
-from pipeloom.search import Deadline, warm_up
+from pipeloom.search import Deadline, compile_kernels
 from pipeloom.spec import Sample
 from pipeloom.spec.parallelism import Degrees
 
@@ -74,7 +74,7 @@ LARGE = {
 @functools.lru_cache(maxsize=32)
 def _case(setup: PaperSetup) -> ModelOnCluster:
     for method in ("default", *TREE_SEARCHES):
-        warm_up(method)
+        compile_kernels(method)
     degrees = Degrees(tensor=setup.tensor, pipeline=setup.pipeline, data=setup.data)
     return put_on_cluster(setup.model, setup.cluster, degrees)
 

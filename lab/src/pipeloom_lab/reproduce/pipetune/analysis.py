@@ -10,7 +10,7 @@ from pipeloom.packing import PackingSpec, Policy, group, height_bound
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.datasets import draw_samples
-from pipeloom.tuning import TuningSpec, batch_sizes, tune, warm_up
+from pipeloom.tuning import TuningSpec, batch_sizes, compile_kernels, tune
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome
 from pipeloom_lab.reproduce.pipetune import setups
 from pipeloom_lab.reproduce.texts import make_table
@@ -52,7 +52,7 @@ def figure_8(options: Options) -> Outcome:
     """Tuning time over the global batch size."""
     setup = setups.ON_A["13b"]
     case = setups.emulated(setup)
-    warm_up()
+    compile_kernels()
     sizes = [128, 256, 512, 1024, 4096, 16384]
     paper = {128: "below 0.2 s", 1024: "below 1.5 s"}
     repeats = max(3, min(options.iterations, 10))

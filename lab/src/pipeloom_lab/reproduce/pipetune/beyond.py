@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.packing import deal
+from pipeloom.packing import assign_to_replicas
 from pipeloom.spec import Batch
 from pipeloom.timeline import simulate
 from pipeloom.tuning import (
@@ -84,8 +84,8 @@ def replicas(options: Options) -> Outcome:
             waits: dict[str, list[float]] = {}
             for seed in options.seeds:
                 batch = setups.batch_of(setup, mixture, seed * 10_000, count * setups.GLOBAL_BATCH)
-                for name, dealt in _dealings(case, batch, count, seed).items():
-                    seconds = [_seconds(case, replica) for replica in dealt]
+                for name, assigned in _dealings(case, batch, count, seed).items():
+                    seconds = [_seconds(case, replica) for replica in assigned]
                     slowest.setdefault(name, []).append(max(seconds))
                     waits.setdefault(name, []).append(max(seconds) / float(np.mean(seconds)) - 1)
             mean = setups.means(slowest)
@@ -110,18 +110,18 @@ def _dealings(case: setups.EmulatedSetup, batch: Batch, count: int, seed: int) -
     loads = batch_sizes(case.pipeline, batch).loads
     return {
         "by chance": _tuned(case, batch, chance, seed),
-        "by loads": _tuned(case, batch, deal(loads, count, seed), seed),
+        "by loads": _tuned(case, batch, assign_to_replicas(loads, count, seed), seed),
         "by simulated time": tune_replicas(case.pipeline, batch, count, case.token_budget, seed=seed),
     }
 
 
 def _tuned(
-    case: setups.EmulatedSetup, batch: Batch, dealt: tuple[tuple[int, ...], ...], seed: int
+    case: setups.EmulatedSetup, batch: Batch, assigned: tuple[tuple[int, ...], ...], seed: int
 ) -> tuple[Replica, ...]:
-    parts = [batch.part(members) for members in dealt]
+    parts = [batch.part(members) for members in assigned]
     return tuple(
         Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
-        for members, own in zip(dealt, parts, strict=True)
+        for members, own in zip(assigned, parts, strict=True)
     )
 
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.cost import rank_static_bytes
-from pipeloom.cost.dealt import laid_out
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.cost.emulated_mixtures import Ladder
+from pipeloom.cost.emulated_mixtures import ParetoSteps
+from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.layout import LayerLoad, chain_of_stages
-from pipeloom.layout.layouts import dealt
+from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, Policy, group
 from pipeloom.planner import Problem
 from pipeloom.planner.joint import decide, least_bound
@@ -168,18 +168,18 @@ def joined(setup: setups.PaperSetup, name: str) -> Problem:
     case = setups.emulated(setup)
     degrees = Degrees(tensor=setup.tensor, pipeline=setups.RANKS)
     costs = EmulatedCosts(
-        case.costs.architecture, case.costs.cluster, degrees, split=False, ladder=Ladder(offloading=0)
+        case.costs.architecture, case.costs.cluster, degrees, split=False, pareto_steps=ParetoSteps(offloading=0)
     )
     layout = layouts(setup)[name]
-    static = rank_static_bytes(laid_out(costs, layout), layout)
+    static = rank_static_bytes(costs_under_layout(costs, layout), layout)
     return Problem(
         costs.model_spec,
         layout,
         costs,
         PackingSpec(setups.MOST_CONTEXTS * setup.context, "planned"),
         case.capacity_bytes,
-        spare_bytes=tuple(_tight(case.capacity_bytes, static).tolist()),
-        reckoned=MemoryLimit(num_messages=0),
+        reserve_bytes=tuple(_tight(case.capacity_bytes, static).tolist()),
+        memory_model=MemoryLimit(num_messages=0),
     )
 
 
@@ -199,7 +199,7 @@ def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
         load = setups.mean_load(setup, case.costs, of)
         for chunks in CHUNKS:
             layout = chain_of_stages(model, setups.RANKS, chunks, _loads(load))
-            found[f"{chunks} chunks a rank{words}"] = dealt(layout, of)
+            found[f"{chunks} chunks a rank{words}"] = with_encoder_dp(layout, of)
     return found
 
 

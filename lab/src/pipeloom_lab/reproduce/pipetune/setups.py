@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from pipeloom.cost import rank_static_bytes
-from pipeloom.cost.dealt import DealtCosts
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.layout import encoder_first
 from pipeloom.packing import Policy
 from pipeloom.search import Deadline, solve
@@ -19,7 +19,7 @@ from pipeloom.spec import Batch, Chunk, Layout, Workload
 from pipeloom.spec.datasets import cut, draw_samples
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.timeline import Timeline, simulate
-from pipeloom.tuning import Tuned, TunedPipeline, TunedPlan, TuningSpec, tune, tuned_pipeline, tuned_plan
+from pipeloom.tuning import TunedPipeline, TunedPlan, TuningResult, TuningSpec, tune, tuned_pipeline, tuned_plan
 from pipeloom_lab.reproduce.part import Options
 
 MIXTURES = ("datamix1", "datamix2", "datamix3")
@@ -113,9 +113,9 @@ def emulated(
     return EmulatedSetup(setup, costs, layout, pipeline, capacity, contexts)
 
 
-def mean_load(setup: PaperSetup, costs: EmulatedCosts, dealt: frozenset[str] = frozenset()) -> dict[str, float]:
+def mean_load(setup: PaperSetup, costs: EmulatedCosts, encoder_dp: frozenset[str] = frozenset()) -> dict[str, float]:
     """Seconds of one layer of each kind on a context of the second mixture's mean composition."""
-    priced = DealtCosts(costs, dealt, setup.tensor)
+    priced = EncoderDpCosts(costs, encoder_dp, setup.tensor)
     samples = [cut(s, setup.context, _MOST_IMAGES) for s in draw_samples("datamix2", 512, 0)]
     load = {}
     share = setup.context / sum(s.sequence_tokens for s in samples)
@@ -196,7 +196,7 @@ ORIGINAL, BALANCED, REORDERED, PIPETUNE = tuple(steps_of(ON_A["13b"]))
 class Run:
     """One batch under one setting; ``seconds`` are those of the emulator, whatever the tables said."""
 
-    tuned: Tuned
+    tuned: TuningResult
     plan: TunedPlan
     timeline: Timeline
 

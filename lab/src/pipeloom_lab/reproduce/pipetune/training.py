@@ -220,7 +220,7 @@ def figure_9(options: Options) -> Outcome:
     """Train a small model on DataMix1's sizes under every way to tune, in both precisions."""
     steps, rows, lines = STEPS_AN_ITERATION * options.iterations, [], {}
     for name in SPECS:
-        setup(name, options.seeds[0], "float64").problem().warm_up()  # so that no rank waits for compiling
+        setup(name, options.seeds[0], "float64").problem().compile_kernels()  # so that no rank waits for compiling
     for dtype, digits in (("float32", 8), ("float64", 16)):
         found = launch(train_all, RANKS, options.seeds[0], steps, dtype, timeout_s=900.0)[0]
         base = found["Original"][0]

@@ -8,7 +8,7 @@ import msgspec
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
-from pipeloom.packing import Dealt, PackedReplica, PackingSpec, cost_loads, deal_by_time, packing_of
+from pipeloom.packing import PackedReplica, PackingSpec, ReplicaAssignment, assign_by_time, cost_loads, packing_of
 from pipeloom.planner.joint import PackingSearch, tuned
 from pipeloom.planner.messages import Setup
 from pipeloom.planner.problem import Problem
@@ -50,9 +50,9 @@ class ReplicaEstimates:
         return PackingSearch(problem, batch, Evaluations(1), self.seed, "default").estimate()
 
 
-def deal_planned(
+def assign_planned(
     problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, corrections: Sequence[Correction] = ()
-) -> Dealt:
+) -> ReplicaAssignment:
     """Assign a global batch to the replicas of the problem's layout so that the slowest is planned to be fast.
 
     Parameters
@@ -75,7 +75,7 @@ def deal_planned(
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
     number = problem.layout.parallelism.data
     problems = [problem.corrected(each) for each in corrections] or [problem] * number
-    return deal_by_time(loads, number, ReplicaEstimates(problems, batch, budget, seed), seed)
+    return assign_by_time(loads, number, ReplicaEstimates(problems, batch, budget, seed), seed)
 
 
 def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int) -> list[PackedReplica]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeloom.cost.dealt import DealtCosts, dealt_sum_s, laid_out
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.cost.encoder_dp import EncoderDpCosts, costs_under_layout, encoder_dp_reduce_s
 from pipeloom.layout import ModulePlacement, separate
-from pipeloom.layout.layouts import dealt
+from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads, pack
 from pipeloom.spec import Chunk, Parallelism, Workload
 from pipeloom.spec.parallelism import Degrees
@@ -17,12 +17,12 @@ from tests.cases import ToyCosts, random_batch, vlm_spec
 
 MODEL = vlm_spec()
 PLAIN = separate(MODEL, 2, {"vision": ModulePlacement(1, 4)}, lambda *_: 1.0)
-LAYOUT = msgspec.structs.replace(dealt(PLAIN, ["vision"]), parallelism=Parallelism(2))
+LAYOUT = msgspec.structs.replace(with_encoder_dp(PLAIN, ["vision"]), parallelism=Parallelism(2))
 
 
 def test_a_part_costs_what_its_largest_share_does_and_handing_it_round() -> None:
     plain = ToyCosts(MODEL, transfer_s=0.5, split=True)
-    costs = laid_out(plain, LAYOUT)
+    costs = costs_under_layout(plain, LAYOUT)
     first, second = Chunk("vision", (0, 1), 0), Chunk("vision", (2, 3), 1)
     work = Workload((3, 2, 4))
     (begin,), (end,) = costs.chunk_costs(first, work), costs.chunk_costs(second, work)
@@ -39,8 +39,8 @@ def test_a_part_costs_what_its_largest_share_does_and_handing_it_round() -> None
 
 def test_nothing_changes_where_nothing_is_dealt_or_there_is_one_rank_to_deal_to() -> None:
     plain = ToyCosts(MODEL)
-    assert laid_out(plain, msgspec.structs.replace(PLAIN, parallelism=Parallelism(2))) is plain
-    assert laid_out(plain, msgspec.structs.replace(LAYOUT, parallelism=Parallelism())) is plain
+    assert costs_under_layout(plain, msgspec.structs.replace(PLAIN, parallelism=Parallelism(2))) is plain
+    assert costs_under_layout(plain, msgspec.structs.replace(LAYOUT, parallelism=Parallelism())) is plain
 
 
 def test_graphs_are_made_of_them() -> None:
@@ -55,8 +55,8 @@ def test_graphs_are_made_of_them() -> None:
 
 def test_gradients_are_summed_by_the_rank_that_has_most() -> None:
     costs = ToyCosts(MODEL, transfer_s=0.25)
-    assert dealt_sum_s(LAYOUT, MODEL, costs, lambda _: 8) == pytest.approx(2 * 0.25)
-    assert dealt_sum_s(PLAIN, MODEL, costs, lambda _: 8) == 0.0
+    assert encoder_dp_reduce_s(LAYOUT, MODEL, costs, lambda _: 8) == pytest.approx(2 * 0.25)
+    assert encoder_dp_reduce_s(PLAIN, MODEL, costs, lambda _: 8) == 0.0
 
 
 def test_emulated_encoders_are_whole_on_each_device() -> None:
@@ -64,7 +64,7 @@ def test_emulated_encoders_are_whole_on_each_device() -> None:
     emulated = EmulatedCosts("vlm-s", "dip-h800-64", degrees, ["keep"])
     alone = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=1, pipeline=2), ["keep"])
     vision, lm = (Chunk(name, (1, 2), 0) for name in ("vision", "lm"))
-    costs = DealtCosts(emulated, frozenset(["vision"]), 4)
+    costs = EncoderDpCosts(emulated, frozenset(["vision"]), 4)
     assert costs.static_bytes(vision) == alone.static_bytes(vision) > 3 * emulated.static_bytes(vision)
     assert costs.static_bytes(lm) == emulated.static_bytes(lm)
     many = Workload((1024,) * 8)
@@ -95,7 +95,7 @@ def test_what_a_share_is_given_grows_with_its_tokens() -> None:
 
 def test_gathering_has_room_for_pieces_of_one_size_and_for_all_rows() -> None:
     emulated = EmulatedCosts("vlm-s", "dip-h800-64", Degrees(tensor=4, pipeline=2), ["keep"])
-    alone, costs = emulated.undivided, DealtCosts(emulated, frozenset(["vision"]), 4)
+    alone, costs = emulated.undivided, EncoderDpCosts(emulated, frozenset(["vision"]), 4)
     chunk, one = Chunk("vision", (1, 2), 0), Workload((1024,))
     # Four pieces as large as the one image, one that is sent, and its rows.
     more = 6 * alone.boundary_bytes(chunk, one)

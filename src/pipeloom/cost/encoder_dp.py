@@ -1,4 +1,4 @@
-"""Costs of modules with encoder data parallelism over tensor ranks (`Layout.dealt`).
+"""Costs of modules with encoder data parallelism over tensor ranks (`Layout.encoder_dp_modules`).
 
 A chunk of such a module takes as much time and memory as whole layers on the rank with the largest share. Its forward
 ends with an all-gather of all rows among these ranks, and its backward with an all-gather of the gradients of its
@@ -38,10 +38,10 @@ def _undivided(costs: CostModel) -> CostModel:
     return whole
 
 
-def laid_out(costs: CostModel, layout: Layout) -> CostModel:
+def costs_under_layout(costs: CostModel, layout: Layout) -> CostModel:
     """Return the costs under a layout: modules with encoder data parallelism cost as much as their largest share."""
-    tensor = tensor_degree(costs, layout) if layout.dealt else 1
-    return DealtCosts(costs, layout.dealt, tensor) if tensor > 1 else costs
+    tensor = tensor_degree(costs, layout) if layout.encoder_dp_modules else 1
+    return EncoderDpCosts(costs, layout.encoder_dp_modules, tensor) if tensor > 1 else costs
 
 
 def tensor_degree(costs: CostModel, layout: Layout) -> int:
@@ -49,7 +49,9 @@ def tensor_degree(costs: CostModel, layout: Layout) -> int:
     return costs.num_tensor if isinstance(costs, DividedCosts) else layout.parallelism.tensor
 
 
-def dealt_sum_s(layout: Layout, model: ModelSpec, costs: CostModel, layer_bytes: Callable[[LayerSpec], int]) -> float:
+def encoder_dp_reduce_s(
+    layout: Layout, model: ModelSpec, costs: CostModel, layer_bytes: Callable[[LayerSpec], int]
+) -> float:
     """Return the seconds to sum gradients of encoder-data-parallel modules over tensor ranks, on the slowest rank.
 
     Parameters
@@ -57,12 +59,12 @@ def dealt_sum_s(layout: Layout, model: ModelSpec, costs: CostModel, layer_bytes:
     layer_bytes : callable
         Returns the bytes of a layer's gradients.
     """
-    tensor = tensor_degree(costs, layout) if layout.dealt else 1
+    tensor = tensor_degree(costs, layout) if layout.encoder_dp_modules else 1
     if tensor == 1:
         return 0.0
     held = [0] * layout.num_ranks
     for chunk in layout.chunks:
-        if chunk.module in layout.dealt and not layout.module(chunk.module).frozen:
+        if chunk.module in layout.encoder_dp_modules and not layout.module(chunk.module).frozen:
             layers = model.module(chunk.module).flat_layers[chunk.layers[0] : chunk.layers[1] + 1]
             held[chunk.rank] += sum(map(layer_bytes, layers))
     each = (between_s(costs, n // tensor, rank, rank) if n else 0.0 for rank, n in enumerate(held))
@@ -75,7 +77,7 @@ def _largest_share(workload: Workload, num_ranks: int) -> Workload:
     return workload.largest_share(num_ranks)
 
 
-class DealtCosts:
+class EncoderDpCosts:
     """Costs that change those of some modules to encoder data parallelism.
 
     Messages within a rank use the link from a rank to itself, which is as fast as between ranks of one host.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
-from pipeloom.layout.layouts import dealt
+from pipeloom.layout.layouts import encoder_dp
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Executor
 from pipeloom.runtime.launch.processes import launch
@@ -28,7 +28,11 @@ from .test_divided_training import assert_undivided
 
 pytestmark = pytest.mark.ranks
 
-PIPELINED, REPLICAS, SHARDS = Shape(2, 1, 2, dealt=True), Shape(1, 2, 2, dealt=True), Shape(1, 2, 2, True, True)
+PIPELINED, REPLICAS, SHARDS = (
+    Shape(2, 1, 2, encoder_dp=True),
+    Shape(1, 2, 2, encoder_dp=True),
+    Shape(1, 2, 2, True, True),
+)
 
 
 def test_dealt_encoders_are_exact() -> None:
@@ -38,13 +42,13 @@ def test_dealt_encoders_are_exact() -> None:
 
 @pytest.mark.full
 def test_dealt_encoders_are_exact_on_more_models() -> None:
-    shapes = [PIPELINED, REPLICAS, SHARDS, Shape(1, 1, 4, dealt=True)]
+    shapes = [PIPELINED, REPLICAS, SHARDS, Shape(1, 1, 4, encoder_dp=True)]
     launch(run_on_mesh, 4, shapes, list(range(4, 16)), timeout_s=240.0)
 
 
 @pytest.mark.soak
 def test_dealt_encoders_are_exact_with_all_kinds_of_parallelism() -> None:
-    shapes = [Shape(2, 2, 2, dealt=True), Shape(2, 2, 2, True, True), Shape(2, 1, 4, dealt=True)]
+    shapes = [Shape(2, 2, 2, encoder_dp=True), Shape(2, 2, 2, True, True), Shape(2, 1, 4, encoder_dp=True)]
     launch(run_on_mesh, 8, shapes, list(range(12)), timeout_s=300.0)
 
 
@@ -63,7 +67,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     spec = vlm_spec(vision_layers=3)
     plain = separate(spec, 1, {}, lambda *_: 1.0)
     cut = (Chunk("vision", (0, 0), 0), Chunk("vision", (1, 2), 0), Chunk("lm", (0, 7), 0))
-    layout = replace(dealt(plain, ["vision"]), parallelism=Parallelism(2), chunks=cut)
+    layout = replace(encoder_dp(plain, ["vision"]), parallelism=Parallelism(2), chunks=cut)
     model = real_model(random.Random(0), spec)
     with pytest.raises(
         InputError, match=r"module 'vision': uses encoder data parallelism over 2 ranks, but the executor has no group"

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
-from pipeloom.packing import PackingSpec, cost_loads, deal
+from pipeloom.packing import PackingSpec, assign_to_replicas, cost_loads
 from pipeloom.planner import Request, Setup
-from pipeloom.planner.dealing import ReplicaEstimates, deal_planned
 from pipeloom.planner.messages import decode, encode
+from pipeloom.planner.replicas import ReplicaEstimates, assign_planned
 from pipeloom.planner.service import answer_request
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.search.params import PackingParams
@@ -40,12 +40,12 @@ def test_never_planned_slower_than_assigned_by_loads(
         packing = PackingSpec(setup.packing.token_budget, "first_fit")
         setup = msgspec.structs.replace(setup, packing=packing)
     problem = setup.problem()
-    found = deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
-    assert found == deal_planned(problem, batch, budget=Evaluations(20), seed=seed)
+    found = assign_planned(problem, batch, budget=Evaluations(20), seed=seed)
+    assert found == assign_planned(problem, batch, budget=Evaluations(20), seed=seed)
     assert sorted(i for members in found.members for i in members) == list(range(len(batch.samples)))
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
     estimate = ReplicaEstimates([problem] * num_replicas, batch, Evaluations(100), seed)
-    slowest = max(estimate(members, 0) or 0.0 for members in deal(loads, num_replicas, seed))
+    slowest = max(estimate(members, 0) or 0.0 for members in assign_to_replicas(loads, num_replicas, seed))
     assert num_replicas == 1 or found.slowest <= slowest
 
 
@@ -62,14 +62,14 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
         def slowest(members: tuple[tuple[int, ...], ...], estimate: ReplicaEstimates = estimate) -> float:
             return max(estimate(share, replica) or 0.0 for replica, share in enumerate(members))
 
-        found = deal_planned(problem, batch, budget=few, seed=seed, corrections=corrections)
-        by_loads = deal(cost_loads(batch, problem.model, problem.layout, problem.costs), 2, seed)
+        found = assign_planned(problem, batch, budget=few, seed=seed, corrections=corrections)
+        by_loads = assign_to_replicas(cost_loads(batch, problem.model, problem.layout, problem.costs), 2, seed)
         assert found.slowest == slowest(found.members) <= slowest(by_loads)
         # Estimates are few, so that not knowing may be luckier once, but never by much, and not on average.
-        alike = slowest(deal_planned(problem, batch, budget=few, seed=seed).members)
+        alike = slowest(assign_planned(problem, batch, budget=few, seed=seed).members)
         shorter.append(found.slowest / alike)
         # As two replicas that are slow in the same way.
-        both = deal_planned(problem, batch, budget=few, seed=seed, corrections=[corrections[slow]] * 2)
+        both = assign_planned(problem, batch, budget=few, seed=seed, corrections=[corrections[slow]] * 2)
         assert both.slowest >= found.slowest * 0.99
     assert max(shorter) < 1.05
     assert np.mean(shorter) < 0.8
@@ -78,9 +78,9 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
 def test_where_nothing_fits_it_is_dealt_by_loads() -> None:
     setup, batch = with_replicas(random_setup(5), 2), random_batch(4)
     hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()
-    found = deal_planned(hopeless, batch, budget=Evaluations(20), seed=0)
+    found = assign_planned(hopeless, batch, budget=Evaluations(20), seed=0)
     assert found.slowest == float("inf")
-    assert found.members == deal(cost_loads(batch, setup.model, setup.layout, hopeless.costs), 2, 0)
+    assert found.members == assign_to_replicas(cost_loads(batch, setup.model, setup.layout, hopeless.costs), 2, 0)
 
 
 @pytest.mark.full
@@ -98,17 +98,17 @@ def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:
     now, later = random_batch(1), msgspec.structs.replace(random_batch(2), iteration=1)
     request = decode(Request, encode(Request(now, Correction(), later)))
     answer = answer_request(setup.problem(), setup, request)
-    assert len(answer.dealt) == len(later.samples)
-    assert set(answer.dealt) == {0, 1}
+    assert len(answer.replica_of_sample) == len(later.samples)
+    assert set(answer.replica_of_sample) == {0, 1}
     assert len(answer.packing.samples) >= 1
-    assert answer_request(setup.problem(), with_replicas(setup, 2), Request(now)).dealt == ()
+    assert answer_request(setup.problem(), with_replicas(setup, 2), Request(now)).replica_of_sample == ()
 
 
 def test_a_batch_that_cannot_be_dealt_costs_the_one_before_nothing() -> None:
     setup = with_replicas(random_setup(5), 2)
     small = Batch((Sample("alone", 3),), 1)
     with pytest.raises(InputError, match="num_replicas"):
-        deal_planned(setup.problem(), small, budget=Evaluations(5), seed=0)
+        assign_planned(setup.problem(), small, budget=Evaluations(5), seed=0)
     answer = answer_request(setup.problem(), setup, Request(random_batch(1), Correction(), small))
-    assert answer.dealt == ()
+    assert answer.replica_of_sample == ()
     assert answer.plan.iteration == random_batch(1).iteration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numba
 
-from pipeloom.compiled.telling import before_compiling
+from pipeloom.compiled.notify import before_compiling
 
 
 def test_told_once_and_only_if_something_is_compiled():

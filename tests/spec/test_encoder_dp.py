@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.errors import InputError
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism, StreamEnd, Workload
-from pipeloom.spec.batch import dealt
+from pipeloom.spec.batch import split_instances
 
 MODULES = (ModuleLayout("vision"), ModuleLayout("lm", ("vision",)))
 CHUNKS = (Chunk("vision", (0, 1), 0), Chunk("lm", (0, 3), 0))
@@ -21,7 +21,7 @@ def test_no_other_cut_into_runs_gives_the_fullest_rank_less() -> None:
     for _ in range(300):
         lengths = tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 7)))
         ranks = rng.randint(1, 5)
-        found = dealt(lengths, ranks)
+        found = split_instances(lengths, ranks)
         assert len(found) == ranks
         assert [i for first, count in found for i in range(first, first + count)] == list(range(len(lengths)))
         cuts = itertools.combinations_with_replacement(range(len(lengths) + 1), ranks - 1)
@@ -40,17 +40,17 @@ def test_a_layout_that_deals_nothing_is_written_as_ever() -> None:
     plain = Layout(1, MODULES, CHUNKS, Parallelism(2))
     assert "on_tensor_ranks" not in str(plain.document)
     assert plain.digest == "659fcc68"
-    deals = Layout(
+    uses_encoder_dp = Layout(
         1, (msgspec.structs.replace(MODULES[0], on_tensor_ranks="dealt"), MODULES[1]), CHUNKS, Parallelism(2)
     )
-    assert deals.document["modules"][0]["on_tensor_ranks"] == "dealt"
-    assert "on_tensor_ranks" not in deals.document["modules"][1]
-    assert deals.digest != plain.digest
-    for layout in (plain, deals):
+    assert uses_encoder_dp.document["modules"][0]["on_tensor_ranks"] == "dealt"
+    assert "on_tensor_ranks" not in uses_encoder_dp.document["modules"][1]
+    assert uses_encoder_dp.digest != plain.digest
+    for layout in (plain, uses_encoder_dp):
         assert msgspec.convert(layout.document, Layout) == layout
-    assert deals.deals("vision")
-    assert not deals.deals("lm")
-    assert not msgspec.structs.replace(deals, parallelism=Parallelism()).deals("vision")
+    assert uses_encoder_dp.uses_encoder_dp("vision")
+    assert not uses_encoder_dp.uses_encoder_dp("lm")
+    assert not msgspec.structs.replace(uses_encoder_dp, parallelism=Parallelism()).uses_encoder_dp("vision")
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:

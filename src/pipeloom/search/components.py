@@ -94,8 +94,8 @@ def find_components(
         Where no order of a component was found that fits, and not all were tried.
     """
     capacity = np.full(graph.num_ranks, NO_LIMIT, np.int64)
-    if graph.room_bytes is not None:
-        capacity = graph.room_bytes
+    if graph.headroom_bytes is not None:
+        capacity = graph.headroom_bytes
     if not memory_matters(graph):
         return _one_component(graph, capacity)
     refuse_large_pairs(graph)
@@ -330,7 +330,7 @@ def refuse_large_pairs(graph: TaskGraph) -> None:
     InfeasibleError
         Naming the rank or pair and the bytes.
     """
-    capacity = graph.most_room_bytes
+    capacity = graph.most_headroom_bytes
     if capacity is not None and graph.capacity_bytes is not None and (capacity < 0).any():
         rank = int(np.flatnonzero(capacity < 0)[0])
         most = exact_size_text(int(graph.capacity_bytes[rank]))
