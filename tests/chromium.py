@@ -163,12 +163,12 @@ def browser(folder: Path) -> Iterator[Browser]:
         env=os.environ | {"HOME": str(folder)},
     )
     try:
-        told, until = profile / "DevToolsActivePort", time.monotonic() + _START_S
-        while not (told.is_file() and "\n" in told.read_text()):
+        reported, until = profile / "DevToolsActivePort", time.monotonic() + _START_S
+        while not (reported.is_file() and "\n" in reported.read_text()):
             assert process.poll() is None, "chromium ended"
             assert time.monotonic() < until, "chromium did not start"
             time.sleep(0.05)
-        yield Browser(int(told.read_text().split()[0]))
+        yield Browser(int(reported.read_text().split()[0]))
     finally:
         process.terminate()
         process.wait(30)

@@ -76,7 +76,7 @@ def test_a_fork_that_stands_in_has_the_signals_and_the_end_of_its_process(sent: 
     assert started.returncode == (-sent if sent == signal.SIGKILL else sent)
 
 
-def test_a_fork_that_was_killed_is_told_by_its_code() -> None:
+def test_a_fork_that_was_killed_is_reported_by_its_code() -> None:
     command = [*COMMAND, "stand_in"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as started:
         assert started.stdout is not None

@@ -343,7 +343,7 @@ def test_reader_that_goes_away_is_no_error(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
-def test_sigterm_is_told_and_leaves_no_temporary_files(tmp_path: Path, under_torchrun: bool) -> None:
+def test_sigterm_is_reported_and_leaves_no_temporary_files(tmp_path: Path, under_torchrun: bool) -> None:
     code = """
 import tempfile, time
 from pipeloom.cli.app import exit_on_sigterm
@@ -377,7 +377,7 @@ with tempfile.TemporaryDirectory(prefix="pipeloom-"):
         (">&-", 0, ""),
     ],
 )
-def test_an_output_that_takes_nothing_is_told(how: str, code: int, said: str, tiny: Path, tmp_path: Path) -> None:
+def test_an_output_that_takes_nothing_is_reported(how: str, code: int, said: str, tiny: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m pipeloom check {tiny} {_schedule(tmp_path)} {how}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == code
@@ -457,7 +457,7 @@ def test_names_that_look_like_markup_are_text(invoke: Invoke, tiny: Path, tmp_pa
 
 
 @pytest.mark.parametrize("length", [300, 5000])
-def test_a_name_that_is_too_long_is_told_by_every_command(length: int, invoke: Invoke, tiny: Path) -> None:
+def test_a_name_that_is_too_long_is_reported_by_every_command(length: int, invoke: Invoke, tiny: Path) -> None:
     name = "x" * length
     for arguments in [
         ("check", name, tiny),

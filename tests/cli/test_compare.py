@@ -245,7 +245,7 @@ def test_a_system_that_cannot_run_gets_one_line(
     assert "--systems: none of them can run: module 'vision'" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_told_where_it_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_reported_where_it_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The degrees that are named fit: with them the same command ranks the system."""
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_told_where_it_would(folder: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(("tokens", "says"), [(392, ""), (1568, "joins 4"), (98, "joins 4")])
-def test_images_of_another_model_are_told(
+def test_images_of_another_model_are_reported(
     folder: Path, tokens: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample = {"text_tokens": 500, "image_tokens": [tokens], "image_patches": [1568]}

@@ -155,7 +155,7 @@ def test_a_run_that_is_ended_at_any_moment_leaves_nothing(tmp_path: Path, seed: 
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_training_process_that_is_killed_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_training_process_that_is_killed_is_reported_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "train", str(config(tmp_path, crash=False)), "--runs", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

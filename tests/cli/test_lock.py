@@ -82,7 +82,7 @@ CONFIG = (
 
 
 @pytest.mark.parametrize(("where", "field"), [("saved", 'path = "saved"'), ("runs/t/checkpoints", "")])
-def test_checkpoints_that_cannot_be_written_are_told_before_training(
+def test_checkpoints_that_cannot_be_written_are_reported_before_training(
     tmp_path: Path, where: str, field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "task.py").write_text(TASK)

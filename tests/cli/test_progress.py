@@ -61,22 +61,23 @@ def test_iterations_fit_into_eighty_columns(terminal: bool) -> None:
         progress.show(report(99_999, fresh=False, reason="late", mfu=None, learning_rate=None))
     lines = written.getvalue().splitlines()
     assert max(map(len, LEGEND.splitlines())) <= 80
-    told = [line for line in lines if "99998" in line or "99999" in line]
+    reported = [line for line in lines if "99998" in line or "99999" in line]
     assert any(
-        "45678/45700" in line and "12.3%" in line and line.endswith("fresh, 12345 ms") for line in map(str.rstrip, told)
+        "45678/45700" in line and "12.3%" in line and line.endswith("fresh, 12345 ms")
+        for line in map(str.rstrip, reported)
     )
-    assert any("fallback: late" in line for line in told)
+    assert any("fallback: late" in line for line in reported)
     if not terminal:
         assert max(map(len, lines)) <= 80
         # Headings stand above their numbers.
         heading = next(line for line in lines if "tok/s" in line)
         for name in list(COLUMNS)[:-1]:
             end = heading.index(name) + len(name)
-            assert all(line[end : end + 1] == " " for line in told), name
+            assert all(line[end : end + 1] == " " for line in reported), name
     assert not any("\u2026" in line for line in lines)
 
 
-def test_ranks_that_stay_slow_are_told_once() -> None:
+def test_ranks_that_stay_slow_are_reported_once() -> None:
     written = io.StringIO()
     slow, more, alike = (1.0, 1.5), (1.0, 1.52), ()
     now_and_then = [slow if i % 10 < 5 else alike for i in range(40)]
@@ -85,8 +86,8 @@ def test_ranks_that_stay_slow_are_told_once() -> None:
             (*now_and_then, *[slow] * 10, *[more] * 20, *[alike] * 5, *[more] * 5, *[alike] * 25)
         ):
             progress.show(report(i, correction=Correction(slowness=slowness)))
-    told = [line for line in written.getvalue().splitlines() if "since" in line]
-    assert told == [
+    reported = [line for line in written.getvalue().splitlines() if "since" in line]
+    assert reported == [
         "iteration 59: since iteration 40 planned so that rank 1 takes 1.52 times as long as most",
         "iteration 99: since iteration 80 planned as if all ranks were alike",
     ]
@@ -98,7 +99,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_ones(width: int) -> None:
     console = Console(file=written, force_terminal=True, width=width, color_system=None, legacy_windows=False)
     with Progress(console, 99_999) as progress:
         progress.show(report(99_998, lead_s=0.123))
-    told = next(line.rstrip() for line in written.getvalue().splitlines() if "99998" in line and "fresh" in line)
-    assert told.startswith("99998 11.234")
-    assert told.endswith("fresh, 123 ms")
+    reported = next(line.rstrip() for line in written.getvalue().splitlines() if "99998" in line and "fresh" in line)
+    assert reported.startswith("99998 11.234")
+    assert reported.endswith("fresh, 123 ms")
     assert max(len(line) for line in written.getvalue().splitlines() if "\x1b" not in line) <= width

@@ -79,7 +79,7 @@ def test_iterations_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     assert (summary.loss_first, summary.loss_last) == (1.0, 9.0)
 
 
-def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_last_line_that_was_cut_off_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reports, first = Reports(), Recorder(tmp_path)
     for iteration in range(4):
         first.add(reports(iteration))
@@ -91,7 +91,7 @@ def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path, caplog: pytest.Log
     assert again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
 
 
-def test_a_history_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_history_that_is_gone_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path, first_iteration=4)
     assert "history.jsonl: has 0 of the 4 iterations before the checkpoint" in caplog.text
     with pytest.raises(InputError, match=r"history\.jsonl: has no iterations, .*; raise iterations"):

@@ -126,8 +126,8 @@ def test_names_in_files_do_not_control_the_terminal(line: str, capsys: pytest.Ca
     if command == "explain":
         write(Path("traces"), documents(random_pipeline(5)))
     code = run([command, *LINES[line]])
-    told = capsys.readouterr()
-    said = told.out + told.err
+    reported = capsys.readouterr()
+    said = reported.out + reported.err
     assert is_shown(said), [c for c in said if not is_shown(c)]
     assert code in (0, 1, 2)
     assert "internal error" not in said
@@ -172,9 +172,9 @@ def test_no_argument_of_any_command_controls_the_terminal(
     monkeypatch.setattr("pipeloom.forks.end_with_starter", lambda **_: None)
     for line in hostile_lines(command):
         code = run(line)
-        told = capsys.readouterr()
-        assert is_shown(told.out + told.err), line
-        assert code in (0, 1, 2), (line, told.err)
+        reported = capsys.readouterr()
+        assert is_shown(reported.out + reported.err), line
+        assert code in (0, 1, 2), (line, reported.err)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
@@ -238,7 +238,7 @@ def test_a_reader_that_goes_away_is_no_failure(line: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_another_broken_pipe_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_broken_pipe_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         with closed_pipe() as writer:
             os.write(writer, b"x")

@@ -167,7 +167,7 @@ def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
-def test_batches_that_end_early_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_batches_that_end_early_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, crash=False)
     task = path.with_name("task.py")
     task.write_text(

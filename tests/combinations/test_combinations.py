@@ -45,7 +45,7 @@ def actions_of(run: TrainingRun) -> set[tuple[str, str]]:
     return {(action.verb, action.strategy) for plan in plans for actions in plan.ranks for action in actions}
 
 
-def test_what_is_not_trained_alike_is_told_from_what_is() -> None:
+def test_what_is_not_trained_alike_is_distinguished_from_what_is() -> None:
     model = task.build_model(task.SEED)
     assert task.evaluate(model)["difference"] == 1.0
     task.train_undivided(model)

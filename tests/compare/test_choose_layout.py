@@ -63,13 +63,13 @@ def test_the_nearest_layouts_are_planned_once_more(case, batches, trials):
     assert any(t.name.endswith("layers by number") for t in trials)
 
 
-def test_encoders_are_tried_with_dealt_images_where_a_rank_is_several_devices(case, batches, trials):
-    dealt_ones = [t for t in trials if t.layout.encoder_dp_modules]
-    assert len(dealt_ones) < len(trials) / 2
-    assert all(t.layout.encoder_dp_modules == {"vision"} for t in dealt_ones)
+def test_encoders_are_tried_with_encoder_dp_where_a_rank_is_several_devices(case, batches, trials):
+    with_dp = [t for t in trials if t.layout.encoder_dp_modules]
+    assert len(with_dp) < len(trials) / 2
+    assert all(t.layout.encoder_dp_modules == {"vision"} for t in with_dp)
     for word in ("chain", "replicated", "vision all"):
-        assert any(word in t.name for t in dealt_ones)
-    fitting = next(t for t in dealt_ones if not t.problem and "chain" in t.name)
+        assert any(word in t.name for t in with_dp)
+    fitting = next(t for t in with_dp if not t.problem and "chain" in t.name)
     # Gradients of what every device of a rank holds are added up.
     assert replica_seconds(case, fitting.layout) > 0.0
     alone = vlm_on_h800(Degrees(tensor=1, pipeline=2), vision=12, lm=6)

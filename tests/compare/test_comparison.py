@@ -34,13 +34,18 @@ def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BASELINES, "mine", Baseline("Mine, as an example", megatron_1f1b))
     monkeypatch.setitem(BASELINES, "never", Baseline("Suits nothing", megatron_1f1b, lambda _model: False))
     assert suitable(case) == (*before, "mine")
-    told: list[str] = []
+    reported: list[str] = []
     compared = list(
         compare_case(
-            case, typical, draw_iteration(case, 3, 0), ["1f1b", "mine"], budget=Evaluations(1), on_system=told.append
+            case,
+            typical,
+            draw_iteration(case, 3, 0),
+            ["1f1b", "mine"],
+            budget=Evaluations(1),
+            on_system=reported.append,
         )
     )
-    assert [one.title for one in compared] == told == [BASELINES["1f1b"].title, "Mine, as an example"]
+    assert [one.title for one in compared] == reported == [BASELINES["1f1b"].title, "Mine, as an example"]
     theirs, mine = (one.result for one in compared)
     assert theirs is not None
     assert mine is not None

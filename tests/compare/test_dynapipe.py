@@ -91,7 +91,7 @@ def test_forwards_wait_for_memory(graph):
         memory_aware_1f1b(graph, range(8), np.zeros(4, np.int64))
 
 
-def test_microbatches_go_in_as_told(graph):
+def test_microbatches_go_in_as_requested(graph):
     order = memory_aware_1f1b(graph, [3, 1, 0, 2, 7, 6, 5, 4])
     timeline = simulate(graph, order)
     assert check(graph, order, timeline) == ()

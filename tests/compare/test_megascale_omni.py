@@ -96,7 +96,7 @@ def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, l
         joint_pipeline(graph, 0)
 
 
-def test_every_group_is_dealt_evenly(case, layout):
+def test_every_group_is_assigned_evenly(case, layout):
     assigned = assigned_in_groups(
         assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4
     ).graph
@@ -107,7 +107,7 @@ def test_every_group_is_dealt_evenly(case, layout):
         assert load.max() - load.min() <= 2 * assigned.duration_ns[mine].max()
 
 
-def test_short_images_are_dealt_to_devices_and_long_ones_divided(case):
+def test_short_images_are_assigned_to_devices_and_long_ones_divided(case):
     costs = LongShortCosts(case)
     chunk = Chunk("vision", (0, 8), 0)
     short, one = Workload((256,) * 8), Workload((16384,))

@@ -224,7 +224,7 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(case, typic
     assert any_size(plain).run(groups, Evaluations(1), 0).iteration_s == min(each)
 
 
-def test_what_does_not_fit_is_told(case, typical):
+def test_what_does_not_fit_is_reported(case, typical):
     with pytest.raises(InfeasibleError, match="optimizer state"):
         megatron_1f1b(replace(case, capacity_bytes=10**9), []).run(typical[0], Evaluations(1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
@@ -252,7 +252,7 @@ def test_two_settings_are_the_best_of_all_pairs(case, typical):
         uniform_recomputation("none", layout, none, schedule)
 
 
-def test_dealing_evens_out_the_replicas(case):
+def test_assignment_evens_out_the_replicas(case):
     groups = draw_iteration(case, 16, 5)
     assigned = assign_microbatches(case, groups, 4)
     assert sorted(s.id for replica in assigned for g in replica for s in g) == sorted(s.id for g in groups for s in g)

@@ -37,7 +37,7 @@ def test_a_part_costs_what_its_largest_share_does_and_handing_it_round() -> None
     assert costs.chunk_costs(lm, work) == plain.chunk_costs(lm, work)
 
 
-def test_nothing_changes_where_nothing_is_dealt_or_there_is_one_rank_to_deal_to() -> None:
+def test_nothing_changes_where_nothing_is_divided_or_there_is_one_rank_to_deal_to() -> None:
     plain = ToyCosts(MODEL)
     assert costs_under_layout(plain, msgspec.structs.replace(PLAIN, parallelism=Parallelism(2))) is plain
     assert costs_under_layout(plain, msgspec.structs.replace(LAYOUT, parallelism=Parallelism())) is plain
@@ -68,10 +68,10 @@ def test_emulated_encoders_are_whole_on_each_device() -> None:
     assert costs.static_bytes(vision) == alone.static_bytes(vision) > 3 * emulated.static_bytes(vision)
     assert costs.static_bytes(lm) == emulated.static_bytes(lm)
     many = Workload((1024,) * 8)
-    (dealt_cost,), (divided,) = costs.chunk_costs(vision, many), emulated.chunk_costs(vision, many)
+    (rank_cost,), (divided,) = costs.chunk_costs(vision, many), emulated.chunk_costs(vision, many)
     (one,) = alone.chunk_costs(vision, Workload((1024,) * 2))
-    assert one.forward_s < dealt_cost.forward_s < divided.forward_s
-    assert dealt_cost.activation_bytes == one.activation_bytes
+    assert one.forward_s < rank_cost.forward_s < divided.forward_s
+    assert rank_cost.activation_bytes == one.activation_bytes
     assert costs.workspace_bytes(vision, many) > alone.workspace_bytes(vision, Workload((1024,) * 2))
     # A single image is faster where its layers are divided.
     single = Workload((1024,))
@@ -79,7 +79,7 @@ def test_emulated_encoders_are_whole_on_each_device() -> None:
 
 
 @pytest.mark.parametrize("tensor", range(2, 9))
-def test_a_sample_weighs_its_part_of_the_whole_whatever_it_is_dealt_to(tensor: int) -> None:
+def test_a_sample_weighs_its_part_of_the_whole_whatever_it_is_assigned_to(tensor: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, parallelism=Parallelism(tensor))
     batch = random_batch(3, text_only=0.0)
     whole, shared = (cost_loads(batch, MODEL, each, ToyCosts(MODEL)) for each in (PLAIN, layout))

@@ -30,7 +30,7 @@ def every(layers):
 
 
 @given(KINDS)
-def test_equal_layers_are_dealt_to_options_exactly(kinds):
+def test_equal_layers_are_distributed_to_options_exactly(kinds):
     """Of one kind nothing is missed; nor of several, of what keeps off the host."""
     layers = [options_of(rows) for count, rows in kinds for _ in range(count)][:6]
     found = mix(layers)
@@ -70,7 +70,7 @@ def test_a_ladder_goes_down_in_bytes_and_never_up_in_what_it_keeps_off_the_host(
         assert found.amounts[others[-1], HELD] == found.amounts[:, HELD].min()
 
 
-def test_copies_hide_under_the_computation_of_the_chunks_other_layers():
+def test_folder_replicas_hide_under_the_computation_of_the_chunks_other_layers():
     layer = [
         LayerOption("keep", 4, 6, 100),
         LayerOption("recompute", 4, 10, 10),

@@ -107,13 +107,13 @@ def test_a_message_takes_the_link_between_the_nodes_of_its_ranks(degrees, inside
             least = nvlink if (first, second) in inside else nic
             assert least < seconds < 2 * least
             assert priced.link_between(second, first) == priced.link_between(first, second)
-            told = priced.rank.transfer_s(size, priced.rank.link_between(first, second))
-            assert least <= told < 1.1 * least
+            reported = priced.rank.transfer_s(size, priced.rank.link_between(first, second))
+            assert least <= reported < 1.1 * least
     # Without a number, the slowest.
     assert priced.transfer_s(size) == max(priced.transfer_s(size, link) for link in (0, 1))
 
 
-def test_wrong_chunks_are_told(costs):
+def test_wrong_chunks_are_reported(costs):
     with pytest.raises(InputError, match=r"module 'audio': is unknown; the model has vision, lm"):
         costs.chunk_costs(Chunk("audio", (0, 0), 0), Workload((1,)))
     with pytest.raises(InputError, match=r"\[0, 99\] goes beyond layer 33"):
@@ -287,7 +287,7 @@ def test_room_is_kept_for_what_is_on_its_way_to_the_host(mixing):
     assert mixing.staging_bytes(chunk, work) == plain.staging_bytes(chunk, work) + 4 * whole // 8
 
 
-def test_copies_of_all_devices_share_the_memory_of_their_host():
+def test_folder_replicas_of_all_devices_share_the_memory_of_their_host():
     cluster = load_cluster("dip-h800-64")
     assert cluster.copy_bytes_per_s == 400e9 / 8 / 2 < cluster.device.pcie_bytes_per_s
     alone = msgspec.structs.replace(cluster, host_bytes_per_s=0.0)

@@ -87,7 +87,7 @@ def test_latency_and_bandwidth_of_a_known_link_are_recovered_through_noise(seed)
     assert all(abs(row.error) < 0.15 for row in compare(device, between))
 
 
-def test_too_little_is_told():
+def test_too_little_is_reported():
     with pytest.raises(InputError, match="have no matrix product"):
         fit_device(moves(), name="x", source="", memory_bytes=1)
     with pytest.raises(InputError, match="have no operator that moves memory"):

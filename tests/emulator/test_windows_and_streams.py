@@ -134,7 +134,7 @@ def test_streams_travel_and_are_waited_for_both_ways():
     assert 0 < frozen.run().iteration_s < result.iteration_s
 
 
-def test_streams_that_cannot_be_are_told():
+def test_streams_that_cannot_be_are_reported():
     vision, lm = tapped().modules
     with pytest.raises(InputError, match="no layer takes 'inner'"):
         a.Architecture("m", "made up", (vision,))

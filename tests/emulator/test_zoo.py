@@ -155,7 +155,7 @@ def test_the_papers_best_degrees_come_first_or_close():
     assert papers.result.mfu == pytest.approx(0.297, rel=0.15)
 
 
-def test_bad_names_and_files_are_told(tmp_path):
+def test_bad_names_and_files_are_reported(tmp_path):
     with pytest.raises(InputError, match=r"models 'gpt-9': is unknown.*qwen2-32b"):
         catalog.load_architecture("gpt-9")
     path = tmp_path / "device.toml"

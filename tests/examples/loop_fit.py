@@ -77,7 +77,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-class Told(pl.Callback):
+class Recorder(pl.Callback):
     """Writes what it is told into a file."""
 
     def __init__(self, file: Path, fails: bool = False) -> None:

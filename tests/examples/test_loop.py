@@ -98,7 +98,7 @@ def test_the_loop_over_ranks_is_that_of_one_process_and_goes_on_as_if_it_had_not
         "ema": pl.EmaConfig(DECAY),
         "evaluate_on": loop_fit.held_out,
         "evaluation": pl.EvaluationConfig(3, weights="ema"),
-        "callbacks": (loop_fit.Told(tmp_path / "told"),),
+        "callbacks": (loop_fit.Recorder(tmp_path / "told"),),
         "log": pl.LogConfig(peak_flops=1e12, tensorboard=True),
     }
     part = fitted(tmp_path / "run", iterations=4, **settings)
@@ -122,9 +122,9 @@ def test_the_loop_over_ranks_is_that_of_one_process_and_goes_on_as_if_it_had_not
         assert row.mfu is not None
         assert 0 < row.mfu < 1
         assert row.num_tokens == sum(len(words) for _, words in list(loop_fit.batches())[row.iteration])
-    told = (tmp_path / "told").read_text().splitlines()
-    assert told[:6] == ["step 0 0.02", "step 1 0.02", "checkpoint 2", "step 2 0.01", "evaluation 3", "step 3 0.01"]
-    assert told[6:] == [
+    reported = (tmp_path / "told").read_text().splitlines()
+    assert reported[:6] == ["step 0 0.02", "step 1 0.02", "checkpoint 2", "step 2 0.01", "evaluation 3", "step 3 0.01"]
+    assert reported[6:] == [
         *("checkpoint 4", "evaluation 4", "end 4", "step 4 0.005", "step 5 0.005", "evaluation 6", "checkpoint 6"),
         "end 6",
     ]
@@ -164,7 +164,7 @@ def test_a_run_with_evaluation_has_the_losses_of_one_without(tmp_path: Path) -> 
 def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> None:
     # Weights in bfloat16, which train and are saved.
     torch.set_default_dtype(torch.bfloat16)
-    callbacks = (loop_fit.Told(tmp_path / "told", fails=True),)
+    callbacks = (loop_fit.Recorder(tmp_path / "told", fails=True),)
     message = r"^rank 0: callback Told.on_checkpoint: raised ValueError: no more of this;"
     with pytest.raises(pl.ExecutionError, match=message):
         fitted(tmp_path / "run", callbacks=callbacks, evaluate_on=loop_fit.held_out, ema=pl.EmaConfig())

@@ -172,8 +172,8 @@ def _digests(path: Path) -> None:
         (path.parent / name).write_bytes(content)
     try:
         damage = find_damage(path.parent, _WHOLE, lambda names: names)
-        told = json.loads(path.read_bytes()) if not damage else None
-        assert damage or all(told.get(name) == digest for name, digest in json.loads(_digested()[0]).items())
+        reported = json.loads(path.read_bytes()) if not damage else None
+        assert damage or all(reported.get(name) == digest for name, digest in json.loads(_digested()[0]).items())
     finally:
         for name in _WHOLE:
             (path.parent / name).unlink()

@@ -138,7 +138,7 @@ def test_every_family_reads_a_config_that_leaves_all_out():
         assert count_parameters(architecture_of({"model_type": kind} | images.get(kind, {}), "")) > 10**8
 
 
-def test_wrong_files_are_told(tmp_path):
+def test_wrong_files_are_reported(tmp_path):
     with pytest.raises(InputError, match=r"config\.json"):
         read_huggingface(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

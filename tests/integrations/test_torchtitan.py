@@ -37,7 +37,7 @@ def test_more_stages_than_parts_are_refused() -> None:
         split_by_costs(COSTS, 9)
 
 
-def test_costs_that_are_not_given_are_reckoned_in_the_unit_of_those_that_are() -> None:
+def test_costs_that_are_not_given_are_estimated_in_the_unit_of_those_that_are() -> None:
     estimated = {name: 1e9 * cost for name, cost in COSTS.items()}
     seconds = {f"layers.{i}": 0.002 for i in range(6)}
     assert completed(seconds, estimated) == pytest.approx({name: 0.002 * cost for name, cost in COSTS.items()})

@@ -58,13 +58,13 @@ def test_example_sample_and_candidates() -> None:
     assert pipeloom.io.instance_from_document(document).candidates is not None
 
 
-def test_example_plan_is_proved_and_every_verb_is_told() -> None:
+def test_example_plan_is_proved_and_every_verb_is_reported() -> None:
     text = next(text for language, text in BLOCKS if not language and text.startswith("pipeloom.plan/2"))
     plan = from_text(text)
     verify(plan)
     assert to_text(plan) == text
-    told = set(re.findall(r"`([A-Z_]+)`", DOC.read_text()))
-    assert set(Verb) <= told
+    reported = set(re.findall(r"`([A-Z_]+)`", DOC.read_text()))
+    assert set(Verb) <= reported
 
 
 def test_example_specs() -> None:

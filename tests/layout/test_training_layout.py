@@ -89,7 +89,7 @@ def test_the_nearest_are_compared_on_all_batches():
     assert trials[0] == evaluate_layout(preview.sampled(), draft, Evaluations(10), 3)
 
 
-def test_layers_that_tensor_parallel_ranks_would_run_alike_are_dealt() -> None:
+def test_layers_that_tensor_parallel_ranks_would_run_alike_use_encoder_dp() -> None:
     preview = Preview(COSTS, PackingSpec(30), batches(0), 2, num_tensor=2, dealable=("vision",))
     trials = choose_training_layout(preview, budget=FEW, trial=Evaluations(20))
     chosen = trials[0]
@@ -103,7 +103,7 @@ def test_layers_that_tensor_parallel_ranks_would_run_alike_are_dealt() -> None:
     )
 
 
-def test_a_placement_says_what_is_dealt() -> None:
+def test_a_placement_names_encoder_dp() -> None:
     layout = separate(MODEL, 2, {"vision": ModulePlacement(1, 2, "dealt")}, lambda *_: 1.0)
     assert layout.encoder_dp_modules == {"vision"}
     assert layout_for(layout, MODEL) == layout

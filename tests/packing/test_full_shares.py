@@ -86,7 +86,7 @@ def test_numbers_leave_as_many_for_every_device() -> None:
     assert few != [number for number in numbers(replace(loads, instances=None), PackingSpec(10**6)) if number < rounds]
 
 
-def test_costs_tell_what_is_dealt() -> None:
+def test_costs_name_encoder_dp() -> None:
     case = vlm_on_h800(Degrees(tensor=4, pipeline=2), vision=4, lm=4)
     batch = Batch((Sample("a", 10, (4, 4), (16, 16)), Sample("b", 10)))
     plain = separate(case.model, 2, {}, by_count)

@@ -48,7 +48,7 @@ def limited(predict: Predict, most: int) -> Predict:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(0, 60))
-def test_no_sample_is_lost_and_no_dealing_predicted_slower_than_by_loads(
+def test_no_sample_is_lost_and_no_assignment_predicted_slower_than_by_loads(
     seed: int, num_replicas: int, most: int
 ) -> None:
     loads = random_loads(seed, num_replicas + seed % 30)

@@ -136,7 +136,7 @@ def test_a_changed_message_is_caught(seed: int, data: st.DataObject, field: str)
 
 
 @given(SEEDS, st.data())
-def test_any_damage_is_told_as_a_plan_error(seed: int, data: st.DataObject) -> None:
+def test_any_damage_is_reported_as_a_plan_error(seed: int, data: st.DataObject) -> None:
     case = random_case(seed, strategies=EVERY_STRATEGY)
     plan = case.plan
     rank, step = data.draw(st.sampled_from([(r, s) for r, a in enumerate(plan.ranks) for s in range(len(a))]))

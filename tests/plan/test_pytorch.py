@@ -75,7 +75,7 @@ def test_bubbles_overlaps_and_communication_are_understood() -> None:
         ("", "has 0 rows"),
     ],
 )
-def test_mistakes_are_told_with_row_and_column(text: str, message: str) -> None:
+def test_mistakes_are_reported_with_row_and_column(text: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
         schedule_from_pytorch_csv(text, whole().graph)
     assert message in str(caught.value)

@@ -34,7 +34,7 @@ def test_the_random_plans_have_outputs_that_are_cut() -> None:
 
 
 @given(SEEDS, st.data())
-def test_another_shape_is_told(seed: int, data: st.DataObject) -> None:
+def test_another_shape_is_reported(seed: int, data: st.DataObject) -> None:
     case = random_case(seed)
     plan = case.plan
     places = [(r, i) for r, actions in enumerate(plan.ranks) for i, a in enumerate(actions) if a.shape is not None]

@@ -124,7 +124,7 @@ def test_the_format_is_as_documented() -> None:
         ("OPTIMIZER_STEP\nrank", "OPTIMIZER_STEP now\nrank", "line 10: OPTIMIZER_STEP takes no words"),
     ],
 )
-def test_mistakes_are_told_with_their_line(old: str, new: str, where: str) -> None:
+def test_mistakes_are_reported_with_their_line(old: str, new: str, where: str) -> None:
     assert old in TEXT
     with pytest.raises(InputError) as caught:
         from_text(TEXT.replace(old, new, 1))

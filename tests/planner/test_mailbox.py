@@ -95,7 +95,7 @@ class Broken(MemoryStore):
         raise OSError("the cable is cut")
 
 
-def test_a_store_that_fails_is_told_of() -> None:
+def test_a_store_that_fails_is_reported() -> None:
     store = Broken("fails")
     store.put(READY, b"1")
     mailbox = Mailbox(store, text)

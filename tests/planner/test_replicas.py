@@ -75,7 +75,7 @@ def test_a_replica_with_a_slow_rank_has_less_to_do() -> None:
     assert np.mean(shorter) < 0.8
 
 
-def test_where_nothing_fits_it_is_dealt_by_loads() -> None:
+def test_where_nothing_fits_it_is_assigned_by_loads() -> None:
     setup, batch = with_replicas(random_setup(5), 2), random_batch(4)
     hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()
     found = assign_planned(hopeless, batch, budget=Evaluations(20), seed=0)
@@ -92,7 +92,7 @@ def test_under_a_tight_cap_offering_to_offload_takes_no_room_from_shares() -> No
     assert (estimate(tuple(range(len(batch.samples))), 0) or 0.0) < float("inf")
 
 
-def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:
+def test_the_planner_tells_how_the_batch_after_is_assigned() -> None:
     # Time that never runs out, of which all is the dealing's: what it leaves, the plan has.
     setup = with_replicas(random_setup(5), 2, budget_s=2.0)
     now, later = random_batch(1), msgspec.structs.replace(random_batch(2), iteration=1)
@@ -104,7 +104,7 @@ def test_the_planner_tells_how_the_batch_after_is_dealt() -> None:
     assert answer_request(setup.problem(), with_replicas(setup, 2), Request(now)).replica_of_sample == ()
 
 
-def test_a_batch_that_cannot_be_dealt_costs_the_one_before_nothing() -> None:
+def test_a_batch_that_cannot_be_divided_costs_the_one_before_nothing() -> None:
     setup = with_replicas(random_setup(5), 2)
     small = Batch((Sample("alone", 3),), 1)
     with pytest.raises(InputError, match="num_replicas"):

@@ -47,7 +47,7 @@ class PlansHere:
 class DealsHere(PlansHere):
     """And deals the batches to come, well and badly."""
 
-    DEALT: Sequence[tuple[int, ...]] = ((), (1, 0, 1, 1), (0, 1), (1, 1, 1, 1), (0, 1, 2, 0), (1, 0, 0, 0))
+    ASSIGNED: Sequence[tuple[int, ...]] = ((), (1, 0, 1, 1), (0, 1), (1, 1, 1, 1), (0, 1, 2, 0), (1, 0, 0, 0))
     """How each batch is: not at all, unevenly, of another size, nothing for a replica, a replica too many, unevenly."""
 
     def __init__(self, made: Setup) -> None:
@@ -63,7 +63,7 @@ class DealsHere(PlansHere):
         found = super().collect(iteration)
         if iteration + 1 not in self.seen:
             return found
-        answer = msgspec.structs.replace(found.answer, replica_of_sample=self.DEALT[iteration + 1])
+        answer = msgspec.structs.replace(found.answer, replica_of_sample=self.ASSIGNED[iteration + 1])
         return replace(found, answer=answer)
 
 
@@ -74,17 +74,17 @@ def replica_of_sample(num_ranks: int, num_replicas: int) -> tuple[list[float], l
     made = msgspec.structs.replace(made, layout=layout)
     options = TrainerOptions(clip_norm=CLIP)
     trainer = Trainer(model(), layout, DealsHere(made), describe=task.describe, optimizer=optimizer, options=options)
-    reports = list(trainer.run(data.batches(3, len(DealsHere.DEALT), DOCUMENTS)))
+    reports = list(trainer.run(data.batches(3, len(DealsHere.ASSIGNED), DOCUMENTS)))
     shares = [tuple(sample.id for sample in report.batch.samples) for report in reports if report.batch is not None]
     return [report.loss for report in reports], shares
 
 
-def told(num_ranks: int, num_replicas: int, wrongs: list[str]) -> dict[str, tuple[int, str]]:
+def reported(num_ranks: int, num_replicas: int, wrongs: list[str]) -> dict[str, tuple[int, str]]:
     """For each kind of disagreement: after how many iterations this rank stopped, and what it said."""
-    return {wrong: _told(num_ranks, num_replicas, wrong) for wrong in wrongs}
+    return {wrong: _reported(num_ranks, num_replicas, wrong) for wrong in wrongs}
 
 
-def _told(num_ranks: int, num_replicas: int, wrong: str) -> tuple[int, str]:
+def _reported(num_ranks: int, num_replicas: int, wrong: str) -> tuple[int, str]:
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
     made = msgspec.structs.replace(made, layout=layout)

@@ -9,21 +9,21 @@ import torch.distributed as dist
 
 from pipeloom.runtime.launch.coordination import SharedClock, measure_offset
 from pipeloom.runtime.launch.processes import launch
-from tests.runtime.other_data import DealsHere, dealt, told
+from tests.runtime.other_data import DealsHere, assigned, reported
 from tests.runtime.training import DOCUMENTS, losses_undivided
 
 pytestmark = pytest.mark.ranks
 
 AHEAD_NS = 10**12
 WRONGS = ["nothing", "other samples of equal sizes", "other contents", "another order", "an early end", "none at all"]
-Told = dict[str, tuple[int, str]]
+Reported = dict[str, tuple[int, str]]
 Shares = tuple[list[float], list[tuple[str, ...]]]
 Asked = tuple[tuple[int, ...], int, int]
 
 
-def find_out() -> tuple[Asked, Told, Shares]:
+def find_out() -> tuple[Asked, Reported, Shares]:
     """Two pipelines of two ranks; the last rank is the second one of the second replica."""
-    return ask_on_ranks(), told(2, 2, WRONGS), dealt(2, 2)
+    return ask_on_ranks(), reported(2, 2, WRONGS), assigned(2, 2)
 
 
 def ask_on_ranks() -> Asked:
@@ -43,11 +43,11 @@ def ask_on_ranks() -> Asked:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[Asked, Told, Shares]]:
+def ranks() -> list[tuple[Asked, Reported, Shares]]:
     return launch(find_out, 4, timeout_s=60.0)
 
 
-def test_ranks_of_other_hosts_find_their_offsets(ranks: list[tuple[Asked, Told, Shares]]) -> None:
+def test_ranks_of_other_hosts_find_their_offsets(ranks: list[tuple[Asked, Reported, Shares]]) -> None:
     found = [asked for asked, _, _ in ranks]
     assert [asking for asking, _, _ in found] == [(2, 3)] * 4
     assert found[0][1:] == (0, 0)
@@ -55,7 +55,7 @@ def test_ranks_of_other_hosts_find_their_offsets(ranks: list[tuple[Asked, Told, 
         assert abs(ns - rank * AHEAD_NS) <= error_ns
 
 
-def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked, Told, Shares]]) -> None:
+def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked, Reported, Shares]]) -> None:
     found = ranks[0][1]
     assert all(rank == found for _, rank, _ in ranks)
     assert found["nothing"] == (3, "")
@@ -69,11 +69,11 @@ def test_ranks_with_other_data_are_named_by_all_of_them(ranks: list[tuple[Asked,
     assert found["none at all"][1].startswith("iteration 0: rank 3 has no more batches")
 
 
-def test_a_planners_dealing_is_every_replicas_and_one_that_cannot_be_is_nobodys(
-    ranks: list[tuple[Asked, Told, Shares]],
+def test_a_planners_assignment_is_every_replicas_and_one_that_cannot_be_is_nobodys(
+    ranks: list[tuple[Asked, Reported, Shares]],
 ) -> None:
     """Losses are those of undivided training, whatever is dealt; samples are neither lost nor doubled."""
-    wanted = losses_undivided(len(DealsHere.DEALT), documents=DOCUMENTS)
+    wanted = losses_undivided(len(DealsHere.ASSIGNED), documents=DOCUMENTS)
     for _, _, (losses, _) in ranks:
         assert losses == pytest.approx(wanted, abs=1e-8, rel=0)
     # Neighbouring ranks are replicas of one pipeline rank.

@@ -93,7 +93,7 @@ def test_sizes_without_targets_are_refused() -> None:
         ids(Batches(Careless(1), 1))
 
 
-def test_what_a_data_set_raises_is_told_in_one_line() -> None:
+def test_what_a_data_set_raises_is_reported_in_one_line() -> None:
     class Broken(Numbers):
         def sizes(self, i: int) -> Mapping[str, Any]:
             raise OSError("the disk is gone")

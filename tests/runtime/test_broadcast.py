@@ -40,8 +40,8 @@ def _receive_too_many() -> list[str]:
 
 
 def test_for_a_length_that_cannot_be_no_room_is_made() -> None:
-    told = "a message of 101 bytes is larger than 100, the most that is sent at once"
-    assert launch(_receive_too_many, 2) == [[told] * 2] * 2
+    reported = "a message of 101 bytes is larger than 100, the most that is sent at once"
+    assert launch(_receive_too_many, 2) == [[reported] * 2] * 2
 
 
 def test_bytes_of_any_size_arrive_on_every_rank() -> None:
@@ -71,5 +71,5 @@ def test_every_rank_gets_its_own_bytes_whatever_the_others_get() -> None:
 
 
 def test_all_ranks_refuse_a_length_that_cannot_be_whoever_it_is_for() -> None:
-    told = "a message of 101 bytes is larger than 100, the most that is sent at once"
-    assert launch(_receive_too_many_of_own, 2) == [told] * 2
+    reported = "a message of 101 bytes is larger than 100, the most that is sent at once"
+    assert launch(_receive_too_many_of_own, 2) == [reported] * 2

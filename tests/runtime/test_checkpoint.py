@@ -171,7 +171,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, executor, None) == 3
 
 
-def test_what_torch_says_of_a_file_is_told_in_one_line(tmp_path: Path) -> None:
+def test_what_torch_says_of_a_file_is_reported_in_one_line(tmp_path: Path) -> None:
     executor = executor_of(random_run(3, 1))
     save_checkpoint(tmp_path / "saved", executor, None, 3)
     without_digests(tmp_path / "saved")

@@ -97,12 +97,12 @@ def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(traine
         of_training = [found[number].asked for found, _, _ in trained]
         of_evaluation = [found[number].asked_to_evaluate for found, _, _ in trained]
         for asked, batches in ((of_training, drawn(end, DOCUMENTS, SHORT)[begin:]), (of_evaluation, list(held_out()))):
-            dealt = [document for batch in batches if len(batch) > 1 for document in batch]
+            assigned = [document for batch in batches if len(batch) > 1 for document in batch]
             # The one sample of a short batch is both replicas'.
             alone = {batch[0].identifier for batch in batches if len(batch) == 1}
-            assert_loaded_once([[each for each in mine if each.document not in alone] for mine in asked], dealt)
+            assert_loaded_once([[each for each in mine if each.document not in alone] for mine in asked], assigned)
             assert all({each.document for each in mine} >= alone for mine in asked)
-            assert not dealt or sum(len(document.images) for document in dealt) > 4  # of a part at most
+            assert not assigned or sum(len(document.images) for document in assigned) > 4  # of a part at most
 
 
 @pytest.mark.full

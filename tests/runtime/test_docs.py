@@ -55,7 +55,11 @@ def test_the_loader_of_the_page_counts_what_its_description_says() -> None:
     exec(model_code, names)
     exec(loader_code.partition("trainer =")[0].replace("num_workers=2", "num_workers=0"), names)
     (batch,) = names["batches"]
-    for sample, told in zip(batch, batch.metadata, strict=True):
+    for sample, reported in zip(batch, batch.metadata, strict=True):
         (wanted,) = batch_from_dicts([names["describe"](sample)]).samples
-        assert (told.id, told.text_tokens, told.image_tokens) == (wanted.id, wanted.text_tokens, wanted.image_tokens)
-        assert told.patches == wanted.patches
+        assert (reported.id, reported.text_tokens, reported.image_tokens) == (
+            wanted.id,
+            wanted.text_tokens,
+            wanted.image_tokens,
+        )
+        assert reported.patches == wanted.patches

@@ -35,19 +35,19 @@ PIPELINED, REPLICAS, SHARDS = (
 )
 
 
-def test_dealt_encoders_are_exact() -> None:
+def test_encoder_data_parallelism_is_exact() -> None:
     """Pipelined and on all ranks, trained and frozen, with every strategy, split backwards, some ranks without work."""
     assert launch(run_on_mesh, 4, [PIPELINED, SHARDS], list(range(4)), timeout_s=120.0)[0] == 8
 
 
 @pytest.mark.full
-def test_dealt_encoders_are_exact_on_more_models() -> None:
+def test_encoder_data_parallelism_is_exact_on_more_models() -> None:
     shapes = [PIPELINED, REPLICAS, SHARDS, Shape(1, 1, 4, encoder_dp=True)]
     launch(run_on_mesh, 4, shapes, list(range(4, 16)), timeout_s=240.0)
 
 
 @pytest.mark.soak
-def test_dealt_encoders_are_exact_with_all_kinds_of_parallelism() -> None:
+def test_encoder_data_parallelism_is_exact_with_all_kinds_of_parallelism() -> None:
     shapes = [Shape(2, 2, 2, encoder_dp=True), Shape(2, 2, 2, True, True), Shape(2, 1, 4, encoder_dp=True)]
     launch(run_on_mesh, 8, shapes, list(range(12)), timeout_s=300.0)
 
@@ -63,7 +63,7 @@ def test_training_equals_undivided_training_and_resumes_under_other_degrees(tmp_
     assert_undivided(launch(train_divided, 4, degrees, [3, 4, 5, 6], str(tmp_path), timeout_s=240.0))
 
 
-def test_what_cannot_be_dealt_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused() -> None:
     spec = vlm_spec(vision_layers=3)
     plain = separate(spec, 1, {}, lambda *_: 1.0)
     cut = (Chunk("vision", (0, 0), 0), Chunk("vision", (1, 2), 0), Chunk("lm", (0, 7), 0))

@@ -169,7 +169,7 @@ def test_strangers_hold_nobody_up_and_are_none_of_us() -> None:
         each.close()
 
 
-def test_an_error_of_waiting_is_told_as_the_loss_behind_it() -> None:
+def test_an_error_of_waiting_is_reported_as_the_loss_behind_it() -> None:
     alone = FailureDetector(0)
     assert alone.fail(ExecutionError("iteration 3: another rank is gone")) == "iteration 3: another rank is gone"
     assert detect_failures(dist.HashStore(), 0, 1).fail(InputError("a", "b")) == "a: b"

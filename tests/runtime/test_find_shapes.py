@@ -75,7 +75,7 @@ SAMPLES = [torch.randn(n, 3) for n in (8, 4, 12)]
 SIZES = [Sample(str(i), len(x)) for i, x in enumerate(SAMPLES)]
 
 
-def test_parts_of_tokens_and_instances_are_told_apart() -> None:
+def test_parts_of_tokens_and_instances_are_distinguished() -> None:
     (lm,) = find_shapes(merging(), SAMPLES, SIZES).spec.modules
     assert [layer.output.dims for layer in lm.layers] == [("tokens/4", 5), ("tokens/4", 5)]
     assert [(end.stream, end.output.dims) for end in lm.emits] == [("means", ("instances", 3))]

@@ -147,7 +147,7 @@ def test_times_are_those_of_the_device_and_not_of_launches() -> None:
     assert 1.2 * sum(each["F"]) < sum(each["B"])
 
 
-def test_copies_run_beside_the_computation() -> None:
+def test_folder_replicas_run_beside_the_computation() -> None:
     queues = CudaQueues(ThreadHub().transport(0), torch.device("cuda"))
     streams = {
         queues.compute.cuda_stream,

@@ -34,6 +34,6 @@ def test_calibration_on_the_cpu(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_told():
+def test_a_missing_gpu_is_reported():
     with pytest.raises(InputError, match="'cuda' is not available here"):
         Bench("cuda")

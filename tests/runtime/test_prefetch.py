@@ -66,12 +66,12 @@ def test_a_loaders_batches_come_in_order_with_their_sizes(workers: int) -> None:
         assert [s["ids"].tolist() for s in samples] == [s["ids"].tolist() for s in plain]
         batch = batch_of(samples, None, 7)
         assert batch.iteration == 7
-        for place, (sample, told) in enumerate(zip(plain, batch.samples, strict=True)):
-            assert told.id == str(place)
-            assert told.text_tokens == len(sample["ids"])
-            assert told.image_tokens == (1,) * len(sample["images"])
+        for place, (sample, reported) in enumerate(zip(plain, batch.samples, strict=True)):
+            assert reported.id == str(place)
+            assert reported.text_tokens == len(sample["ids"])
+            assert reported.image_tokens == (1,) * len(sample["images"])
             # Two rows of pixels, four pixels to a patch, and a part of a patch is one.
-            assert told.image_patches == tuple(-(-2 * x.shape[2] // 4) for x in sample["images"])
+            assert reported.image_patches == tuple(-(-2 * x.shape[2] // 4) for x in sample["images"])
     assert ends()
     # Once more from the beginning, and left before the end.
     again = iter(batches)
@@ -88,8 +88,8 @@ def test_what_the_loader_raises_is_raised_in_its_turn(workers: int) -> None:
     assert [len(next(reading)) for _ in range(2)] == [3, 3]
     with pytest.raises(ValueError, match="document 6 is broken") as caught:
         next(reading)
-    told = "".join(traceback.format_exception(caught.value))
-    assert "__getitem__" in told
+    reported = "".join(traceback.format_exception(caught.value))
+    assert "__getitem__" in reported
     assert next(reading, None) is None
     assert ends()
 
@@ -116,7 +116,7 @@ def test_no_more_than_the_depth_waits() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_loader_that_gives_none_is_told_and_ends_nothing_early(ahead: bool) -> None:
+def test_a_loader_that_gives_none_is_reported_and_ends_nothing_early(ahead: bool) -> None:
     given: list[Any] = [["a"], None, ["b"]]
     source: Any = Prefetched(given, sizes={"text_tokens": len}) if ahead else given
     batches = ReadAhead(source, 5, None, 0)

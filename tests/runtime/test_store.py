@@ -90,7 +90,7 @@ def test_an_address_that_leads_nowhere_is_refused() -> None:
         TcpPlanStore.connect("nowhere", "")
 
 
-def test_a_store_that_is_not_there_is_told_in_one_line() -> None:
+def test_a_store_that_is_not_there_is_reported_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(PlannerError, match=rf"^no plan store answers at 127.0.0.1:{port}: [^\n]*$"):

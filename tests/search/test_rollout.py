@@ -133,7 +133,7 @@ def test_pairs_that_cannot_fit_are_named():
         first_in_first_out(uniform_chain(2, 2, chunks_per_rank=2, activation_bytes=9, capacity_bytes=12))
 
 
-def test_fallback_takes_the_leanest_candidates_where_the_base_does_not_fit():
+def test_fallback_takes_the_minimum_memory_candidates_where_the_base_does_not_fit():
     graph = uniform_chain(2, 3, activation_bytes=8, capacity_bytes=7, candidates=True)
     schedule = first_in_first_out(graph)
     assert set(schedule.candidate.tolist()) == {1}

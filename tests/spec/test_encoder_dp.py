@@ -53,7 +53,7 @@ def test_a_layout_that_deals_nothing_is_written_as_ever() -> None:
     assert not msgspec.structs.replace(uses_encoder_dp, parallelism=Parallelism()).uses_encoder_dp("vision")
 
 
-def test_what_cannot_be_dealt_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused() -> None:
     last = msgspec.structs.replace(MODULES[1], on_tensor_ranks="dealt")
     with pytest.raises(InputError, match=r"module 'lm'.on_tensor_ranks: is 'dealt', and its output goes into the loss"):
         Layout(1, (MODULES[0], last), CHUNKS)

@@ -49,7 +49,7 @@ def test_two_ranks_by_hand():
     assert found.share == (11 * 2 - 12) / 22
 
 
-def test_full_memory_and_wasted_order_are_told_apart():
+def test_full_memory_and_wasted_order_are_distinguished():
     for capacity, name in ((1, "memory_ns"), (2, "order_ns")):
         graph = uniform_chain(2, 2, capacity_bytes=capacity)
         strict = Schedule((np.array([0, 3, 4, 7]), np.array([1, 2, 5, 6])))

@@ -11,10 +11,10 @@ from pipeloom.training import Summary
 from pipeloom.training.finish import advice
 
 
-def test_a_faster_baseline_is_told_with_what_to_do() -> None:
+def test_a_faster_baseline_is_reported_with_what_to_do() -> None:
     compared = {"1f1b": 1.1, "interleaved": 0.92, "per-batch plan": 1.0}
-    told = advice(compared, "separate")
-    assert told == (
+    reported = advice(compared, "separate")
+    assert reported == (
         "interleaved 1F1B on its own layout is planned to be 8.7% faster on these batches; set layout.kind = "
         '"chosen", or train with --choose-layout'
     )
@@ -33,12 +33,12 @@ def test_a_faster_baseline_is_told_with_what_to_do() -> None:
         seed=0,
         layout="",
         comparison=compared,
-        advice=told,
+        advice=reported,
         evaluations=((4, 0.25),),
         **numbers,
         **counts,  # type: ignore[arg-type]
     )
     written = io.StringIO()
     Console(file=written, width=200).print(summary_tables(summary))
-    assert told in written.getvalue()
+    assert reported in written.getvalue()
     assert "0.2500, after 4 iterations" in written.getvalue()

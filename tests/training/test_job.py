@@ -32,7 +32,7 @@ def test_on_a_gpu_tensors_do_not_have_all_memory(device: str, left: int) -> None
     assert job.config.cluster.memory_capacity_bytes == 1600
 
 
-def test_a_chosen_layout_may_be_told_what_not_to_deal() -> None:
+def test_a_chosen_layout_may_exclude_modules_from_encoder_dp() -> None:
     assert LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement()}).modules
     with pytest.raises(InputError, match="declares vision, but the layout is chosen automatically"):
         LayoutConfig(2, kind="chosen", modules={"vision": ModulePlacement(2)})

@@ -6,7 +6,7 @@ from tests.cases import random_batch
 from tests.tuning.test_tune import BUDGET, make
 
 
-def test_the_slowest_replica_is_hardly_slower_than_the_fastest_and_faster_than_dealt_by_chance() -> None:
+def test_the_slowest_replica_is_hardly_slower_than_the_fastest_and_faster_than_assigned_by_chance() -> None:
     pipeline, _ = make(3, False)
     spec = TuningSpec(effort=0.3)
     ratios, gains = [], []

@@ -180,7 +180,7 @@ def test_images_spread_around_every_number_of_the_axis_and_fit_the_context() -> 
         assert all(sum(sample.sequence_tokens for sample in group) == 8192 for group in groups)
 
 
-def test_where_the_papers_figures_appear_is_told() -> None:
+def test_where_the_papers_figures_appear_is_reported() -> None:
     rows = [("1", "2.0", "0.39", "5.0 %"), ("4", "3.0", "0.35", "12.0 %"), ("8", "4.0", "0.20", "40.0 %")]
     assert _nearest(rows, (1, 2, 3), 12.5) == ("3.0", "0.35", "12.0 % (4 images)")
     assert "with 8 images" in _appears([("4", "", "", "+12.0 %"), ("8", "", "", "+70.0 %"), ("9", "", "", "out")], 3)

@@ -84,12 +84,12 @@ def test_every_part_is_recorded_and_the_others_stay(tmp_path: Path, monkeypatch:
 def test_what_is_recorded_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interruption, that is; with other options, on other source or when asked it is."""
     seen: list[str] = []
-    told: list[Progress] = []
+    reported: list[Progress] = []
     monkeypatch.setattr(dip, "PARTS", (_counted("one", seen), _counted("two", seen)))
     reproduce([("dip", Options())], ("one",), tmp_path)
-    reproduce([("dip", Options())], (), tmp_path, on_progress=told.append)
+    reproduce([("dip", Options())], (), tmp_path, on_progress=reported.append)
     assert seen == ["one", "two"]
-    assert [(p.part.name, p.state.split(",")[0]) for p in told] == [
+    assert [(p.part.name, p.state.split(",")[0]) for p in reported] == [
         ("one", "recorded already"),
         ("two", "begins"),
         ("two", "done"),
@@ -144,14 +144,14 @@ def test_parts_run_in_processes_and_some_alone(tmp_path: Path, monkeypatch: pyte
         _part("dead", work=lambda: os._exit(3)),
     )
     monkeypatch.setattr(dip, "PARTS", parts)
-    told: list[Progress] = []
+    reported: list[Progress] = []
     with pytest.raises(PipeloomError, match=r"dip first failed: ValueError: no.*|dip dead failed: .* 3") as error:
-        reproduce([("dip", Options())], (), tmp_path, processes=2, on_progress=told.append)
+        reproduce([("dip", Options())], (), tmp_path, processes=2, on_progress=reported.append)
     assert "first failed: ValueError: no" in str(error.value)
     assert "dead failed: its process ended with 3" in str(error.value)
     assert set(read_records(tmp_path, "dip")) == {"clock", "left", "right", "second"}
     assert {path.name for path in tmp_path.glob("* saw *")} == {"left saw 2", "right saw 2", "clock saw 1"}
-    assert told[-1].left.startswith("0 of 6 parts left")
+    assert reported[-1].left.startswith("0 of 6 parts left")
 
 
 @pytest.mark.full
@@ -257,7 +257,7 @@ def test_parts_have_names_of_their_own(paper: str, capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) == len(names)
 
 
-def test_full_is_as_large_as_the_paper_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_is_as_large_as_the_paper_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
     monkeypatch.setattr(dip, "PARTS", (Part("one", "", "", "emulated", lambda o: seen.append(o) or Outcome()),))
     for words in (["--full"], ["--full", "--iterations", "2"], []):

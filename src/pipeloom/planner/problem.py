@@ -94,3 +94,7 @@ class Problem:
             search.compile_assignment_kernels()
         if self.pipeline is not None:
             tuning.compile_kernels()
+
+    def warm_up(self) -> None:
+        """Call `compile_kernels`. Deprecated; removed in the next release."""
+        self.compile_kernels()

@@ -64,7 +64,7 @@ def test_replay_is_the_timeline_that_was_traced(tmp_path_factory: pytest.TempPat
 
 @SOME
 @given(SEEDS, st.integers(1, 5))
-def test_host_time_is_told_from_waits(tmp_path_factory: pytest.TempPathFactory, seed: int, ticks: int) -> None:
+def test_host_time_is_distinguished_from_waits(tmp_path_factory: pytest.TempPathFactory, seed: int, ticks: int) -> None:
     pipeline, host_ns = random_pipeline(seed), ticks * TICK_NS // 10
     run = run_of(write(tmp_path_factory.mktemp("t"), documents(pipeline, host_ns=host_ns)))
     iteration = run.iterations[0]

@@ -306,7 +306,7 @@ def test_a_damaged_sample_is_found_before_it_is_planned(
     assert data.sizes(1)["targets"] == 3
 
 
-def test_what_is_not_there_is_told_before_training(tmp_path: Path, folder: Path) -> None:
+def test_what_is_not_there_is_reported_before_training(tmp_path: Path, folder: Path) -> None:
     shard = made.write_shard(tmp_path / "0.tar", made.talks(2))
     with pytest.raises(InputError, match="no such file"):
         pl.WebDataset(tmp_path / "1*.tar", folder)

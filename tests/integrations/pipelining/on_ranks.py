@@ -238,16 +238,16 @@ def changing(several: bool) -> dict[str, Any]:
 
 def refused() -> list[str]:
     """What users are told."""
-    here, told = dist.get_rank(), []
+    here, reported = dist.get_rank(), []
     whole = modules(4)
 
     def tell(call: Any) -> None:
         try:
             call()
         except (InputError, ExecutionError) as problem:
-            told.append(str(problem))
+            reported.append(str(problem))
         else:
-            told.append("nothing")
+            reported.append("nothing")
 
     cpu = torch.device("cpu")
     numbers = [0, 1] if here == 0 else [1, 2]
@@ -275,7 +275,7 @@ def refused() -> list[str]:
     alone = dist.new_group([here], use_local_synchronization=True)
     stages = [PipelineStage(module, number, 2, cpu, group=alone) for number, module in enumerate(whole[:2])]
     tell(lambda: PlannedSchedule(stages, Planning(budget_s=0.0), loss, n_microbatches=2).step(x))
-    return told
+    return reported
 
 
 def traced(folder: str) -> dict[str, Any]:

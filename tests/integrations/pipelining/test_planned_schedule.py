@@ -38,9 +38,9 @@ def test_stages_hand_on_tensors_that_lie_over_a_mesh() -> None:
         assert max(found) <= 1e-12
 
 
-def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
+def test_nonsense_is_reported_in_one_line_on_every_rank() -> None:
     first, second = launch(refused, 2, timeout_s=60.0)
-    told = [
+    reported = [
         "stage 1: is on ranks 0 and 1; give every stage of the chain to one rank",
         "stage 1: of 0..3 is on no rank; give every stage of the chain to one rank",
         "stages: disagree on num_stages: [2, 3]; give all of them the same",
@@ -58,9 +58,9 @@ def test_nonsense_is_told_in_one_line_on_every_rank() -> None:
         "target: is not given on the rank of the last stage; give target or target_mbs there",
     ]
     # What only the rank of the last stage can know, the others hear, too.
-    assert first == [f"rank 1: {each}" if i == 8 else each for i, each in enumerate(told)]
+    assert first == [f"rank 1: {each}" if i == 8 else each for i, each in enumerate(reported)]
     # What only the rank of the first stage can know, the others hear from it.
-    heard = [f"rank 0, of the first stage: {each}" if i in (5, 6, 7, 12) else each for i, each in enumerate(told)]
+    heard = [f"rank 0, of the first stage: {each}" if i in (5, 6, 7, 12) else each for i, each in enumerate(reported)]
     assert second == heard
 
 

@@ -49,7 +49,7 @@ def test_several_tensors_travel_as_one(kinds: list[tuple[torch.dtype, list[int]]
         assert torch.equal(found, wanted)
 
 
-def test_how_tensors_lie_over_a_mesh_is_told_and_predicted() -> None:
+def test_how_tensors_lie_over_a_mesh_is_reported_and_predicted() -> None:
     spread = Spread(("dp_shard", "tp"), (-2, 1))
     metas = (Meta((2, 7), F32, spread), Meta((3,), torch.int64), Meta((2,), F32, Spread(("tp",), (-1,))))
     assert read_header(header(metas)) == metas

@@ -181,10 +181,10 @@ def test_sizes_of_a_sample() -> None:
     library, batch = tiny.make("qwen2_5_vl")
     model = pl.from_transformers(library)
     described = batch_from_dicts([model.describe(sample) for sample in batch]).samples
-    for sample, told in zip(batch, described, strict=True):
-        assert told.sequence_tokens == len(sample["input_ids"])
-        assert sum(told.patches) == len(sample.get("pixel_values", ()))
-        assert len(told.image_tokens) == len(sample.get("image_grid_thw", ()))
+    for sample, reported in zip(batch, described, strict=True):
+        assert reported.sequence_tokens == len(sample["input_ids"])
+        assert sum(reported.patches) == len(sample.get("pixel_values", ()))
+        assert len(reported.image_tokens) == len(sample.get("image_grid_thw", ()))
     nameless = {name: value for name, value in batch[0].items() if name != "id"}
     other = nameless | {"pixel_values": nameless["pixel_values"] + 1}
     assert model.describe(nameless) == model.describe(dict(nameless))

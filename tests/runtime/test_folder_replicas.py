@@ -8,13 +8,13 @@ import pytest
 
 from pipeloom.runtime.launch.processes import launch
 
-from .failing_copies import copy_in_spite, keep_on_hosts
+from .failing_replicas import copy_in_spite, keep_on_hosts
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ("write", "Is a directory"),
         ("read", "Input/output error"),
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.ranks
         ("nothing", "none"),
     ],
 )
-def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, told: str) -> None:
+def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, reported: str) -> None:
     # FolderReplicas wait for one another for an hour: whoever is left waiting runs into the test's own bound.
     there, here = launch(copy_in_spite, 2, tmp_path, how)
-    assert there == told
+    assert there == reported
     # What was sent before is there; of the file that failed nothing is.
-    assert here == (f"{told} a" if how == "write" else told)
+    assert here == (f"{reported} a" if how == "write" else reported)
     if how in ("nothing", "folder"):
         assert {path.name: path.read_bytes() for path in (tmp_path / "1").iterdir()} == {
             name: name.encode() * 100 for name in ("a", "b", "c")
