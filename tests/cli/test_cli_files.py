@@ -214,7 +214,7 @@ def test_verify_proves_and_refutes(invoke: Invoke, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("verified: 2 ranks, 12 actions, 2 messages")
     assert [line.partition(": ")[0] for line in done.out.splitlines()[1:]] == ["not checked"] * 2
-    assert "takes a layout" in done.out
+    assert "needs a layout" in done.out
     assert invoke("verify", path, "--serial").out.splitlines()[0].endswith("rules, and rank by rank")
     assert len(json.loads(invoke("verify", path, "--json").out)["not_checked"]) == 2
     path.write_text(PLAN.replace("SEND_B      lm.0 0.0 to=0 shape=2,3 dtype=float32\nWAIT_SEND_B lm.0 0.0\n", ""))

@@ -14,8 +14,8 @@ from pipeloom.errors import ExecutionError
 from pipeloom.runtime import ThreadHub, emulate, step_durations
 from pipeloom.runtime.execute.result import ActionTime
 from pipeloom.runtime.measure.emulation import Emulation, replayed_ns, run_on_ranks, without_delays
-from pipeloom.taskgraph.build import to_ns
 from pipeloom.timeline import simulate
+from pipeloom.totals import to_ns
 from tests.plan.cases import Case, RandomCosts, random_case
 
 

@@ -49,6 +49,10 @@ def separate(model: ModelSpec, num_ranks: int, placements: Mapping[str, ModulePl
 
     Parameters
     ----------
+    model : ModelSpec
+        Modules and layers to place.
+    num_ranks : int
+        Number of pipeline ranks.
     placements : mapping
         Segments and sub-microbatch size by module name. A missing module has one segment and no sub-microbatches.
     load : callable

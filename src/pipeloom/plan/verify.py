@@ -52,6 +52,10 @@ def verify(
 
     Parameters
     ----------
+    plan : ExecutionPlan
+        Actions of every rank.
+    layout : Layout or None
+        Layout that the plan was made for.
     packing : Packing or None
         Packing of the plan's iteration.
     serial : bool

@@ -45,6 +45,8 @@ def solve(
 
     Parameters
     ----------
+    graph : TaskGraph
+        Tasks, dependencies, memory limits, and the candidates of every pair.
     budget : StoppingRule
         `Deadline`, `Evaluations` or `Both`. At least one schedule is always tried.
     seed : int

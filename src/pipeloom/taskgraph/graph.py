@@ -244,6 +244,16 @@ def make_graph(
 
     Parameters
     ----------
+    name : str
+        Name of the graph, shown in messages.
+    num_ranks : int
+        Number of pipeline ranks.
+    tasks : Tasks
+        Kind, rank, duration and pair of every task.
+    pairs : Pairs
+        Bytes, labels and candidates of every pair.
+    edges : Edges
+        Dependencies between tasks, with their delays.
     static_bytes : array, shape (num_ranks,), or None
         Weights, gradients and optimizer state; None: nothing.
     capacity_bytes : array, shape (num_ranks,), or None

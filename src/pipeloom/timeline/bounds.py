@@ -29,7 +29,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def lower_bound(graph: TaskGraph) -> LowerBound:
-    """Return the largest of the lower bounds below; ``name`` is the bound that binds.
+    """Return the largest of these lower bounds on the makespan of a graph; ``name`` is the bound that binds.
 
     - ``critical path``: the longest path of tasks and delays.
     - ``warm-up + work + cool-down``: on some rank, the least time before its first task, all its work, and the least
@@ -38,6 +38,11 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     - ``memory``: bytes times the least time that they are held, divided by the rank's free memory. With candidates,
       it is weighed against work, since no candidate is both the smallest and the fastest. If offloading stages bytes,
       it is the smaller of two bounds: with offloading and less free memory, and without offloading.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        Tasks, dependencies and memory limits.
     """
     options = without_oversized(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)

@@ -79,6 +79,10 @@ def check(graph: TaskGraph, schedule: Schedule, timeline: Timeline | None = None
 
     Parameters
     ----------
+    graph : TaskGraph
+        Tasks, dependencies and memory limits.
+    schedule : Schedule
+        Order of the tasks on every rank, and the candidate of every pair.
     timeline : Timeline, optional
         Times of the schedule. They must be the earliest that the order allows, up to one nanosecond for every task on
         the longest path to a task, since times are rounded when read.

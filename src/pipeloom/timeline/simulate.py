@@ -23,6 +23,8 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
 
     Parameters
     ----------
+    graph : TaskGraph
+        Tasks, durations, delays and bytes.
     schedule : Schedule
         If ``candidate`` is None, the graph's own durations and bytes apply.
 

@@ -525,7 +525,7 @@ def test_export_of_a_model_that_came_from_no_folder(fitted: tuple[Path, pl.FitRe
     (checkpoint / "trainer.json").write_text(json.dumps(state | {"origin": ""}))
     with pytest.raises(InputError, match="does not say from which folder its model came; give the folder that the mod"):
         pl.export(checkpoint, tmp_path / "third")
-    with pytest.raises(InputError, match=r"has no config.json; give a folder that"):
+    with pytest.raises(InputError, match=r"has no config.json; give the folder of a model that"):
         pl.export(checkpoint, tmp_path / "third", tmp_path)
 
 

@@ -80,6 +80,8 @@ def check_gradients(
         A model that `from_transformers` accepts, or the result of `from_diffusers`. It is copied.
     batch : sequence
         A few small samples.
+    ranks : int
+        Number of pipeline ranks of every plan.
     freeze : sequence of str
         Modules that are not trained, as in `from_transformers`. Not allowed with the result of `from_diffusers`.
     plans : int
