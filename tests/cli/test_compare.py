@@ -155,6 +155,7 @@ def test_groups_of_microbatches_that_megatron_rejects(folder: Path, capsys: pyte
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_to_be_pasted_does_what_it_says(folder: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", *SMALL, "--systems", "pipeloom", "--budget", "0.02", "--out", "answer", "--json"]
     assert run([*command, "--now", NOW]) == 0

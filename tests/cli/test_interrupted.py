@@ -177,6 +177,7 @@ def descendants(parent: int) -> list[int]:
     return children + [each for child in children for each in descendants(child)]
 
 
+@pytest.mark.full
 def test_a_planner_whose_trainer_is_gone_already_leaves() -> None:
     """The store's port answers nothing: torch would wait for it, and say so, for half a minute."""
     gone = subprocess.Popen([sys.executable, "-c", ""])

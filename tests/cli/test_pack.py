@@ -65,6 +65,7 @@ def tuned_setup(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_replicas_are_tuned_by_simulated_time(
     samples: Path, tuned_setup: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

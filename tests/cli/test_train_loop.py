@@ -66,6 +66,7 @@ peak_flops = 1e11
 """
 
 
+@pytest.mark.full
 def test_a_file_says_all_that_the_loop_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "json.py").write_text(TASK)
     path = tmp_path / "train.toml"

@@ -135,6 +135,7 @@ def test_a_mistake_in_a_new_config_leaves_the_checkpoints_of_the_old_run(
     assert kept == ["step-00000006", "step-00000007"]
 
 
+@pytest.mark.full
 def test_all_ranks_are_started_again_where_that_is_asked_for(
     undisturbed: tuple[Path, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +158,7 @@ def test_what_a_rank_refuses_is_not_tried_again(tmp_path: Path, capfd: pytest.Ca
     assert "restarting from" not in said.out
 
 
+@pytest.mark.full
 def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
     undisturbed: tuple[Path, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +169,7 @@ def test_without_checkpoints_a_run_is_started_again_from_the_beginning(
     assert losses(tmp_path) == pytest.approx(undisturbed[1], rel=1e-10)
 
 
+@pytest.mark.full
 def test_batches_that_end_early_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, crash=False)
     task = path.with_name("task.py")
@@ -195,6 +198,7 @@ def test_a_run_that_ends_while_a_checkpoint_cannot_be_written_says_so_in_lines(
     assert any(reason in last for reason in reasons)
 
 
+@pytest.mark.full
 def test_a_run_says_what_it_does_while_ranks_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

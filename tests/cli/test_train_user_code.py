@@ -110,6 +110,7 @@ def test_a_loss_that_is_no_number_stops_training_and_leaves_nothing_old(
     assert not (tmp_path / "t" / "summary.json").exists()
 
 
+@pytest.mark.full
 def test_a_failing_evaluation_loses_no_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, EVALUATE="1 / 0")
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 2

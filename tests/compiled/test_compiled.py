@@ -36,6 +36,7 @@ print(outer(1), sum(outer.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.full
 def test_a_change_in_a_file_reaches_those_that_call_its_functions_or_read_its_constants(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(ROOT / "compiled", package / "compiled", ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,6 +109,7 @@ print(other(np.arange(4)) if len(sys.argv) > 1 else "")
 """
 
 
+@pytest.mark.full
 def test_cached_code_runs_without_what_only_compiling_needs_and_others_can_still_be_compiled(tmp_path):
     file = tmp_path / "cached.py"
     file.write_text(CACHED)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from pipeloom.compiled.turn import Turn
 
 KERNEL = """
@@ -37,6 +39,7 @@ def _start(*command: str, **named: object) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.full
 def test_of_processes_that_need_a_kernel_at_once_one_compiles_it(tmp_path):
     file = tmp_path / "kernel.py"
     file.write_text(KERNEL)

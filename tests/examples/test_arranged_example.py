@@ -89,6 +89,7 @@ def trained(path: Path, runs: Path) -> Layout:
     return read_layout(folder / "layout.json")
 
 
+@pytest.mark.full
 def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Path) -> None:
     arranged = trained(config(tmp_path, 'kind = "arranged"'), tmp_path / "runs")
     table = read_layers(tmp_path / "runs" / NAME / "layers.json")

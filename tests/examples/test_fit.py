@@ -90,6 +90,7 @@ def test_a_task_travels_with_its_functions() -> None:
     assert again.optimizer.keywords == {"lr": 0.1}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_double")
 def test_a_model_with_streams_and_no_shapes_is_trained_as_by_one_process(tmp_path: Path) -> None:

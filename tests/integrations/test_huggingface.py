@@ -151,6 +151,7 @@ def test_wrong_files_are_reported(tmp_path):
     assert read_huggingface(tmp_path) == architecture_of(LLAVA_7B, tmp_path.name)
 
 
+@pytest.mark.full
 def test_neither_torch_nor_the_library_is_needed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_8B))
     script = (

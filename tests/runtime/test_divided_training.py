@@ -52,6 +52,7 @@ def assert_undivided(ranks: list[list[Found]]) -> None:
             assert found.evaluated[0] != pytest.approx(found.evaluated[1], rel=1e-6)
 
 
+@pytest.mark.full
 def test_replicas_equal_undivided_training(tmp_path: Path) -> None:
     assert_undivided(launch(train_divided, 2, [Degrees(1, 2, 1, "fsdp")], [2], str(tmp_path)))
 

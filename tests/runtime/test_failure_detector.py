@@ -98,6 +98,7 @@ except PipeloomError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_is_lost_while_ranks_join_is_named_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -60,6 +60,7 @@ def test_a_broken_rank_ends_all_with_its_message(how: str, message: str) -> None
         launch(run_with_a_broken_rank, 2, seed_with_messages(), how, timeout_s=3.0)
 
 
+@pytest.mark.full
 @pytest.mark.cold
 def test_a_rank_that_died_is_the_cause_even_where_others_complain_first() -> None:
     with pytest.raises(ExecutionError, match="rank 0: the process exited with code 7"):
@@ -126,5 +127,6 @@ def test_ranks_give_tensors_back() -> None:
     assert [each.tolist() for each in reports] == [[7.0] * 3]
 
 
+@pytest.mark.full
 def test_the_first_plan_is_waited_for_beyond_the_timeout() -> None:
     assert launch(wait_for_a_first_plan, 2, 5.0, timeout_s=3.0) == [True, True]

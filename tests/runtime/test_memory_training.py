@@ -41,6 +41,7 @@ def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool =
     return high
 
 
+@pytest.mark.full
 def test_training_under_a_cap_recomputes_fits_and_loses_nothing() -> None:
     setup = measured_setup(2)
     keeps, lean = least_capacity(setup, ("keep",)), least_capacity(setup, LEAN, split=True)

@@ -21,6 +21,7 @@ TWO_BY_TWO = [
 ]
 
 
+@pytest.mark.full
 def test_two_kinds_of_parallelism_at_a_time_are_exact() -> None:
     assert launch(run_on_mesh, 4, TWO_BY_TWO, list(range(3)), timeout_s=120.0)[0] == 15
 

@@ -59,6 +59,7 @@ def test_a_planner_that_always_dies_is_done_without(disturbed_more: dict[str, li
     assert steps[-1].reason == "the planner is not running"
 
 
+@pytest.mark.full
 def test_answers_that_are_nonsense_are_not_run(disturbed: dict[str, list[Step]]) -> None:
     steps = disturbed["garbage"]
     assert [i for i, step in enumerate(steps) if not step.fresh] == [3, 5]

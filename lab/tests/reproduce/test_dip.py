@@ -43,7 +43,7 @@ def test_quick_parts_run(part: object) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest pipelines and a few microbatches for all models, layouts tried for a moment."""
-    images = PaperSetup("vlm-7b", "dip-h800-64", 2, 2, num_microbatches=4)
+    images = PaperSetup("vlm-7b", "dip-h800-64", 4, 2, num_microbatches=4)
     videos = PaperSetup("t2v-s", "dip-h800-64", 4, 4, num_microbatches=4)
     for known in (SETUPS, LARGE):
         for label in known:

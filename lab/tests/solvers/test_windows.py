@@ -52,6 +52,7 @@ def test_what_a_window_says_is_shorter_is_shorter_and_fits(num_seeds, seconds, l
     assert improved >= least
 
 
+@pytest.mark.full
 @needs_ortools
 def test_the_method_is_feasible_and_no_worse_than_its_start():
     graph = generate(family("vlm-s", num_microbatches=24, memory=1.5), 1)
