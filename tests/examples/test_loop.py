@@ -165,7 +165,7 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
     # Weights in bfloat16, which train and are saved.
     torch.set_default_dtype(torch.bfloat16)
     callbacks = (loop_fit.Recorder(tmp_path / "told", fails=True),)
-    message = r"^rank 0: callback Told.on_checkpoint: raised ValueError: no more of this;"
+    message = r"^rank 0: callback Recorder.on_checkpoint: raised ValueError: no more of this;"
     with pytest.raises(pl.ExecutionError, match=message):
         fitted(tmp_path / "run", callbacks=callbacks, evaluate_on=loop_fit.held_out, ema=pl.EmaConfig())
     assert (tmp_path / "told").read_text().splitlines() == ["step 0 0.02", "step 1 0.02"]

@@ -44,7 +44,7 @@ class PlansHere:
         """Nothing to close."""
 
 
-class DealsHere(PlansHere):
+class AssignsHere(PlansHere):
     """And deals the batches to come, well and badly."""
 
     ASSIGNED: Sequence[tuple[int, ...]] = ((), (1, 0, 1, 1), (0, 1), (1, 1, 1, 1), (0, 1, 2, 0), (1, 0, 0, 0))
@@ -67,14 +67,14 @@ class DealsHere(PlansHere):
         return replace(found, answer=answer)
 
 
-def replica_of_sample(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
+def assigned(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
     """The losses of a training whose batches are dealt so, and on planner ranks the samples of every share."""
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
     made = msgspec.structs.replace(made, layout=layout)
     options = TrainerOptions(clip_norm=CLIP)
-    trainer = Trainer(model(), layout, DealsHere(made), describe=task.describe, optimizer=optimizer, options=options)
-    reports = list(trainer.run(data.batches(3, len(DealsHere.ASSIGNED), DOCUMENTS)))
+    trainer = Trainer(model(), layout, AssignsHere(made), describe=task.describe, optimizer=optimizer, options=options)
+    reports = list(trainer.run(data.batches(3, len(AssignsHere.ASSIGNED), DOCUMENTS)))
     shares = [tuple(sample.id for sample in report.batch.samples) for report in reports if report.batch is not None]
     return [report.loss for report in reports], shares
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipeloom.runtime.launch.coordination import SharedClock, measure_offset
 from pipeloom.runtime.launch.processes import launch
-from tests.runtime.other_data import DealsHere, assigned, reported
+from tests.runtime.other_data import AssignsHere, assigned, reported
 from tests.runtime.training import DOCUMENTS, losses_undivided
 
 pytestmark = pytest.mark.ranks
@@ -73,7 +73,7 @@ def test_a_planners_assignment_is_every_replicas_and_one_that_cannot_be_is_nobod
     ranks: list[tuple[Asked, Reported, Shares]],
 ) -> None:
     """Losses are those of undivided training, whatever is dealt; samples are neither lost nor doubled."""
-    wanted = losses_undivided(len(DealsHere.ASSIGNED), documents=DOCUMENTS)
+    wanted = losses_undivided(len(AssignsHere.ASSIGNED), documents=DOCUMENTS)
     for _, _, (losses, _) in ranks:
         assert losses == pytest.approx(wanted, abs=1e-8, rel=0)
     # Neighbouring ranks are replicas of one pipeline rank.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipeloom.errors import InputError
 from pipeloom.layout import ModulePlacement, separate
-from pipeloom.layout.layouts import encoder_dp
+from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import Executor
 from pipeloom.runtime.launch.processes import launch
@@ -67,7 +67,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
     spec = vlm_spec(vision_layers=3)
     plain = separate(spec, 1, {}, lambda *_: 1.0)
     cut = (Chunk("vision", (0, 0), 0), Chunk("vision", (1, 2), 0), Chunk("lm", (0, 7), 0))
-    layout = replace(encoder_dp(plain, ["vision"]), parallelism=Parallelism(2), chunks=cut)
+    layout = replace(with_encoder_dp(plain, ["vision"]), parallelism=Parallelism(2), chunks=cut)
     model = real_model(random.Random(0), spec)
     with pytest.raises(
         InputError, match=r"module 'vision': uses encoder data parallelism over 2 ranks, but the executor has no group"
