@@ -45,17 +45,17 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("pipeloom.cli.train", "Train a model over pipeline ranks, with a schedule for each batch."),
-    "export": Command("pipeloom.cli.export", "Write a run's trained weights as the model's own library reads them."),
+    "export": Command("pipeloom.cli.export", "Export a run's trained weights for the model's own library."),
     "plan": Command("pipeloom.cli.plan", "Plan one batch from files: packing, instance, schedule, plan text."),
-    "compare": Command("pipeloom.cli.compare", "Emulate one iteration of a model under a dozen systems."),
+    "compare": Command(
+        "pipeloom.cli.compare", "Estimate what a model would gain: your setup, a dozen baselines and Pipeloom."
+    ),
     "megatron": Command(
         "pipeloom.cli.megatron", "Find the fastest pipeline that Megatron supports, and print its arguments."
     ),
-    "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches of even load, and show the loads."),
-    "solve": Command("pipeloom.cli.solve", "Search a schedule for an instance."),
-    "arrange": Command(
-        "pipeloom.cli.arrange", "Choose partition, placement and schedule of a chain of layers together."
-    ),
+    "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches and show their loads."),
+    "solve": Command("pipeloom.cli.solve", "Search for a schedule of an instance."),
+    "arrange": Command("pipeloom.cli.arrange", "Co-optimize partition, placement and schedule of a chain of layers."),
     "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as input for arrange."),
     "check": Command("pipeloom.cli.check", "Check whether a schedule is feasible for an instance; list violations."),
     "simulate": Command("pipeloom.cli.simulate", "Simulate a schedule: times, bubbles, memory, timeline."),
@@ -66,9 +66,9 @@ COMMANDS = {
         "pipeloom.cli.report", "Show a training run, or compare schedules: table, timeline page, trace, picture."
     ),
     "explain": Command(
-        "pipeloom.cli.explain", "Explain a run from its profiler traces: bubbles by cause, and the possible gain."
+        "pipeloom.cli.explain", "Explain a run from its profiler traces: bubbles by cause, and the best order."
     ),
-    "emulate": Command("pipeloom.cli.emulate", "Predict time and memory of an iteration on a cluster."),
+    "emulate": Command("pipeloom.cli.emulate", "Emulate an iteration on a cluster: time and memory."),
     "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
     "calibrate": Command("pipeloom.cli.calibrate", "Measure this machine and write its device table."),
     "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipeloom.spec import Layout
 
 HELP = """\
-Choose partition, placement and schedule of a chain of layers together.
+Co-optimize partition, placement and schedule of a chain of layers.
 
 Ranks may have any number of chunks, uneven and in any order, within their memory. The result has an optimality gap.
 """
@@ -60,25 +60,29 @@ def arrange(
     layers: str = typer.Argument(
         ..., metavar="LAYERS", help="A pipeloom.layers/1 file, or a model: zoo name, .toml, Hugging Face config.json."
     ),
-    budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
+    budget: float = typer.Option(..., metavar="SECONDS", help="Search seconds, without loading."),
     out: Path = typer.Option(..., metavar="LAYOUT", help="File for the pipeloom.layout/1."),
     instance: Path | None = typer.Option(None, metavar="INSTANCE", help="File for the pipeloom.instance/1."),
     schedule: Path | None = typer.Option(None, metavar="SCHEDULE", help="File for the pipeloom.schedule/1."),
     memory: str | None = typer.Option(
         None,
         metavar="LIMIT",
-        help="Limit of every rank: a multiple of 1F1B's peak (1.5x), bytes, or none; default: the file's.",
+        help="Memory limit of every rank: a multiple of 1F1B's peak (1.5x), bytes, or none; default: as in the file.",
     ),
-    split: bool = typer.Option(True, "--split/--no-split", help="Split backwards if the file has both parts."),
+    split: bool = typer.Option(
+        True, "--split/--no-split", help="Split backwards if the file has costs of both halves."
+    ),
     method: str = typer.Option(
-        _JOINT, metavar="NAME", help="joint: Pipeloom's search; adaptis: the paper's, phase by phase (pipeloom-lab)."
+        _JOINT, metavar="NAME", help="joint: Pipeloom's search; adaptis: AdaPtis's three phases (pipeloom-lab)."
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Search threads; 0: all cores."),
     params: Path | None = typer.Option(
-        None, metavar="FILE", help="A .toml with parameters of the joint search: pipeloom.layout.cooptimise.params."
+        None,
+        metavar="FILE",
+        help="A .toml file with parameters of the joint search (pipeloom.layout.cooptimise.params).",
     ),
-    page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page about the result."),
+    page: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page about the result."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="For a model: tensor parallelism."),
     pp: int = typer.Option(4, min=1, max=MAX_RANKS, help="For a model: pipeline ranks."),

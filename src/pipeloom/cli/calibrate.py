@@ -26,9 +26,11 @@ EPILOG = "Example: pipeloom calibrate --device cpu --out cpu.toml. Runs unattend
 def calibrate(
     device: str = typer.Option(..., help="cpu or cuda."),
     out: Path = typer.Option(..., metavar="DEVICE.toml", help="The device table to write."),
-    name: str = typer.Option("", help="Name of the device; default: the system's name."),
-    repeats: int = typer.Option(9, min=1, max=10000, help="Timed runs of each shape; the median counts."),
-    plot: Path | None = typer.Option(None, metavar="FILE.html", help="Write a page of predicted and measured times."),
+    name: str = typer.Option("", help="Name of the device; default: the name that the system reports."),
+    repeats: int = typer.Option(9, min=1, max=10000, help="Timed runs of each shape; the median is used."),
+    plot: Path | None = typer.Option(
+        None, metavar="FILE.html", help="Write an HTML page of predicted and measured times."
+    ),
     links: bool = typer.Option(
         True, help="Also time messages and collectives between two processes (cuda: if there are two GPUs)."
     ),

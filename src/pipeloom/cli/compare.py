@@ -1,4 +1,4 @@
-"""`pipeloom compare`: one iteration of a described model under several systems, beside the present setup."""
+"""`pipeloom compare`: one iteration of a described model under several baselines and the current setup."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pipeloom.spec.parallelism import Degrees
 
 HELP = """\
-Estimate your gain: emulate one iteration of your model, data and cluster under a dozen systems and your own setup.
+Estimate your gain: emulate one iteration of your model, data and cluster under a dozen baselines and your own setup.
 
-All systems have the same data, memory and costs. The terminal shows, and --out or --html write as a page: a ranking
-with the gain over your present setup, the sources of the gain, the contents of the samples, the settings to change,
-and the uncertainty. Times are emulated, not measured.
+All baselines have the same data, memory and costs. The command prints a ranking with the gain over your current setup,
+the sources of the gain, the contents of the samples, the settings to change, and the uncertainty. --out and --html
+write the same as a page. Times are emulated, not measured.
 """
 EPILOG = (
     'Examples: pipeloom compare Qwen2.5-VL-7B --cluster 8xH100 --data samples.jsonl --now "pp=4 recompute=full" --out '
@@ -46,14 +46,18 @@ def compare(
     model: str = typer.Argument(
         ..., metavar="MODEL", help="A model's name, a Hugging Face folder or config.json, or a .toml file."
     ),
-    systems: str = typer.Option("all", metavar="NAMES", help="Systems, separated by commas; all: every suitable one."),
-    cluster: str = typer.Option("8xH100", help="In words (8xH100, '2x8xB200 ib400'), a name, or a .toml file."),
+    systems: str = typer.Option(
+        "all", metavar="NAMES", help="Baselines, separated by commas; all: every suitable one."
+    ),
+    cluster: str = typer.Option(
+        "8xH100", help="A description (8xH100, '2x8xB200 ib400'), a cluster of the zoo, or a .toml file."
+    ),
     data: str | None = typer.Option(
         None,
         help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, pattern, folder); default: the model's own.",
     ),
     now: str | None = typer.Option(
-        None, metavar="RUN", help="Your present setup: 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
+        None, metavar="RUN", help="Your current setup: 'tp=2 pp=4 recompute=full', or a file (docs/compare.md)."
     ),
     tp: int | None = typer.Option(None, min=1, max=MAX_DEVICES, help="Tensor parallelism; default: as in --now, or 1."),
     pp: int | None = typer.Option(None, min=1, max=MAX_RANKS, help="Pipeline ranks; default: as in --now, or up to 4."),
@@ -69,13 +73,15 @@ def compare(
         min=1,
         max=MAX_COUNT,
         metavar="N",
-        help="Most tokens of a microbatch; default: 8192, or as in a data set's paper.",
+        help="Maximum tokens in a microbatch; default: 8192, or as in a data set's paper.",
     ),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of search, for systems that search."),
-    processes: int = typer.Option(2, min=1, max=2, help="2: choose Pipeloom's layout in parallel to other systems."),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Search seconds, for baselines that search."),
+    processes: int = typer.Option(2, min=1, max=2, help="With 2, Pipeloom's layout is chosen while the baselines run."),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with all timelines."),
-    out: Path | None = typer.Option(None, metavar="FOLDER", help="Folder for page and layout; it is created."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with all timelines."),
+    out: Path | None = typer.Option(
+        None, metavar="FOLDER", help="Output folder for the page and the layout; created if missing."
+    ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     from pipeloom.compare.answer import Question

@@ -30,7 +30,7 @@ from pipeloom.spec.parallelism import Degrees
 HELP = """\
 Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
 
-Times are emulated from operators and a device table. The table states whether it was measured or taken from a
+Times are emulated from operators and a device table. The table says whether it was measured or taken from a
 datasheet.
 """
 EPILOG = (
@@ -45,7 +45,7 @@ def emulate(
         metavar="MODEL",
         help="A model's name, a Hugging Face config.json or folder, a .toml file, or 'list' for all names.",
     ),
-    cluster: str = typer.Option("dip-h800-64", help="A cluster's name, in words (8xH100), or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help="A description (8xH100), a cluster of the zoo, or a .toml file."),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Tensor parallelism."),
     pp: int = typer.Option(1, min=1, max=MAX_RANKS, help="Pipeline ranks."),
     dp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Data-parallel replicas."),
@@ -59,11 +59,11 @@ def emulate(
     microbatches: int = typer.Option(16, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of one replica."),
     strategy: str | None = typer.Option(
         None,
-        help="keep, selective, recompute, offload, or for a share of layers recompute:0.5; default: fastest that fits.",
+        help="keep, selective, recompute or offload; recompute:0.5: half of the layers; default: fastest that fits.",
     ),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     if model == "list":

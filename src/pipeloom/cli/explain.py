@@ -46,7 +46,7 @@ def explain(
         metavar="TRACE...",
         help="Traces of torch.profiler, one per pipeline rank (.json, .json.gz), their folder, or a Megatron-LM log.",
     ),
-    budget: float = typer.Option(2.0, metavar="SECONDS", help="Time to search for better orders."),
+    budget: float = typer.Option(2.0, metavar="SECONDS", help="Search seconds for better orders."),
     out: Path | None = typer.Option(None, metavar="LAYERS", help="Write the measured costs, a pipeloom.layers/1."),
     profile: Path | None = typer.Option(
         None, metavar="FILE", help="Write the stages' costs by microbatch size, a pipeloom.profile/1."
@@ -54,14 +54,14 @@ def explain(
     also: list[Path] | None = typer.Option(
         None, metavar="FOLDER", help="For --profile: traces of the same stages with other sizes; can be repeated."
     ),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace of tasks, for Perfetto."),
     microbatches: int | None = typer.Option(
         None,
         min=1,
         max=MAX_MICROBATCHES,
         metavar="N",
-        help="For a log that does not print its arguments: microbatches of an iteration.",
+        help="For a Megatron-LM log without printed arguments: microbatches of an iteration.",
     ),
     seed: int = typer.Option(0, metavar="N", help="Seed of the search."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -199,7 +199,7 @@ def _orders_table(what: WhatIf, measured_ns: int = 0) -> Table:
         gain = f"{row['less_by']:.1%}"
         table.add_row(row["order"], time_text(row["ns"]), gain, "-" if row["gap"] is None else share_text(row["gap"]))
     held = ", ".join(str(number) for number in what.in_flight.tolist())
-    table.caption = f"Most activations held at once by each rank, in microbatches of a stage: {held}."
+    table.caption = f"Maximum activations held at once by each rank, in microbatches of a stage: {held}."
     table.caption_justify = "left"
     return table
 

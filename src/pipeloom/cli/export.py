@@ -26,12 +26,12 @@ def export(
     checkpoint: Path = typer.Argument(
         ..., metavar="CHECKPOINT", help="A checkpoint of a run, or the run's folder for its newest good one."
     ),
-    to: Path = typer.Option(..., "--to", metavar="FOLDER", help="New or empty folder."),
+    to: Path = typer.Option(..., "--to", metavar="FOLDER", help="Output folder; new or empty."),
     source: Path | None = typer.Option(
         None, "--source", metavar="FOLDER", help="Folder of the original model; default: as recorded by the run."
     ),
     ema: bool = typer.Option(False, "--ema", help="Export the average of the weights ([ema] in train.toml)."),
-    shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, max=1e6, help="Largest size of one file in GB."),
+    shard_gb: float = typer.Option(5.0, "--shard-gb", min=0.001, max=1e6, help="Maximum size of a file in GB."),
 ) -> None:
     from pipeloom.integrations.export import export as write
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = """\
 Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports.
 
-Reads a run from Megatron's arguments, emulates its present iteration, and searches the layouts that Megatron
+Reads a run from Megatron's arguments, emulates an iteration as it is now, and searches the layouts that Megatron
 supports, with Megatron's order of tasks. Degrees, batch and model are unchanged. Times are emulated, not measured.
 """
 EPILOG = (
@@ -36,7 +36,7 @@ _SHOWN = 12
 
 def megatron(
     arguments: str = typer.Argument(
-        ..., metavar="ARGUMENTS", help="Megatron's arguments: a text file, a shell script, or a .yaml."
+        ..., metavar="ARGUMENTS", help="Megatron's arguments: a text file, a shell script or a .yaml file."
     ),
     cluster: str = typer.Option("h100-64", help="A cluster of the zoo, or a .toml file."),
     gpus: int | None = typer.Option(
@@ -44,11 +44,11 @@ def megatron(
         min=1,
         max=MAX_DEVICES,
         metavar="N",
-        help="Number of devices; default: torchrun's in the file, else the cluster's.",
+        help="Number of devices; default: from torchrun in the file, or from the cluster.",
     ),
-    budget: float = typer.Option(10.0, metavar="SECONDS", help="Seconds of search."),
+    budget: float = typer.Option(10.0, metavar="SECONDS", help="Search seconds."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page with both timelines."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with both timelines."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     from pipeloom.integrations.megatron import best_layout, read_megatron

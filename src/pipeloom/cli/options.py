@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipeloom.search import SearchParams
 
 FREEZE_HELP = "A module that is not trained; can be repeated."
-PARAMS_HELP = "Search parameters to change, TOML or JSON, with a table for each group."
+PARAMS_HELP = "A TOML or JSON file with search parameters to change, one table per group."
 
 
 def check_budget(seconds: float) -> None:

@@ -21,7 +21,7 @@ from pipeloom.report import Figures, Track, key_figures, share_text, size_text, 
 if TYPE_CHECKING:
     from pipeloom.cli.console import VisibleConsole
 
-JSON_HELP = "Print one JSON document on standard output and nothing else there."
+JSON_HELP = "Print only one JSON document on standard output."
 _NO_WIDTH = 1 << 16
 _NOT_ASCII = re.compile(r"[^ -~\n]")
 

@@ -40,15 +40,15 @@ TUNED = "tuned"
 def pack(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata: JSON Lines, Parquet, WebDataset."),
     tokens: int = typer.Option(
-        0, min=0, max=MAX_COUNT, metavar="N", help="Most tokens of a microbatch; required without --setup."
+        0, min=0, max=MAX_COUNT, metavar="N", help="Maximum tokens in a microbatch; required without --setup."
     ),
-    policy: str = typer.Option("balanced", metavar="NAME", help="Packing policy, see docs/packing.md."),
+    policy: str = typer.Option("balanced", metavar="NAME", help="Packing policy; see docs/packing.md."),
     out: Path = typer.Option(..., metavar="FILE", help="File for the pipeloom.batches/1."),
     batch: int = typer.Option(
-        0, min=0, max=MAX_COUNT, metavar="N", help="Samples of one iteration; 0: all are one batch."
+        0, min=0, max=MAX_COUNT, metavar="N", help="Samples per iteration; 0: all samples are one batch."
     ),
     microbatches: int = typer.Option(
-        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="Least number of microbatches; 0: as few as possible."
+        0, min=0, max=MAX_MICROBATCHES, metavar="N", help="Minimum number of microbatches; 0: as few as possible."
     ),
     replicas: int = typer.Option(
         1, min=1, max=MAX_DEVICES, metavar="N", help="First assign every batch to this many replicas."
@@ -58,13 +58,15 @@ def pack(
         min=0,
         max=MAX_COUNT,
         metavar="N",
-        help="Length at which attention costs as much as the rest; 0: attention costs nothing.",
+        help="Length at which attention costs as much as the rest of a layer; 0: attention is free.",
     ),
     setup: Path | None = typer.Option(
-        None, metavar="FILE", help="setup.json of a run, to compute loads from its measured costs."
+        None, metavar="FILE", help="setup.json of a run; loads are then computed from its measured costs."
     ),
     oversized: str = typer.Option(
-        "refuse", metavar="WORD", help="For a sample above the budget: 'refuse', or 'split' it into pieces."
+        "refuse",
+        metavar="WORD",
+        help="For a sample above the budget: 'refuse' is an error, 'split' splits it into pieces.",
     ),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -58,21 +58,25 @@ EPILOG = (
 
 def plan(
     samples: Path = typer.Argument(..., metavar="SAMPLES", help="Metadata of one batch: JSON Lines or Parquet."),
-    out: Path | None = typer.Option(None, metavar="FOLDER", help="Output folder; it is created."),
-    setup: Path | None = typer.Option(None, metavar="FILE", help="setup.json of a run, instead of the four below."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", help="Output folder; created if missing."),
+    setup: Path | None = typer.Option(
+        None, metavar="FILE", help="setup.json of a run, in place of --model, --layout, --profile and --tokens."
+    ),
     model: Path | None = typer.Option(None, metavar="FILE", help="The model: modules and layers, TOML or JSON."),
     layout: Path | None = typer.Option(None, metavar="FILE", help="A pipeloom.layout/1."),
     profile: Path | None = typer.Option(None, metavar="FILE", help="Measured layer costs, a pipeloom.profile/1."),
     tokens: int = typer.Option(
-        0, min=0, max=MAX_COUNT, metavar="N", help="Most tokens of a microbatch; 0: as in the setup."
+        0, min=0, max=MAX_COUNT, metavar="N", help="Maximum tokens in a microbatch; 0: as in the setup."
     ),
     cluster: Path | None = typer.Option(None, metavar="FILE", help="Links and memory of the ranks, TOML or JSON."),
-    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds of planning, up to the verified plan."),
+    budget: float = typer.Option(1.0, metavar="SECONDS", help="Seconds for the plan, including verification."),
     method: str = typer.Option("default", metavar="NAME", help="Search method, as in pipeloom solve."),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
-    iteration: int = typer.Option(0, min=0, max=MAX_COUNT, metavar="N", help="Number of the iteration in the plan."),
+    iteration: int = typer.Option(
+        0, min=0, max=MAX_COUNT, metavar="N", help="Iteration number to write into the plan."
+    ),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     check_budget(budget)

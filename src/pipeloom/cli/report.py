@@ -46,9 +46,9 @@ class RunSummary(msgspec.Struct, frozen=True):
 def report(
     source: Path = typer.Argument(..., metavar="RUN_OR_INSTANCE", help="A run's folder, or a pipeloom.instance/1."),
     schedules: list[Path] | None = typer.Argument(None, metavar="SCHEDULE...", help="pipeloom.schedule/1 files."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace, for Perfetto."),
-    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static SVG image."),
     title: str = typer.Option("", help="Heading of the page and the table; default: the name in the file."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

@@ -39,8 +39,8 @@ def simulate(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
     schedule: Path = typer.Argument(..., metavar="SCHEDULE", help="A pipeloom.schedule/1 file with the order."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write an offline timeline page."),
-    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static picture."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Write a static SVG image."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     check_targets(trace, html, svg)

@@ -50,9 +50,9 @@ EPILOG = (
 
 def solve(
     instance: Path = typer.Argument(..., metavar="INSTANCE", help="A pipeloom.instance/1 file."),
-    budget: float = typer.Option(..., metavar="SECONDS", help="Seconds of search; loading is not counted."),
+    budget: float = typer.Option(..., metavar="SECONDS", help="Search seconds, without loading."),
     out: Path = typer.Option(..., metavar="SCHEDULE", help="File for the pipeloom.schedule/1."),
-    method: str = typer.Option("default", metavar="NAME", help="Search method; a wrong name lists the known ones."),
+    method: str = typer.Option("default", metavar="NAME", help="Search method; an unknown name prints a list."),
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Search threads; 0: half of the cores."),
     params: Path | None = typer.Option(None, metavar="FILE", help=PARAMS_HELP),

@@ -24,16 +24,20 @@ EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 def sweep(
     model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
     cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
-    gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Devices to use; 0: all of the cluster."),
+    gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Number of devices to use; 0: the whole cluster."),
     microbatches: int = typer.Option(
         128, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
     ),
     data: str | None = typer.Option(
         None, help="A data set of the zoo, or your own samples (.jsonl, .parquet, .tar); default: the papers' mixture."
     ),
-    max_tp: int = typer.Option(8, min=1, max=MAX_DEVICES, help="Largest degree of tensor parallelism."),
+    max_tp: int = typer.Option(8, min=1, max=MAX_DEVICES, help="Maximum degree of tensor parallelism."),
     top: int = typer.Option(
-        10, min=1, max=MAX_COUNT, metavar="N", help="Most rows to show of runnable and of failing combinations."
+        10,
+        min=1,
+        max=MAX_COUNT,
+        metavar="N",
+        help="Maximum number of rows for combinations that run and for those that do not.",
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),

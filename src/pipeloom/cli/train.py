@@ -43,7 +43,7 @@ Measures the model's layers on this machine, places them on the ranks, and start
 for the planner. Writes summary.json, trace.json, timeline.html and plans to RUNS/<name>.
 
 The ranks can also be started by torchrun: torchrun --nproc-per-node RANKS -m pipeloom train CONFIG. When it restarts
-them, they continue from the newest checkpoint.
+them, they resume from the newest checkpoint.
 
 Example: pipeloom train examples/digits_vlm/train.toml
 """
@@ -53,22 +53,22 @@ def train(
     context: typer.Context,
     config: Path = typer.Argument(..., metavar="CONFIG", help="A train.toml; docs/train-config.md lists its fields."),
     runs: Path = typer.Option(Path("runs"), help="Parent folder of the run's folder."),
-    iterations: int = typer.Option(
-        0, min=0, max=MAX_COUNT, help="Number of iterations, instead of CONFIG's; 0: CONFIG's."
-    ),
+    iterations: int = typer.Option(0, min=0, max=MAX_COUNT, help="Number of iterations; 0: as in CONFIG."),
     choose_layout: bool = typer.Option(
-        False, "--choose-layout", help="Plan the first batches under many layouts and use the fastest, not CONFIG's."
+        False,
+        "--choose-layout",
+        help="Plan the first batches under many layouts and use the fastest, in place of CONFIG's layout.",
     ),
     resume: bool | None = typer.Option(
         None,
         "--resume/--from-scratch",
-        help="Continue from the newest checkpoint, or remove the checkpoints. Required if there is one.",
+        help="Resume from the newest checkpoint, or remove all checkpoints. Required if there is a checkpoint.",
     ),
     restarts: int = typer.Option(
         0,
         min=0,
         max=MAX_COUNT,
-        help="Most restarts of all ranks from the newest good checkpoint after one of them dies or fails.",
+        help="Maximum number of restarts from the newest good checkpoint after a rank dies or fails.",
     ),
     json: bool = typer.Option(False, "--json", help="Print only summary.json on standard output."),
 ) -> None:

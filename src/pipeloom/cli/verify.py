@@ -28,12 +28,10 @@ EPILOG = (
 def verify(
     plan: Path = typer.Argument(..., metavar="PLAN", help="An execution plan in its text form, pipeloom.plan/2."),
     layout: Path | None = typer.Option(
-        None, metavar="FILE", help="A pipeloom.layout/1, to check chunks, ranks and backwards against."
+        None, metavar="FILE", help="A pipeloom.layout/1; also check the plan's chunks, ranks and backwards."
     ),
     serial: bool = typer.Option(
-        False,
-        "--serial",
-        help="Also prove it for a single communicator, which serves a rank's messages one after the other.",
+        False, "--serial", help="Also verify it for a single communicator, where the messages of a rank are sequential."
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

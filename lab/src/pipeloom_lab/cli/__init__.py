@@ -3,8 +3,8 @@
 from pipeloom.cli.app import Command
 
 COMMANDS = {
-    "bench": Command("pipeloom_lab.cli.bench", "Run search methods over the public instance library: gaps in a table."),
-    "reproduce": Command(
-        "pipeloom_lab.cli.reproduce", "Run a paper's evaluation again: every table and figure, from seeds."
+    "bench": Command(
+        "pipeloom_lab.cli.bench", "Run search methods on the instance library and print their optimality gaps."
     ),
+    "reproduce": Command("pipeloom_lab.cli.reproduce", "Reproduce the tables and figures of a paper's evaluation."),
 }

@@ -1,4 +1,4 @@
-"""`pipeloom bench`: methods of search over the public instance library."""
+"""`pipeloom bench`: run search methods on the public instance library."""
 
 from __future__ import annotations
 
@@ -15,32 +15,28 @@ if TYPE_CHECKING:
     from pipeloom_lab.library_runs import Run
 
 HELP = """\
-Run search methods over the instance library and print their gaps above the lower bounds.
+Run search methods on the instance library and print their optimality gaps.
 
-The library's problems are made from their names, so nothing has to be downloaded. The table has a row for every
-family and budget, a column for every method, and the median gap over the seeds in per cent.
+Instances are generated from their names, so nothing is downloaded. The table has a row for each family and budget, and
+a column for each method. Its entries are median gaps over the seeds in percent.
 """
 EPILOG = (
     "Example: pipeloom bench instances --family vlm-s --family t2v-s --method default --method mcts --budget 1. "
-    "The table is Markdown, and goes to standard output; every run is one line on standard error."
+    "The table is Markdown on standard output. Each run prints a line on standard error."
 )
 
 
 def bench(
-    what: str = typer.Argument(..., metavar="instances", help="What to run: the instance library."),
+    what: str = typer.Argument(..., metavar="instances", help="Must be 'instances'."),
     family: list[str] = typer.Option(
-        ["vlm-s"], metavar="NAME", help="A family of the library; may be given several times, or 'all'."
+        ["vlm-s"], metavar="NAME", help="A family of the library, or 'all'; can be repeated."
     ),
-    method: list[str] = typer.Option(
-        ["default"], metavar="NAME", help="A method of search; may be given several times."
-    ),
-    budget: list[float] = typer.Option(
-        [1.0], metavar="SECONDS", help="CPU seconds on one thread; may be given several times."
-    ),
+    method: list[str] = typer.Option(["default"], metavar="NAME", help="A search method; can be repeated."),
+    budget: list[float] = typer.Option([1.0], metavar="SECONDS", help="CPU seconds on one thread; can be repeated."),
     seeds: int = typer.Option(5, min=1, max=10000, metavar="N", help="Instances of each family: seeds 0 to N-1."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run search methods over the instance library and print their gaps above the lower bounds."""
+    """Run search methods on the instance library and print their optimality gaps."""
     if what != "instances":
         raise InputError("bench", f"{what!r} cannot be run", "use instances")
     if seeds < 1:

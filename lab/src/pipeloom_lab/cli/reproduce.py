@@ -1,4 +1,4 @@
-"""`pipeloom reproduce`: a paper's evaluation, again, from seeds."""
+"""`pipeloom reproduce`: reproduce a paper's evaluation from seeds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pipeloom_lab.reproduce import Progress, Record
 
 HELP = """\
-Run a paper's evaluation again, record its tables and figures, and write the pages.
+Reproduce the tables and figures of a paper's evaluation and write the result pages.
 
-Leaves FOLDER/PAPER/PART.json, the pictures beside it, FOLDER/PAPER.md, and FOLDER/index.md with every claim of the
-papers beside ours. A part is recorded as soon as it has ended; after an interruption the same command goes on from
-there. The paper's own numbers stand beside ours, and enter no computation.
+Writes FOLDER/PAPER/PART.json with its images, FOLDER/PAPER.md, and FOLDER/index.md, which compares every claim of the
+papers with the results. Each part is recorded when it ends. After an interruption, the same command continues with
+the missing parts. The paper's own numbers are only shown for comparison.
 """
 EPILOG = (
     "Examples: pipeloom reproduce dip --list; pipeloom reproduce dip table-5 --seeds 1; "
@@ -32,39 +32,39 @@ EPILOG = (
 
 def reproduce(
     paper: str = typer.Argument(..., metavar="PAPER", help="dip, pipetune, adaptis, or all."),
-    part: list[str] = typer.Argument(None, metavar="[PART]...", help="Some of its tables and figures; default: all."),
-    show: bool = typer.Option(False, "--list", help="Name the parts and leave."),
-    seeds: int | None = typer.Option(None, min=1, max=10000, metavar="N", help="Seeds 0 to N-1; default: 0 to 2."),
+    part: list[str] = typer.Argument(None, metavar="[PART]...", help="Tables and figures to reproduce; default: all."),
+    show: bool = typer.Option(False, "--list", help="List the parts and exit."),
+    seeds: int | None = typer.Option(
+        None, min=1, max=10000, metavar="N", help="Number of seeds: 0 to N-1; default: 3."
+    ),
     iterations: int | None = typer.Option(
-        None, min=1, max=MAX_COUNT, metavar="N", help="Batches for every mean, where the paper has more; default: 10."
+        None, min=1, max=MAX_COUNT, metavar="N", help="Batches per mean, if the paper has more; default: 10."
     ),
     search: float | None = typer.Option(
         None,
         min=0.0,
         max=MAX_WAIT_S,
         metavar="SECONDS",
-        help="Processor seconds of our search for one batch (dip: of given microbatches); default: 1.",
+        help="CPU seconds of Pipeloom's search per batch (dip: with fixed microbatches); default: 1.",
     ),
     solver: float | None = typer.Option(
-        None,
-        min=0.0,
-        max=MAX_WAIT_S,
-        metavar="SECONDS",
-        help="Seconds after which an exact solver is cut; default: 60.",
+        None, min=0.0, max=MAX_WAIT_S, metavar="SECONDS", help="Time limit of an exact solver; default: 60."
     ),
-    full: bool = typer.Option(False, "--full", help="All defaults as large as in the paper; may take days."),
+    full: bool = typer.Option(False, "--full", help="Use the paper's sizes as defaults; can take days."),
     processes: int | None = typer.Option(
         None,
         min=1,
         max=MAX_THREADS,
         metavar="N",
-        help="Parts made at a time; those that read the clock run alone; default: as many as cores.",
+        help="Parts to run at once; parts that measure time run alone; default: one per core.",
     ),
-    again: bool = typer.Option(False, "--again", help="Make also what is recorded of this source with these options."),
-    out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Where data, pages and pictures go."),
+    again: bool = typer.Option(
+        False, "--again", help="Repeat parts that this source has already recorded with these options."
+    ),
+    out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Output folder for data, pages and images."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Run a paper's evaluation again, record its tables and figures, and write the pages."""
+    """Reproduce the tables and figures of a paper's evaluation and write the result pages."""
     from pipeloom_lab.reproduce import PAPERS, Options, full_of, parts_of, reproduce
 
     papers = list(PAPERS) if paper == "all" else [paper]
