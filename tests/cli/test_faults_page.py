@@ -71,33 +71,35 @@ def emulated(**change: Any) -> str:
     return "emulate config.json --cluster 8xH100"
 
 
-case("a file that is not there")(lambda: "verify batch.plan")
+case("a missing file")(lambda: "verify batch.plan")
 case("a name of more than 255 characters")(lambda: "report " + "x" * 300)
-case("a file that is no JSON")(lambda: f"check {write('i.json', '{')} i.json")
+case("a file that is not JSON")(lambda: f"check {write('i.json', '{')} i.json")
 case("JSON nested a hundred thousand times")(lambda: f"check {write('i.json', '[' * 100_000)} i.json")
 case("a file that is not UTF-8")(lambda: f"emulate {write('m.toml', 'name = 1 # é'.encode('latin-1'))}")
 case("a number of 5,000 digits")(lambda: f"emulate {write('m.toml', 'a = ' + '9' * 5000)}")
-case("another document than is asked for")(lambda: f"check {write('s.json', TINY_SCHEDULE)} s.json")
-case("a field with a letter wrong")(lambda: checked(tasks=TINY["tasks"] | {"durations_s": [1.0]}))
+case("a document of another format")(lambda: f"check {write('s.json', TINY_SCHEDULE)} s.json")
+case("a misspelled field")(lambda: checked(tasks=TINY["tasks"] | {"durations_s": [1.0]}))
 case("a negative time")(lambda: checked(tasks=TINY["tasks"] | {"duration_s": [1.0, -0.2, 2.0, 2.0]}))
-case("times whose sum is beyond 146 years")(lambda: checked(tasks=TINY["tasks"] | {"duration_s": [4e9, 4e9, 2.0, 2.0]}))
-case("delays as long")(lambda: checked(edges=TINY["edges"] | {"delay_s": [4e9, 4e9, 4e9]}))
+case("durations whose sum exceeds 146 years")(
+    lambda: checked(tasks=TINY["tasks"] | {"duration_s": [4e9, 4e9, 2.0, 2.0]})
+)
+case("delays whose sum exceeds 146 years")(lambda: checked(edges=TINY["edges"] | {"delay_s": [4e9, 4e9, 4e9]}))
 case("two million ranks")(lambda: arranged(num_ranks=2_000_000))
-case("a pair that is larger than its rank's memory")(lambda: solved(memory_capacity_bytes=[49, 100]))
-case("an order that waits for itself")(
+case("a pair that exceeds its rank's memory")(lambda: solved(memory_capacity_bytes=[49, 100]))
+case("an order with a deadlock")(
     lambda: f"simulate {write('i.json', TINY)} {write('s.json', TINY_SCHEDULE | {'order': [[3, 0], [1, 2]]})}"
 )
-case("a budget that is no time")(lambda: f"solve {write('i.json', TINY)} --budget nan --out out.json")
+case("a budget that is not a number")(lambda: f"solve {write('i.json', TINY)} --budget nan --out out.json")
 case("a layer that takes 1e300 s")(
     lambda: arranged(layers=[json.loads(FORMATS["pipeloom.layers/1"])["layers"][0] | {"forward_s": 1e300}])
 )
 case("a model of 27 million layers")(lambda: emulated(num_hidden_layers=27_000_000))
 case("a list where a table belongs")(lambda: emulated(vision_config=[]))
-case("a model that nobody knows")(lambda: "emulate gtp-175b")
-case("a sample of a negative length")(lambda: packed('{"id": "a", "text_tokens": -5}'))
-case("a sample that is listed twice")(lambda: packed('{"id": "a", "text_tokens": 5}\n' * 2))
-case("a sample that no microbatch has room for")(lambda: packed('{"id": "a", "text_tokens": 50}'))
-case("a target in a folder that is not there")(
+case("an unknown model name")(lambda: "emulate gtp-175b")
+case("a negative sample length")(lambda: packed('{"id": "a", "text_tokens": -5}'))
+case("a duplicate sample id")(lambda: packed('{"id": "a", "text_tokens": 5}\n' * 2))
+case("a sample above the token budget")(lambda: packed('{"id": "a", "text_tokens": 50}'))
+case("an output in a missing folder")(
     lambda: f"simulate {write('i.json', TINY)} {write('s.json', TINY_SCHEDULE)} --html no/page.html"
 )
 case("`seed = -1`")(lambda: trained("iterations = 1", "iterations = 1\nseed = -1"))
@@ -106,10 +108,10 @@ case("`token_budget = 1e23`")(lambda: trained("token_budget = 6", f"token_budget
 case("a run's name of 300 characters")(lambda: trained('"t"', json.dumps("n" * 300)))
 case("a run's name that is a path")(lambda: trained('name = "t"', 'name = "../t"'))
 case("a name with a null character")(lambda: trained('"task.py"', '"t\\u0000.py"'))
-case("a task file that is not there")(lambda: trained('"task.py"', '"tusk.py"'))
+case("a missing task file")(lambda: trained('"task.py"', '"tusk.py"'))
 
 
-@case("a path of checkpoints that is a file")
+@case("a checkpoint path that is a file")
 def _() -> str:
     write("saved", "")
     return trained(more='path = "saved"')
@@ -136,7 +138,7 @@ def test_a_run_that_goes_on_keeps_its_folder(
     with held(Path("runs/t")) as pid:
         assert run(trained().split()) == 2
     said = capsys.readouterr().err.replace(f"{tmp_path}/", "").replace(str(pid), "4711")
-    assert said == f"pipeloom: {ROWS['a second run in the folder of one that goes on']}\n"
+    assert said == f"pipeloom: {ROWS['a second run in the folder of a running one']}\n"
 
 
 def test_a_package_that_is_missing(
@@ -150,5 +152,5 @@ def test_a_package_that_is_missing(
 
 
 def test_no_line_of_the_page_is_without_a_test() -> None:
-    others = {"a second run in the folder of one that goes on", "Parquet, without pyarrow"}
+    others = {"a second run in the folder of a running one", "Parquet, without pyarrow"}
     assert ROWS.keys() == CASES.keys() | others
