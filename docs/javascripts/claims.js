@@ -25,6 +25,7 @@ if (table) {
       row.hidden = !(text(row, "where").includes(paper.value) && ["", text(row, "verdict")].includes(verdict.value))
     count.value = `${rows.filter(row => !row.hidden).length} of ${rows.length} claims`
   }
+  for (const cell of table.querySelectorAll("th, td")) Object.assign(cell.style, { minWidth: "0", padding: "0.5em" })
   form.append(count)
   form.addEventListener("change", show)
   heading.after(form)

@@ -71,7 +71,7 @@ def gains_of(records: Records) -> Figure | None:
                 values += [quantity.number(mine).value for quantity in quantities]
             except LookupError:
                 return None
-    return Figure("gains", texts["title"], bar_figure(groups, bars, y=Axis(texts["axis"]), values=".0f"))
+    return Figure("gains", texts["title"], bar_figure(groups, bars, y=Axis(texts["axis"]), values=".1f"))
 
 
 def index_page(records: Records, gains: Figure | None = None) -> str:
@@ -84,7 +84,7 @@ def index_page(records: Records, gains: Figure | None = None) -> str:
     for lines in texts["gains"]["lines"]:
         blocks += [lines["head"], "\n".join(f"- {_line(line, records)}" for line in lines["lines"])]
     blocks += ["## All claims", _summary(found)]
-    columns = ("claim", "where", "paper", "ours", "subject", "verdict", "why", "command")
+    columns = ("claim", "paper", "ours", "verdict", "why", "where", "subject", "command")
     rows = [_row(paper, one) for paper, each in found.items() for one in each]
     blocks += [markdown_table(columns, rows, words=True)]
     blocks += [texts["rules"].strip(), _tally(found), _causes(found), texts["commands"].strip()]
@@ -164,7 +164,7 @@ def _row(paper: str, one: Judgment) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
     why = f"*{claim.cause}*: {one.reason}" if claim.cause else one.reason
-    return name, claim.where, claim.paper, one.ours, claim.subject, one.verdict, why, f"`{one.command}`"
+    return name, claim.paper, one.ours, one.verdict, why, claim.where, claim.subject, f"`{one.command}`"
 
 
 def _tally(found: Mapping[str, list[Judgment]]) -> str:

@@ -181,7 +181,7 @@ def write_pages(out: Path, paper: str) -> None:
 
 
 def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[str, str]:
-    """Return all files that records determine, by path: a paper's page, its long tables, and the index with its figure."""
+    """Return all files that records determine, by path: a paper's page and long tables, and the index."""
     mine = records[paper]
     files = {f"{paper}/{name}": text for one in mine.values() for name, text in long_tables(one).items()}
     if (opening := opening_of(paper, mine)) is not None:
