@@ -25,7 +25,9 @@ if (table) {
       row.hidden = !(text(row, "where").includes(paper.value) && ["", text(row, "verdict")].includes(verdict.value))
     count.value = `${rows.filter(row => !row.hidden).length} of ${rows.length} claims`
   }
-  for (const cell of table.querySelectorAll("th, td")) Object.assign(cell.style, { minWidth: "0", padding: "0.5em" })
+  for (const row of table.rows)
+    for (const [i, cell] of [...row.cells].entries())
+      Object.assign(cell.style, { minWidth: { claim: "12em", why: "24em", where: "9em", command: "15em" }[names[i]] ?? "0", padding: "0.5em" })
   form.append(count)
   form.addEventListener("change", show)
   heading.after(form)
@@ -36,7 +38,7 @@ if (table) {
     if (row?.hidden) {
       form.reset()
       show()
-      row.scrollIntoView()
+      row.scrollIntoView({ block: "center" })
     }
   })
 }

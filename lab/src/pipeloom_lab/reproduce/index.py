@@ -87,7 +87,7 @@ def index_page(records: Records, gains: Figure | None = None) -> str:
     columns = ("claim", "paper", "ours", "verdict", "why", "where", "subject", "command")
     rows = [_row(paper, one) for paper, each in found.items() for one in each]
     blocks += [markdown_table(columns, rows, words=True)]
-    blocks += [texts["rules"].strip(), _tally(found), _causes(found), texts["commands"].strip()]
+    blocks += [texts["rules"].strip(), "**Counts**", _tally(found), _causes(found), texts["commands"].strip()]
     blocks += ["## Goals", texts["goals"].strip(), _goals(records)]
     own = [
         (f'<a id="{name}"></a>{figure.text}', text, f"`{command}`")
