@@ -1,4 +1,4 @@
-"""Exchanges between two pairs' memory strategies: one steps down so that the other can step up."""
+"""Exchanges of memory between two pairs: one takes a smaller candidate so that the other can take a larger one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_LIMIT = 1 << 62
 
 @kernel
 def exchange(o: Options, w: Work) -> None:
-    """Give any two pairs the candidates with the least total time, until no two can be improved.
+    """Choose for any two pairs the candidates with the least total time, until no two can be improved.
 
-    Changes the choice in ``w.best``, which fits, and ``w.allocated`` with it.
+    Updates the choice in ``w.best``, which must fit, and ``w.allocated``.
     """
     choice, allocated, spare = w.best, w.allocated, w.spare
     activation, gradient, span = o.activation, o.gradient, o.span
-    turn = w.move  # rounds in which a pair is still to be tried
+    turn = w.move  # remaining rounds in which to try a pair
     num_pairs = len(choice)
     for i in range(num_pairs):
         turn[i] = 1
@@ -58,7 +58,10 @@ def exchange(o: Options, w: Work) -> None:
 
 @callee
 def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int, int]:
-    """What a pair is in at a place (0 neither, 1 before its gradient, 2 after), and the bytes it holds there."""
+    """Return the phase of a pair at a place and the bytes it holds there.
+
+    The phase is 1 up to its input gradient, 2 after it, and 0 outside of the span of the pair.
+    """
     if place < span[BEGIN] or place > span[END]:
         return 0, 0
     if place <= span[GRADIENT]:
@@ -68,10 +71,10 @@ def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int,
 
 @callee
 def best_two(o: Options, i: int, j: int, spare: Array, choice: Array) -> tuple[int, int]:
-    """The candidates of pairs i and j that take the least time together within what is spare.
+    """Return the candidates of pairs i and j that fit and take the least total time.
 
-    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j. Neither takes more of
-    the host.
+    ``spare`` holds the smallest number of free bytes for the two, at index three times the phase of i plus the phase of
+    j. Neither candidate takes more host memory than the current one.
     """
     one, two, activation, gradient = o.time[i], o.time[j], o.activation, o.gradient
     best_a, best_b = choice[i], choice[j]
