@@ -1,4 +1,4 @@
-"""Simulated annealing of order, settings and samples of one batch."""
+"""Simulated annealing of the order, settings and samples of one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_EXTRA = 2
 
 
 class Marginal(NamedTuple):
-    """What one sample adds to a microbatch of average size: the fields of `Chain`, shape (num_samples, ...)."""
+    """Increase of the fields of `Chain` due to one sample in a microbatch of average size, shape (num_samples, ...)."""
 
     tokens: Array
     forward: Array
@@ -90,11 +90,11 @@ def anneal(
     goal: int,
     heat: float,
 ) -> tuple[int, int]:
-    """Search order, settings and samples at once, and leave the best that was seen.
+    """Search order, settings and samples jointly; write the best into the arguments.
 
-    Changes that make the iteration slower are taken too, at first by up to ``heat`` (ns), by less and less until the
-    last of ``evaluations``. Costs in ``chain`` follow the samples by ``marginal``, so they are estimates once samples
-    have moved, and are left as they are in the end. Returns the makespan and the number of runs.
+    Changes that increase the makespan are accepted too, at first by up to ``heat`` ns. The accepted increase falls to 0
+    at the last of ``evaluations``. When samples move, the costs in ``chain`` change by ``marginal`` and become
+    estimates. They are not restored at the end. Return the makespan and the number of runs.
     """
     num_microbatches = len(order)
     num_samples = len(bin_of)
@@ -115,7 +115,7 @@ def anneal(
         out, come, source, target = -1, -1, 0, 0
         kind = below(state, 12)
         if kind < 7 and tune_samples and num_microbatches > 1:
-            # A sample moves to another microbatch, or two change places.
+            # Move a sample to another microbatch, or exchange two samples.
             out = below(state, num_samples)
             source = bin_of[out]
             target = order[_place(state, num_microbatches, ends)]
