@@ -1,4 +1,4 @@
-"""Sizes of the microbatches and encoder parts of a packing, in one pass over the sequences of a batch."""
+"""Sizes of groups of samples and of encoder parts, in one pass over the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Array = npt.NDArray[Any]
 
 @kernel
 def sum_sizes(length: Array, owner: Array, home: Array, instances: Array, tokens: Array, pairs: Array) -> None:
-    """Sum sequences by microbatch: sequence k belongs to microbatch ``home[owner[k]]``."""
+    """Sum sequences by group of samples. Sequence k belongs to sample ``owner[k]``, and sample i to ``home[i]``."""
     for k in range(len(length)):
-        m = home[owner[k]]
+        group = home[owner[k]]
         size = float(length[k])
-        instances[m] += 1.0
-        tokens[m] += size
-        pairs[m] += size * size
+        instances[group] += 1.0
+        tokens[group] += size
+        pairs[group] += size * size
 
 
 @allocating
