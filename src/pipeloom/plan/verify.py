@@ -191,8 +191,8 @@ def _check_compute(faults: _Faults, done: _UnitSteps) -> None:
     faults.at(rows, ~done.is_any(Verb.F) & ~before(Verb.F), "comes before its F")
     faults.at(rows, done.is_any(Verb.W) & ~before(Verb.I), "comes before its I")
     faults.at(rows, done.is_any(Verb.LOAD) & ~before(Verb.OFFLOAD), "loads a unit that was not offloaded")
-    beside = (done.is_any(Verb.I) & before(Verb.B)) | (done.is_any(Verb.B) & before(Verb.I))
-    faults.at(rows, beside, "is a second backward of the unit (B and I exclude each other)")
+    second_backward = (done.is_any(Verb.I) & before(Verb.B)) | (done.is_any(Verb.B) & before(Verb.I))
+    faults.at(rows, second_backward, "is a second backward of the unit (B and I exclude each other)")
     after = done.is_any(Verb.RECOMPUTE, Verb.OFFLOAD) & (before(Verb.B) | before(Verb.I))
     faults.at(rows, after, "comes after its backward")
 

@@ -63,7 +63,7 @@ class _Climber:
 
     def __init__(self, search: Search, seed: int) -> None:
         self.scratch = make_scratch(search.packed)
-        self.beside = make_scratch(search.packed)
+        self.second_scratch = make_scratch(search.packed)
         orders = np.empty((2, len(search.order)), np.int64)
         self.two = Two(orders, np.empty((2, len(search.choice)), np.int64), np.zeros((2, 2), np.int64))
         self.moves = Moves(search.params.orders.switch_every, search.params.orders.whole_microbatches)
@@ -82,7 +82,7 @@ class _Climber:
         packed, walk = search.packed, self.walk
         if search.limited:
             return int(climb(packed, self.scratch, walk, self.two.orders[0], terms, self.moves))
-        return int(climb_two(packed, self.scratch, self.beside, walk, self.two, terms, self.moves))
+        return int(climb_two(packed, self.scratch, self.second_scratch, walk, self.two, terms, self.moves))
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""

@@ -108,14 +108,12 @@ def pack_graph(
     states: int = DEFAULTS.feasibility.job_states,
     unequal: float = DEFAULTS.static_orders.unequal,
 ) -> tuple[PackedGraph, Groups, Components]:
-    """Pack a graph without candidates for the kernels.
+    """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.
 
     Parameters
     ----------
-    walks, states
-        As for `find_components`.
     unequal : float
-        If the work of the segments of a group differs by more than this factor, each gets its own priority.
+        If the work of the segments of a group differs by more than this factor, each has its own priority.
 
     Raises
     ------

@@ -169,10 +169,10 @@ def shift_starts(p: PackedGraph, t: Table, span: float) -> None:
     else:
         begin = t.when[draw(random) % len(t.when)]
         end = begin + 4 * span * (draw(random) % 1024) / 1024
-        jolt = span * (draw(random) % 1024) / 1024
+        amplitude = span * (draw(random) % 1024) / 1024
         for number in range(len(t.shifted)):
             if begin <= t.when[number] and t.when[number] < end:
-                t.shifted[number] += np.int64(jolt * ((draw(random) % 1024) / 1024 - 0.5))
+                t.shifted[number] += np.int64(amplitude * ((draw(random) % 1024) / 1024 - 0.5))
     assign(t.made, t.current)
     num_tasks = len(t.made)
     for i in range(1, num_tasks):

@@ -56,28 +56,28 @@ def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
     """Return the gain and number of the best faster candidate of pair i that fits, by the prices; (0, -1) if none."""
     time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
     allocated = w.allocated
-    spare = np.int64(1) << 62
+    headroom = np.int64(1) << 62
     for k in range(span[i, BEGIN], span[i, GRADIENT] + 1):
-        spare = min(spare, capacity[k] - allocated[k])
-    spare_after = np.int64(1) << 62
+        headroom = min(headroom, capacity[k] - allocated[k])
+    headroom_after = np.int64(1) << 62
     for k in range(span[i, GRADIENT] + 1, span[i, END] + 1):
-        spare_after = min(spare_after, capacity[k] - allocated[k])
+        headroom_after = min(headroom_after, capacity[k] - allocated[k])
     on_host = o.host_begin < len(capacity)
-    spare_host = np.int64(1) << 62
+    headroom_host = np.int64(1) << 62
     if on_host:
         for k in range(o.host_begin + span[i, BEGIN], o.host_begin + span[i, GRADIENT] + 1):
-            spare_host = min(spare_host, capacity[k] - allocated[k])
+            headroom_host = min(headroom_host, capacity[k] - allocated[k])
     gain, found = 0.0, -1
     for j in range(time.shape[1]):
         saved = time[i, now] - time[i, j]
         more = activation[i, j] - activation[i, now]
         after = gradient[i, j] - gradient[i, now]
-        if saved <= 0 or (more > 0 and more > spare) or (after > 0 and after > spare_after):
+        if saved <= 0 or (more > 0 and more > headroom) or (after > 0 and after > headroom_after):
             continue
         cost = w.price[i] * max(0, more)
         if on_host:
             host = o.host[i, j] - o.host[i, now]
-            if host > 0 and host > spare_host:
+            if host > 0 and host > headroom_host:
                 continue
             cost += w.host_price[i] * max(0, host)
         worth = saved / (1.0 + cost)

@@ -324,7 +324,7 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
         best = NEVER
         source = -1
         goal = -1
-        spare = 0
+        num_forbidden = 0
         ties = 0
         if state[NOW] - state[SINCE] <= patience(rules, tour, s.num_tasks):
             length = longest_path(s, state[0], random)
@@ -358,8 +358,8 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
                             continue
                         if guess > best or (guess >= state[BEST] and is_forbidden(s, forbidden, state[NOW], one, two)):
                             # If all moves are forbidden, draw one of them.
-                            spare += 1
-                            if best == NEVER and draw(random) % spare == 0:
+                            num_forbidden += 1
+                            if best == NEVER and draw(random) % num_forbidden == 0:
                                 source = one
                                 goal = two
                             continue

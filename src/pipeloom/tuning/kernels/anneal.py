@@ -105,12 +105,12 @@ def anneal(
     for i in range(num_samples):
         used[bin_of[i]] += marginal.tokens[i]
         count[bin_of[i]] += 1
-    spare, changed = order.copy(), settings.copy()
+    trial, changed = order.copy(), settings.copy()
     best_order, best_settings, best_bins = order.copy(), settings.copy(), bin_of.copy()
     present = best
     done = 0
     while done < evaluations and best > goal:
-        spare[:] = order
+        trial[:] = order
         changed[:] = settings
         out, come, source, target = -1, -1, 0, 0
         kind = below(state, 12)
@@ -138,15 +138,15 @@ def anneal(
             if a == b:
                 continue
             if kind == 9:
-                spare[a], spare[b] = order[b], order[a]
+                trial[a], trial[b] = order[b], order[a]
             else:
                 moved = order[a]
                 step = 1 if b > a else -1
                 k = a
                 while k != b:
-                    spare[k] = order[k + step]
+                    trial[k] = order[k + step]
                     k += step
-                spare[b] = moved
+                trial[b] = moved
         elif kind == 10:
             changed[EXTRA] = below(state, MOST_EXTRA + 1)
         elif tune_early:
@@ -155,14 +155,14 @@ def anneal(
                 changed[LATE] = below(state, 2)
         left = 1.0 - done / evaluations
         ceiling = present + int(heat * left * left * uniform(state))
-        makespan, _ = run(chain, spare, changed, scratch, ceiling + 1)
+        makespan, _ = run(chain, trial, changed, scratch, ceiling + 1)
         done += 1
         if makespan == INFEASIBLE or makespan > ceiling:
             if out >= 0:
                 _exchange(chain, marginal, source, target, out, come, -1)
             continue
         present = makespan
-        order[:] = spare
+        order[:] = trial
         settings[:] = changed
         if out >= 0:
             bin_of[out] = target
