@@ -1,8 +1,8 @@
-"""A task graph as the kernels see it: one row of numbers per task, priority groups, and components.
+"""A task graph in the form that the kernels read: one row of numbers per task, priority groups, and components.
 
-A *group* is what gets one priority: the passes of a module, one microbatch and one direction that lie at the
-same depth (`dip.txt` §5.1: their relative order does not matter). A *component* is what must be able to finish
-without the rest: a connected part of the graph, usually a microbatch.
+All segments of a *group* have the same priority. They belong to one module, microbatch and direction and have the same
+depth, so their relative order does not matter (`dip.txt` §5.1). A *component* is a connected part of the graph, usually
+a microbatch. It must be able to finish without the other components.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from pipeloom.timeline.residence import quick_topological_order
 Array = npt.NDArray[Any]
 
 COLUMNS = 8
-DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(COLUMNS)
-"""Columns of ``PackedGraph.task``; PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
+DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, COMPONENT, SEGMENT = range(COLUMNS)
+"""Columns of ``PackedGraph.task``. PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
 
 
 class PackedGraph(NamedTuple):
-    """What list scheduling reads. All arrays are int64 unless said otherwise.
+    """The arrays that list scheduling reads, int64 unless declared otherwise.
 
     Attributes
     ----------
     task : array, shape (num_tasks + 1, COLUMNS)
-        Columns as above; PEAK and NET are the bytes a task needs above what its rank holds, and what it
-        leaves.
+        Columns as above. PEAK is the number of bytes that a task needs in addition to those that its rank holds. NET
+        is the change that remains after the task.
     successor : array, shape (num_edges, 2)
-        Task and delay; an edge from F to its backward that a longer path implies is left out.
+        Successor and delay. Omits an edge from F to its backward if a longer path implies it.
     waiting : array, shape (num_tasks,)
         Number of predecessors.
     base, number, record, extra, join_waiting, source_link : array
-        The tasks packed by cells, see `pipeloom.search.records`.
+        Tasks packed by cell; see `pipeloom.search.records`.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
     class_start : array, shape (4,)
         Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
     group_start, group_segment : array
-        Compressed rows: the segments of every group; forward groups first, then backward.
+        Segments of every group in compressed rows: forward groups, then backward groups.
     weight_start, weight_segment : array
-        The W segments that belong to every group.
+        W segments of every group in compressed rows.
     num_groups : array, shape (2,)
-        Of forward and backward groups.
+        Number of forward and of backward groups.
     capacity : array, shape (num_ranks,)
-        Capacity less static bytes; very large where there is no limit.
+        Capacity minus static bytes. Very large if the rank has no limit.
     demand : array, shape (num_components, num_ranks)
-        Bytes a component needs to finish alone, see `Components`.
+        Bytes that a component needs to finish alone; see `Components`.
     scan_start, scan_cell : array
-        Per component and rank, the cells of its tasks in the component's reference order, where ``demand`` must be
-        found by scanning them; empty where it is the sum of what is still to come.
+        Cells of the tasks of each component and rank, in the component's reference order, if ``demand`` requires a
+        scan of them. Empty if ``demand`` is the sum over the remaining tasks.
     """
 
     task: IntArray
@@ -88,18 +88,18 @@ class PackedGraph(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """What a group is, for the heuristics: arrays over forward groups, then backward groups."""
+    """Properties of groups, for the heuristics: arrays over forward groups, then backward groups."""
 
     microbatch: IntArray
     module: IntArray
     depth: IntArray
     first: IntArray
-    """Position of its first task in a topological order that finishes one microbatch before the next."""
+    """Position of the first task of the group in a topological order that finishes one microbatch before the next."""
     work: IntArray
     head: IntArray
     tail: IntArray
     ends: IntArray
-    """Whether it is backward and no backward of another segment waits for it."""
+    """Whether the group is backward and no backward of another segment depends on it."""
 
 
 def pack_graph(
@@ -108,9 +108,12 @@ def pack_graph(
     states: int = DEFAULTS.feasibility.job_states,
     unequal: float = DEFAULTS.static_orders.unequal,
 ) -> tuple[PackedGraph, Groups, Components]:
-    """Lay a graph without candidates out for the kernels; ``walks`` and ``states`` as in `find_components`.
+    """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.
 
-    ``unequal``: passes of one group whose work differs by more than this get priorities of their own.
+    Parameters
+    ----------
+    unequal : float
+        If the work of the segments of a group differs by more than this factor, each has its own priority.
 
     Raises
     ------
@@ -139,7 +142,7 @@ def pack_graph(
         PLACE: 4 * graph.rank + kind_class,
         PEAK: peak,
         NET: net,
-        JOB: components.component_of_task,
+        COMPONENT: components.component_of_task,
         SEGMENT: graph.segment,
     }
     for column, values in columns.items():
@@ -189,7 +192,7 @@ def _groups(
     tail: IntArray,
     most_unequal: float,
 ) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
-    """Sort segments into groups, and give the groups the order in which a microbatch goes through them."""
+    """Sort segments into groups and order the groups as a microbatch passes through them."""
     num_segments = graph.num_segments
     segment_class = np.full(num_segments, -1, np.int64)
     segment_class[graph.segment] = kind_class
@@ -220,7 +223,7 @@ def _groups(
         mixed = np.maximum.reduceat(work[grouped], begin) > most_unequal * np.minimum.reduceat(work[grouped], begin)
         new |= mixed[np.cumsum(new) - 1]
         begin = np.flatnonzero(new)
-    # Groups by class, microbatch and first task; their segments stay in order.
+    # Sort groups by class, microbatch and first task. Their segments keep their order.
     leader = grouped[begin]
     by_leader = np.lexsort((first[leader], microbatch[leader], segment_class[leader]))
     place = np.empty(len(begin), np.int64)
@@ -263,7 +266,7 @@ def _groups(
 
 
 def _backward_segment(graph: TaskGraph) -> IntArray:
-    """By segment of weight gradients: that of their backwards, to whose group they belong."""
+    """Return the segment of the backwards for every segment of weight gradients, which belongs to the same group."""
     a_task = np.zeros(graph.num_segments, np.int64)
     a_task[graph.segment] = np.arange(graph.num_tasks)
     found: IntArray = graph.segment[graph.backward_of[graph.pair[a_task]]]
@@ -271,7 +274,7 @@ def _backward_segment(graph: TaskGraph) -> IntArray:
 
 
 def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> IntArray:
-    """By segment: 1 where it is backward and no backward of another segment waits for it."""
+    """Return 1 for every backward segment on which no backward of another segment depends, and 0 for the others."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
     both &= graph.segment[source] != graph.segment[graph.successor]
@@ -282,14 +285,14 @@ def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> In
 
 
 def _starts(row: IntArray, num_rows: int) -> IntArray:
-    """Where each row begins, of sorted row numbers."""
+    """Return the start of each row in sorted row numbers."""
     start = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
     return start
 
 
 def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:
-    """Which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
+    """Return which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     own = (graph.backward_of[graph.pair[source]] == graph.successor) & (graph.kind[source] == FORWARD)
     own &= graph.successor_delay_ns == 0

@@ -1,8 +1,8 @@
-"""The task graph packed for list scheduling: what one step reads lies together, and links say where to go next.
+"""The task graph packed for list scheduling, so that the data of one step is contiguous.
 
-A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
-cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
-number: the place that the successor queues at, its segment, and its number among the joins.
+A *cell* is the place of a task in the packed arrays. The cells of a segment are sorted by rank, so a task has cell
+``base[segment] + rank``, and neighbors in a chain share a cache line. A *link* encodes an edge as one number: the
+place at which the successor queues, its segment, and its join number. A *join* is a task with several predecessors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray
 
 PLACE_BITS, JOIN_BITS, SEGMENT_BITS = 16, 24, 23
-"""Widths of a link's fields, lowest first. A place is four times the rank plus the class; join 0: none."""
+"""Widths of the fields of a link, lowest first. A place is four times the rank plus the class. Join 0 means no join."""
 
 
 class Records(NamedTuple):
@@ -24,16 +24,16 @@ class Records(NamedTuple):
     Attributes
     ----------
     number : array, shape (num_cells,)
-        Task of a cell, -1 where there is none.
+        Task of each cell; -1 if the cell is empty.
     record : array, shape (2 * num_cells,)
-        Per cell its duration, and its link: -1 no successor, below that ``-2 - row``, where ``row`` is the first
-        of its rows in ``extra``.
+        Duration and link of each cell. Link -1 means no successor. A link below -1 is ``-2 - row``, where ``row`` is
+        the first row of the task in ``extra``.
     extra : array
-        Pairs of a link and a delay, of tasks with several successors or with a delay, from row 1 on; -1 ends a list.
+        Pairs of link and delay, for tasks with several successors or with a delay, from row 1 on. -1 ends a list.
     join_waiting : array, shape (num_joins,)
-        Number of predecessors of tasks that have more than one.
+        Number of predecessors of each join.
     source_link : array
-        Links to tasks that have none.
+        Links to tasks without predecessors.
     """
 
     base: IntArray
@@ -53,7 +53,7 @@ def pack(
     waiting: IntArray,
     num_segments: int,
 ) -> tuple[Records, IntArray]:
-    """Pack tasks; return the records and every task's cell.
+    """Pack tasks; return the records and the cell of every task.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def pack(
     link = np.full(num_tasks, -1, np.int64)
     short = ~long & (count == 1)
     link[short] = link_to[successor[first_successor[:-1][short], 0]]
-    # Every list is as long as the task's row, and one for its end.
+    # Each list has one entry per successor and one for its end.
     length = np.where(long, count + 1, 0)
     row = 1 + np.cumsum(length) - length
     link[long] = -2 - row[long]

@@ -160,7 +160,7 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     Parameters
     ----------
     split : bool
-        Whether to split backwards into input and weight gradient where a layer has both parts.
+        Whether to split the backwards of layers that have both parts into input and weight gradient.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Number of ranks above which starts need balanced loads, because annealing moves too few boundaries to balance
     them."""
     fine_chunks: Count = 3
-    """Minimum number of chunks per rank of the starts that are annealed where memory is ample. They are rarely the best
+    """Minimum number of chunks per rank of the starts that are annealed if memory is ample. They are rarely the best
     starts, but give the best results."""
     ample_memory: Magnitude = 1.75
     """Memory is ample at this multiple of the peak memory of 1F1B."""
@@ -78,10 +78,10 @@ class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tasks: Count = 200_000
     """Maximum number of tasks that are run between two checks of the clock."""
     fewest_steps: Count = 100
-    """Below this number of proposals between two checks, there is no time to cool down or refine. Such walks begin
-    cold."""
+    """Below this number of proposals between two checks, walks begin cold, because time is too short to cool down or
+    refine."""
     slow_evaluations: Count = 40_000
-    """Minimum number of evaluations for each of such walks. Smaller budgets have fewer walks."""
+    """Minimum number of evaluations for each walk that begins cold. Smaller budgets have fewer walks."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""
@@ -201,11 +201,11 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     walks: Count = 4
     """Number of walks, each with its own start; at least one per thread."""
     phases: tuple[WalkPhase, ...] = (WalkPhase(kind="anneal", until=0.5), WalkPhase(kind="refine", until=1.0))
-    """Consecutive phases of a walk. Refining is skipped where a thousand evaluations take too long, or where partition
-    and schedule may not both be tuned."""
+    """Consecutive phases of a walk. Refining is skipped if a thousand evaluations take too long, or if partition and
+    schedule may not both be tuned."""
     tuned: tuple[str, ...] = TUNABLE
-    """What may be tuned, for ablations. Without ``partition``, chunks start with equal numbers of layers. Without
-    ``placement``, each rank has one stage. Without ``schedule``, backwards go first."""
+    """Parts that may be tuned, for ablations. Without ``partition``, chunks start with equal numbers of layers. Without
+    ``placement``, each rank has one stage. Without ``schedule``, backwards run first."""
     starts: StartParams = StartParams()
     timetables: TimetableParams = TimetableParams()
     annealing: AnnealParams = AnnealParams()
@@ -214,7 +214,7 @@ class CooptimiseParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     again: AgainParams = AgainParams()
     bound: BoundParams = BoundParams()
     move_weights: dict[str, Magnitude] = {}
-    """Frequency of moves by name, where it differs from the table of moves."""
+    """Frequencies of moves that differ from those of the table of moves, by name."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` for invalid values."""

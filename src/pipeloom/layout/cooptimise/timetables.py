@@ -77,7 +77,7 @@ def steady_starts(chain: LayerChain, placement: PartitionPlacement) -> tuple[Tim
     Parameters
     ----------
     placement : PartitionPlacement
-        Down the ranks with one chunk on each, and up again, where ranks may have none.
+        A placement down the ranks with one chunk on each, and up again with at most one chunk on each.
     """
     costs, p = chunk_costs(chain, placement), chain.num_ranks
     chunks = np.full((p, 2), -1)

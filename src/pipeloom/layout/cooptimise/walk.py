@@ -151,7 +151,7 @@ class Walk:
     def _anneal(self, left: int, part: float) -> None:
         """Run some annealing steps at the temperature for this part of the phase."""
         params = self._context.params.annealing
-        # With few evaluations there is no time to cool down.
+        # With few evaluations, time is too short to cool down.
         hot = params.hot if self._steps >= params.fewest_steps else params.cold
         heat = self.start.ns * hot * (params.cold / hot) ** max(part, 0.0)
         cooling = kernels.Cooling(min(self._steps, left), heat, heat * 0.999)

@@ -1,4 +1,4 @@
-"""The executor runs one rank's actions of any plan in order, over any transport."""
+"""The executor, which runs the actions of one rank in order, for any plan and any transport."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Executor:
     Parameters
     ----------
     model : Model
-        The model. Only the layers of this rank's chunks are used. They are moved to ``device``, and get weights if
-        they are on ``meta``.
+        The model. Only the layers of the chunks of this rank are used. They are moved to ``device``. Layers on ``meta``
+        get weights.
     options : ExecutorOptions
         Gradient sums over ranks, precision, timeout, random numbers.
 
@@ -129,7 +129,7 @@ class Executor:
 
     @property
     def held_before(self) -> frozenset[str]:
-        """Names of tied parameters that an earlier rank holds too, where they count."""
+        """Names of tied parameters that an earlier rank holds too. They are counted there."""
         return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
 
     @cached_property
@@ -166,7 +166,7 @@ class Executor:
         return [parameter for _, parameter in self.trained_parameters()]
 
     def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
-        """Link the plan's actions of this rank to their units and messages. May be done ahead of `run_linked`.
+        """Link the actions of this rank to their units and messages. This can be done ahead of `run_linked`.
 
         Raises
         ------
@@ -196,12 +196,11 @@ class Executor:
         samples : sequence
             The user's samples in the order of ``packing.batch``.
         optimizer_step : callable or None
-            Called by OPTIMIZER_STEP. None does nothing.
+            Called by OPTIMIZER_STEP. None: no step.
         normaliser : float or None
-            Number of targets of the global batch. None is the sum over ``samples``. Required with replicas.
+            Number of targets of the global batch. None: the sum over ``samples``. Required with replicas.
         counts : bool
-            False if another replica runs these samples too and contributes their gradients. Here they are zero
-            then.
+            Whether these samples contribute to the gradients. False if another replica runs the same samples.
 
         Raises
         ------
@@ -224,11 +223,10 @@ class Executor:
         """Run a plan linked by `prepare`, as `run` does."""
         if len(samples) != len(linked.packing.batch.samples):
             raise ExecutionError(
-                f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
-                f"{len(linked.packing.batch.samples)}"
+                f"rank {self.rank}: got {len(samples)} samples, but the plan is for {len(linked.packing.batch.samples)}"
             )
         if linked.was_run:
-            raise ExecutionError(f"rank {self.rank}: a linked plan runs once; prepare it anew")
+            raise ExecutionError(f"rank {self.rank}: the linked plan has already run; call `prepare` again")
         linked.was_run = True
         if normaliser is None:
             normaliser = count_targets(self.model, samples)
@@ -276,7 +274,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _check_layout(model: Model, layout: Layout) -> None:
-    """Raise `InputError` for a layout of another model."""
+    """Raise `InputError` if the layout belongs to another model."""
     names = [module.name for module in model.modules]
     if [module.name for module in layout.modules] != names:
         raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")

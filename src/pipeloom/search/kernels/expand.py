@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
-    """`arrange` with all backwards urgent."""
+    """Run `arrange` with all backwards urgent."""
     arrange(p, s, order, ALL_URGENT)
 
 
@@ -24,8 +24,8 @@ def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
 def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
-    A group's segments follow one another; its weight gradients take the order of their backward groups. Only
-    the first ``urgent`` backward groups compete with forwards; those behind begin at a new bit of the summary.
+    The segments of a group are consecutive. Weight gradients have the order of their backward groups. Only the first
+    ``urgent`` backward groups compete with forwards. The others begin at a new bit of the summary.
     """
     at, position, base = pointer(s.at), pointer(s.position), pointer(p.base)
     group_start, group_segment = pointer(p.group_start), pointer(p.group_segment)

@@ -1,4 +1,4 @@
-"""Compiled loops of the joint search: run a placement under a rule, change it, anneal it."""
+"""Compiled loops of the joint search that run a placement under a priority rule, change it and anneal it."""
 
 from pipeloom.layout.cooptimise.kernels.anneal import Cooling, WalkArrays, anneal
 from pipeloom.layout.cooptimise.kernels.balance import Balance, exchange_layers, repartition

@@ -22,16 +22,16 @@ PROPOSED, ACCEPTED, NEW_BEST = 0, 1, 2
 
 
 class WalkArrays(NamedTuple):
-    """What annealing changes.
+    """Arrays that annealing changes.
 
     Attributes
     ----------
     present, best, trial : Draft
-        The trial is scratch. Makespans of the first two are the context's values.
+        The current draft, the best draft, and scratch. `MoveContext.values` holds the makespans of the first two.
     weights : array, shape (num_moves,)
-        Running sums of how often each move is tried.
+        Cumulative sums of the weights of the moves.
     counts : array, shape (3, num_moves)
-        How often each was proposed, accepted, and a new best.
+        How often each move was proposed, was accepted, and gave a new best draft.
     """
 
     present: Draft
@@ -42,7 +42,7 @@ class WalkArrays(NamedTuple):
 
 
 class Cooling(NamedTuple):
-    """Proposals, and the temperatures in ns of the first and the last."""
+    """Number of proposals, and the temperatures of the first and the last proposal, in ns."""
 
     steps: int
     hot: float
@@ -51,7 +51,7 @@ class Cooling(NamedTuple):
 
 @allocating
 def anneal(walk: WalkArrays, context: MoveContext, scratch: Scratch, cooling: Cooling, target: int) -> int:
-    """Anneal a draft for some proposals; return how many were run. Stops at ``target`` ns."""
+    """Anneal a draft for ``cooling.steps`` proposals; return how many were run. Stop at makespan ``target``, in ns."""
     trial, present, best = walk.trial, walk.present, walk.best
     values, rng, counts = context.values, context.rng, walk.counts
     none = np.empty(0, np.int64)

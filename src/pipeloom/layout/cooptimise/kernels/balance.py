@@ -1,4 +1,4 @@
-"""Shifting layers and chunks so that the rank with the most to do has less."""
+"""Changes of partition and placement that reduce the load of the busiest rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 class Balance(NamedTuple):
-    """How loads are balanced; `pipeloom.layout.cooptimise.params.BalanceParams` says what each is."""
+    """Parameters of load balancing; see `pipeloom.layout.cooptimise.params.BalanceParams`."""
 
     tries: int
     exchanges: int
@@ -39,7 +39,10 @@ class Balance(NamedTuple):
 
 @kernel
 def ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
-    """Largest load + head + tail of all ranks; ``sums`` (3, layers + 1) are F, B that make tails, and all work."""
+    """Return the largest load + head + tail of all ranks, in ns.
+
+    ``sums``, of shape (3, num_layers + 1), holds running sums of F, of the B that counts in tails, and of all work.
+    """
     for r in range(len(load)):
         load[r] = 0
         ends[r] = -1
@@ -60,7 +63,7 @@ def ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microba
 
 @kernel
 def layer_sums(draft: Draft, chain: ChainArrays, sums: Array) -> bool:
-    """Write running sums of F, of B, and of all work of the layers; say whether any weight gradient can fill time."""
+    """Write running sums of F, of B, and of all work of the layers; return whether any weight gradient has duration."""
     fillable = False
     for layer in range(len(draft.strategy)):
         s = draft.strategy[layer]
@@ -74,7 +77,7 @@ def layer_sums(draft: Draft, chain: ChainArrays, sums: Array) -> bool:
 
 @allocating
 def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool | np.bool_, rng: Array) -> bool:
-    """Move a few boundaries (and ranks) so that the rank with the most to do has less; say whether that was found."""
+    """Move a few boundaries (and ranks) to reduce the largest load + head + tail; return whether it was reduced."""
     chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
     num_microbatches, delay = chain.num_microbatches, chain.delay_ns
     num = chunks[SCALARS, NUM_CHUNKS]
@@ -112,8 +115,8 @@ def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: boo
 def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool, goal: int, rng: Array) -> int:
     """Anneal boundaries (and ranks) on loads alone, until the largest load + head + tail is at most ``goal``.
 
-    Keys of chunks move with their places in a microbatch's pass, those with a spread by themselves. Returns the
-    largest load + head + tail of the best that was found, which the draft then is.
+    Write the best partition found into the draft; return its largest load + head + tail, in ns. The keys of chunks are
+    shifted with their times in the pass of a microbatch. If the draft has a spread, `evaluate` does this.
     """
     chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
     num_microbatches, delay = chain.num_microbatches, chain.delay_ns
@@ -184,10 +187,10 @@ def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: b
 
 @allocating
 def exchange_layers(draft: Draft, chain: ChainArrays, balance: Balance, limit: int, rng: Array) -> bool:
-    """Let two or three single layers of different ranks change places, or two of one rank and one of another.
+    """Exchange two or three single layers of different ranks, or two layers of one rank and one of another.
 
-    Only where load + head + tail then stay below ``limit`` on every rank. A layer that leaves its chunk keeps the
-    chunk's keys. Says whether that was found.
+    An exchange is made only if load + head + tail remain below ``limit`` on every rank. A layer that leaves its chunk
+    keeps the keys of the chunk. Return whether an exchange was made.
     """
     chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
     num_microbatches, delay = chain.num_microbatches, chain.delay_ns
@@ -257,7 +260,7 @@ def exchange_layers(draft: Draft, chain: ChainArrays, balance: Balance, limit: i
 
 @kernel
 def _ends_fit(home: Array, sums: Array, load: Array, num_microbatches: int, delay: int, limit: int) -> bool:
-    """Whether load + head + tail of every rank are below ``limit``."""
+    """Return whether load + head + tail of every rank are below ``limit``."""
     seen = 0
     hops = np.int64(0)
     for i in range(len(home)):
@@ -279,7 +282,7 @@ def _ends_fit(home: Array, sums: Array, load: Array, num_microbatches: int, dela
 
 @allocating
 def _regroup(chunks: Array, home: Array, origin: Array) -> None:
-    """Make chunks of the layers' ranks; each has the keys of the chunk that its layers came from."""
+    """Rebuild the chunks from the ranks of the layers. Each chunk has the keys of the previous chunk of its layers."""
     old = np.empty((SCALARS, chunks.shape[1]), np.int64)
     copy_rows(chunks, old, SCALARS)
     num = 0

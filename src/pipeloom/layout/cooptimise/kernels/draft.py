@@ -1,4 +1,4 @@
-"""What the kernels read of a chain, and a candidate answer as arrays that they change in place."""
+"""A layer chain as arrays that the kernels read, and a candidate solution as arrays that they change in place."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from pipeloom.compiled import callee
 Array = npt.NDArray[Any]
 
 FIRST, RANK, KEY, WAIT, LIMIT, SCALARS, NUM_ROWS = 0, 1, 2, 5, 8, 9, 10
-"""Rows of `Draft.chunks`: first layer and rank of every chunk, three rows of keys (F, B or I, W), three of waiting
-tolerances, most microbatches in flight, and scalars: number of chunks, how many microbatches take turns, and how many
-sixteenths of a lone microbatch's times the keys of F and B or I get added."""
+"""Rows of `Draft.chunks`: first layer and rank of every chunk, three rows of keys (F, B or I, W), three rows of waiting
+tolerances (F, B or I, W), the maximum number of microbatches in flight, and scalars."""
 NUM_CHUNKS, PERIOD, SPREAD, NUM_SCALARS = 0, 1, 2, 3
-"""Places in the row of scalars."""
+"""Places in the row of scalars: the number of chunks; the number of microbatches that take turns; and the spread, which
+is how many sixteenths of the times of a lone microbatch are added to the keys of F and of B or I."""
 UNLIMITED = 2**60
-"""A limit of what is in flight that is none."""
+"""Value of `LIMIT` that does not limit the number of microbatches in flight."""
 
 
 class ChainArrays(NamedTuple):
-    """A layer chain as the kernels read it.
+    """A layer chain as arrays that the kernels read.
 
     Attributes
     ----------
     forward_ns, backward_ns, weight_ns : array, shape (num_layers, num_strategies)
-        Of F, of B or I, and of W.
+        Durations of F, of B or I, and of W.
     activation_bytes, gradient_bytes : array, shape (num_layers, num_strategies)
-        Held from F to B or I, and from there to W.
+        Bytes held from F to B or I, and from there to W.
     num_strategies, static_bytes, end_ns : array, shape (num_layers,)
-        ``end_ns``: added to the end of an iteration, after its rank's last task.
+        ``end_ns`` is the time that a layer adds to the end of an iteration, after the last task of its rank.
     capacity_bytes : array, shape (num_ranks,)
-    num_microbatches : int
+        Memory of every rank.
     delay_ns : int
-        Of a boundary transfer between ranks.
+        Duration of a boundary transfer between ranks.
     stride_ns : int
-        What a microbatch adds to its keys: the work of one on the mean rank.
+        Increase of keys per microbatch: the work of one microbatch on the average rank.
     most_chunks : int
+        Maximum number of chunks.
     """
 
     forward_ns: Array
@@ -56,14 +57,14 @@ class ChainArrays(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A candidate answer.
+    """A candidate solution.
 
     Attributes
     ----------
     chunks : array, shape (NUM_ROWS, at least most_chunks + 1)
-        Where the layers lie, and the priority rule.
+        Partition, placement and priority rule.
     strategy : array, shape (num_layers,)
-        Index of every layer's strategy.
+        Index of the strategy of every layer.
     """
 
     chunks: Array
@@ -72,7 +73,7 @@ class Draft(NamedTuple):
 
 @callee
 def copy_chunks(source: Array, target: Array) -> None:
-    """Copy what is used of `Draft.chunks`."""
+    """Copy the used part of `Draft.chunks`."""
     num = source[SCALARS, NUM_CHUNKS]
     for k in range(SCALARS):
         for i in range(num + 1):
@@ -83,7 +84,7 @@ def copy_chunks(source: Array, target: Array) -> None:
 
 @callee
 def copy_rows(source: Array, target: Array, num: int) -> None:
-    """Copy the first rows; an assignment to all of an array tests shapes, and so compiles slowly."""
+    """Copy the first rows. Whole-array assignments test shapes and take long to compile."""
     for k in range(num):
         for i in range(source.shape[1]):
             target[k, i] = source[k, i]
@@ -91,14 +92,14 @@ def copy_rows(source: Array, target: Array, num: int) -> None:
 
 @callee
 def clear(numbers: Array) -> None:
-    """Make all of them 0."""
+    """Set all numbers to 0."""
     for i in range(len(numbers)):
         numbers[i] = 0
 
 
 @callee
 def split_chunk(chunks: Array, c: int, at: int, rank: int) -> None:
-    """Cut chunk ``c`` before layer ``at``; the second part goes to ``rank``, and stands beside in all orders."""
+    """Cut chunk ``c`` before layer ``at``. The second part goes to ``rank`` and inherits keys, tolerances and limit."""
     num = chunks[SCALARS, NUM_CHUNKS]
     for k in range(FIRST, SCALARS):
         for i in range(num, c, -1):

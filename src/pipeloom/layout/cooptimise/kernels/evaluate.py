@@ -1,4 +1,4 @@
-"""The makespan of a candidate: its layers summed to chunks, and these run."""
+"""The makespan of a candidate: sum its layers to chunks and run the chunks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Scratch(NamedTuple):
 
 @kernel
 def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, record: Array) -> int:
-    """Makespan of a draft in ns: layers summed to chunks, what load + head + tail rule out rejected, the rest run.
+    """Return the makespan of a draft in ns, including the updates at the end of the iteration.
 
-    It ends when all ranks have updated their layers. `NEVER` where memory or ``cutoff`` rules it out. ``record`` is
-    that of `run`.
+    Return `NEVER` if the draft does not fit into memory or cannot be below ``cutoff``. The largest load + head + tail
+    is checked first, so that few drafts have to run. ``record`` is that of `run`.
     """
     chunks, strategy, sums = draft.chunks, draft.strategy, scratch.sums
     num = chunks[SCALARS, NUM_CHUNKS]
@@ -34,7 +34,7 @@ def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, re
     rank = chunks[RANK]
     duration, key, held, split, hop = sums.duration, sums.key, sums.held, sums.split, sums.hop
     slack, load, head, tail, ending = sums.slack, sums.load, sums.head, sums.tail, sums.ending
-    # Fields that loops read are named first: taking one out of a tuple counts a reference.
+    # Assign the fields that loops read to variables first, because reading a field of a tuple counts a reference.
     forward_ns, backward_ns, weight_ns = chain.forward_ns, chain.backward_ns, chain.weight_ns
     activation_bytes, gradient_bytes = chain.activation_bytes, chain.gradient_bytes
     static_bytes, capacity_bytes, end_ns = chain.static_bytes, chain.capacity_bytes, chain.end_ns
@@ -71,7 +71,7 @@ def evaluate(draft: Draft, chain: ChainArrays, scratch: Scratch, cutoff: int, re
             tail[r] = after
         if split[c] == 1:
             tail[r] = -1
-            # What grows when I ends is taken from the start, or a backward might not fit.
+            # Bytes that I adds at its end are reserved from the start. Otherwise a backward might not fit.
             held[0, c] = max(held[0, c], held[1, c])
         load[r] += duration[0, c] + duration[1, c] + duration[2, c]
         key[0, c] = chunks[KEY, c] + spread * before // 16

@@ -1,4 +1,4 @@
-"""Cut a chain for two chunks on each rank, down the ranks and up again, with the least on the fullest rank."""
+"""Cut a chain into two chunks for each rank, down the ranks and up again, to minimize the load of the busiest rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ Array = npt.NDArray[Any]
 
 @kernel
 def fold(work: Array, ends: Array, limit: int, hop: int, low: Array, back: Array, cuts: Array) -> bool:
-    """Give every rank a first and a second run of layers with load, head and tail up to ``limit``, if there are such.
+    """Find two runs of layers for every rank, such that load + head + tail are at most ``limit``; return whether they
+    exist.
 
-    What ranks 0 to r - 1 leave is one run of layers. Of all that begin at the same layer, the shortest is left, since
-    whatever suits a longer one suits it too: so this is exact.
+    Ranks 0 to r - 1 leave one run of layers for the other ranks. Among all remaining runs that begin at the same layer,
+    only the shortest is considered, because every solution for a longer run also gives one for it. The search is
+    therefore exact.
 
     Parameters
     ----------
     work, ends : array, shape (num_layers + 1,)
-        Running sums of all microbatches' work, and of what a rank's head and tail are made of.
+        Running sums of the work of all microbatches, and of the times that heads and tails consist of.
     limit, hop : int
-        ``hop``: what every rank further adds to head and tail.
+        ``hop`` is the time that every further rank adds to head and tail.
     low, back : array, shape (num_ranks + 1, num_layers + 1)
-        Scratch: end of the shortest rest, and where the rest of one rank less begins.
+        Scratch: the end of the shortest remaining run, and the start of the remaining run of one rank less.
     cuts : array, shape (2, num_ranks)
-        Gets the first layers of the first runs, and the ends of the second ones. Written only if there is an answer.
+        Receives the first layers of the first runs and the ends of the second runs, if a solution exists.
     """
     n = len(work) - 1
     num_ranks = cuts.shape[1]
@@ -38,15 +40,15 @@ def fold(work: Array, ends: Array, limit: int, hop: int, low: Array, back: Array
     for r in range(num_ranks - 1):
         for a in range(n):
             b = low[r, a]
-            room = limit - ends[a] - r * hop
-            if b > n or room < 0:
+            headroom = limit - ends[a] - r * hop
+            if b > n or headroom < 0:
                 continue
             end = b
-            while end > a and work[b] - work[end - 1] <= room:
+            while end > a and work[b] - work[end - 1] <= headroom:
                 end -= 1
             others = num_ranks - 1 - r  # each needs a layer
             for first in range(a + 1, b - others + 1):
-                left = room - (work[first] - work[a])
+                left = headroom - (work[first] - work[a])
                 if left < 0:
                     break
                 while work[b] - work[end] > left:

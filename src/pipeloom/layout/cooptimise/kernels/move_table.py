@@ -1,4 +1,4 @@
-"""The one table of moves: everything else that knows moves is derived from it."""
+"""The table of moves. All other lists of moves are derived from it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class Move(NamedTuple):
     Attributes
     ----------
     name : str
-        As reports and `pipeloom.layout.cooptimise.CooptimiseParams.move_weights` have it.
+        Name in reports and in `pipeloom.layout.cooptimise.CooptimiseParams.move_weights`.
     function : callable
-        Compiled; of `pipeloom.layout.cooptimise.kernels.moves`.
+        Compiled function of `pipeloom.layout.cooptimise.kernels.moves`.
     tunes : str
-        What it changes: ``partition``, ``placement`` (cutting and joining makes one finer or coarser), ``schedule`` or
-        ``strategies``.
+        The part of the draft that the move changes: ``partition``, ``placement``, ``schedule`` or ``strategies``. Moves
+        that cut and join chunks count as ``placement``.
     weight : float
-        How often it is tried, relative to the others.
+        Frequency of the move relative to the others.
     needs : str
-        Tried only where there are several ``strategies``, or where layers may make ``exchanges``; empty: always.
+        ``strategies``: the move is tried only if layers have several strategies. ``exchanges``: only if layers may be
+        exchanged. Empty: always.
     ordering : float
-        Times its weight while a given partition is ordered.
+        Factor on the weight while only the order of a given partition is searched.
     """
 
     name: str
@@ -68,14 +69,14 @@ MOVES = (
     Move("spread of keys", moves.change_spread, "schedule", 0.3),
     Move("exchange layers", moves.swap_layers, "placement", needs="exchanges", ordering=0.0),
 )
-"""In the order in which random numbers choose among them."""
+"""All moves. The results for a seed depend on their order."""
 
 TUNABLE = ("partition", "placement", "schedule", "strategies")
-"""What moves change."""
+"""Values of `Move.tunes`."""
 
 
 def _one_of(functions: Sequence[MoveFunction], first: int = 0) -> Any:
-    """Compile the call of a function by its number: kernels have no tables of functions, so this halves and halves."""
+    """Compile the call of a function by its number, as a binary search, because kernels have no tables of functions."""
     if len(functions) == 1:
         only = functions[0]
 
@@ -104,9 +105,9 @@ _make = _one_of([move.function for move in MOVES])
 
 @callee
 def change(draft: Draft, context: MoveContext, weights: Array) -> int:
-    """Make one random change of a draft in place; return its place in `MOVES`, or -1 where it changed nothing.
+    """Make one random change of a draft in place; return its index in `MOVES`, or -1 if the draft did not change.
 
-    ``weights`` are running sums by move.
+    ``weights`` holds the cumulative sums of the weights of the moves.
     """
     pick = uniform(context.rng) * weights[len(weights) - 1]
     number = 0

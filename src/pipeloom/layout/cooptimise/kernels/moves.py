@@ -1,7 +1,7 @@
-"""The moves of the joint search: each makes one random change of a draft in place, and says whether it did.
+"""The moves of the joint search. Each makes one random change of a draft in place and returns whether it did.
 
-``c`` is a chunk drawn for every move; those that need another draw their own. Which moves there are, and how often
-each is tried, is in `pipeloom.layout.cooptimise.kernels.move_table`.
+``c`` is a random chunk. Moves that need further chunks draw them. `pipeloom.layout.cooptimise.kernels.move_table` lists
+all moves with their weights.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ PRESENT, BEST = 0, 1
 
 
 class MoveContext(NamedTuple):
-    """What moves read besides the draft.
+    """Data that moves read in addition to the draft.
 
     Attributes
     ----------
-    chain : ChainArrays
-    balance : Balance
     values : array, shape (2,)
-        Makespans of the walk's present draft and of its best one, in ns.
+        Makespans of the current and the best draft, in ns.
     rng : array, shape (1,)
         State of `pipeloom.compiled.random`.
     """
@@ -58,7 +56,7 @@ class MoveContext(NamedTuple):
 
 @callee
 def change_turns(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """How many microbatches take turns."""
+    """Change how many microbatches take turns."""
     chain = context.chain
     most = min(chain.num_microbatches, 3 * len(chain.capacity_bytes))
     draft.chunks[SCALARS, PERIOD] = 1 + below(context.rng, most)
@@ -67,7 +65,7 @@ def change_turns(draft: Draft, _c: int, context: MoveContext) -> bool:
 
 @callee
 def change_spread(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """How far chunks are apart in the order."""
+    """Change the spread of the keys of chunks."""
     draft.chunks[SCALARS, SPREAD] = max(0, draft.chunks[SCALARS, SPREAD] + below(context.rng, 17) - 8)
     return True
 
@@ -92,7 +90,7 @@ def shift_keys(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def _shift(context: MoveContext) -> tuple[int, Any]:
-    """A kind of task, and how far to shift it: from a stride to a 64th of one, up to twice that either way."""
+    """Draw a kind of task and a shift of up to two strides in either direction, at a scale down to 1/64 of a stride."""
     rng = context.rng
     kind = below(rng, 3)
     scale = context.chain.stride_ns >> below(rng, 7)
@@ -111,7 +109,7 @@ def copy_key(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def change_wait(draft: Draft, c: int, context: MoveContext) -> bool:
-    """How long a rank waits for a chunk's F or B."""
+    """Change how long a rank waits for F or B of a chunk."""
     rng = context.rng
     kind = below(rng, 2)
     stride = context.chain.stride_ns
@@ -121,7 +119,7 @@ def change_wait(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def change_limits(draft: Draft, c: int, context: MoveContext) -> bool:
-    """How many microbatches of one chunk, or of some, may be in flight."""
+    """Change how many microbatches of one or several chunks may be in flight."""
     chunks, rng, num_microbatches = draft.chunks, context.rng, context.chain.num_microbatches
     o = below(rng, chunks[SCALARS, NUM_CHUNKS]) if below(rng, 2) else c
     new = 1 + below(rng, num_microbatches)
@@ -132,7 +130,7 @@ def change_limits(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def cut_chunk(draft: Draft, c: int, context: MoveContext) -> bool:
-    """Cut a chunk in two; one of them to any rank."""
+    """Cut a chunk in two and place one of the parts on a random rank."""
     chunks, rng = draft.chunks, context.rng
     size = chunks[FIRST, c + 1] - chunks[FIRST, c]
     if size < 2 or chunks[SCALARS, NUM_CHUNKS] >= context.chain.most_chunks:
@@ -146,7 +144,7 @@ def cut_chunk(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def join_chunks(draft: Draft, c: int, context: MoveContext) -> bool:
-    """Join two neighbouring chunks, on the rank of either."""
+    """Join two adjacent chunks, on the rank of either."""
     chunks = draft.chunks
     num = chunks[SCALARS, NUM_CHUNKS]
     if num < 2 or c + 1 >= num:
@@ -159,7 +157,7 @@ def join_chunks(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def cut_and_join(draft: Draft, c: int, context: MoveContext) -> bool:
-    """Cut at one place and join at another."""
+    """Cut a chunk at one place and join two chunks at another."""
     chunks, rng = draft.chunks, context.rng
     num = chunks[SCALARS, NUM_CHUNKS]
     size = chunks[FIRST, c + 1] - chunks[FIRST, c]
@@ -180,7 +178,7 @@ def cut_and_join(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def exchange_ranks(draft: Draft, c: int, context: MoveContext) -> bool:
-    """Two chunks change places."""
+    """Exchange the ranks of two chunks."""
     chunks = draft.chunks
     o = below(context.rng, chunks[SCALARS, NUM_CHUNKS])
     if chunks[RANK, c] == chunks[RANK, o]:
@@ -204,7 +202,7 @@ def permute_ranks(draft: Draft, _c: int, context: MoveContext) -> bool:
 
 @callee
 def relabel_suffix(draft: Draft, c: int, context: MoveContext) -> bool:
-    """Exchange two ranks in all chunks from one on."""
+    """Exchange two ranks in all chunks from a random one on."""
     chunks, num_ranks = draft.chunks, len(context.chain.capacity_bytes)
     a = below(context.rng, num_ranks)
     b = below(context.rng, num_ranks)
@@ -220,14 +218,14 @@ def relabel_suffix(draft: Draft, c: int, context: MoveContext) -> bool:
 
 @callee
 def change_rank(draft: Draft, c: int, context: MoveContext) -> bool:
-    """A chunk to any rank."""
+    """Place a chunk on a random rank."""
     draft.chunks[RANK, c] = below(context.rng, len(context.chain.capacity_bytes))
     return True
 
 
 @callee
 def move_boundary(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """One to three layers from a chunk to its neighbour."""
+    """Move one to three layers from a chunk to an adjacent one."""
     rng = context.rng
     num = draft.chunks[SCALARS, NUM_CHUNKS]
     if num < 2:
@@ -239,7 +237,7 @@ def move_boundary(draft: Draft, _c: int, context: MoveContext) -> bool:
 
 @callee
 def move_two_boundaries(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """A layer across each of two boundaries, so that loads may be exchanged."""
+    """Move one layer across each of two boundaries, so that two ranks may exchange load."""
     rng = context.rng
     num = draft.chunks[SCALARS, NUM_CHUNKS]
     if num < 3:
@@ -253,7 +251,7 @@ def move_two_boundaries(draft: Draft, _c: int, context: MoveContext) -> bool:
 
 @callee
 def _moved(chunks: Array, c: int, by: int) -> bool:
-    """Move the boundary before chunk ``c``, where both chunks keep a layer."""
+    """Move the boundary before chunk ``c`` if both chunks keep a layer; return whether it moved."""
     at = chunks[FIRST, c] + by
     if at <= chunks[FIRST, c - 1] or at >= chunks[FIRST, c + 1]:
         return False
@@ -263,25 +261,25 @@ def _moved(chunks: Array, c: int, by: int) -> bool:
 
 @callee
 def relieve_by_boundaries(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """Move boundaries until the rank with the most to do has less."""
+    """Move boundaries until the load of the busiest rank is lower."""
     return rebalance(draft, context.chain, context.balance, np.bool_(False), context.rng)
 
 
 @callee
 def relieve_rank(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """Move boundaries and chunks until the rank with the most to do has less."""
+    """Move boundaries and chunks until the load of the busiest rank is lower."""
     return rebalance(draft, context.chain, context.balance, np.bool_(True), context.rng)
 
 
 @callee
 def swap_layers(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """Single layers change places where that leaves every rank below the present makespan."""
+    """Exchange single layers if load + head + tail of every rank remain below the current makespan."""
     return exchange_layers(draft, context.chain, context.balance, context.values[PRESENT], context.rng)
 
 
 @callee
 def change_strategies(draft: Draft, _c: int, context: MoveContext) -> bool:
-    """Hold the activations of some consecutive layers in another way."""
+    """Change the memory strategy of a few consecutive layers."""
     counts, rng = context.chain.num_strategies, context.rng
     layer = below(rng, len(counts))
     if counts[layer] < 2:

@@ -1,7 +1,4 @@
-"""The rule of the joint search, run: which task every rank takes next, and when all have ended.
-
-What the rule means: ``docs/cooptimise.md``.
-"""
+"""List scheduling by the priority rule of the joint search. ``docs/cooptimise.md`` describes the rule."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ NEVER = 2**62
 
 @inlined
 def first_due(wake: Array, num_ranks: int) -> int:
-    """Rank that could start first."""
+    """Return the rank that could start a task first."""
     first = 0
     for r in range(1, num_ranks):
         if wake[r] < wake[first]:
@@ -29,22 +26,22 @@ def first_due(wake: Array, num_ranks: int) -> int:
 
 
 class ChunkSums(NamedTuple):
-    """Layers summed to chunks, and what `run` has to know of every rank.
+    """Layers summed to chunks, and properties of ranks, in ns and bytes.
 
     Attributes
     ----------
     duration, key : array, shape (3, num_chunks)
         Rows F, B or I, W.
     held : array, shape (2, num_chunks)
-        Bytes from F to B or I, and from I to W; the first not less than the second.
+        Bytes held from F to B or I, and from I to W. The first is not less than the second.
     split, hop : array, shape (num_chunks,)
-        ``split``: the chunk has a W. ``hop[c]``: delay between chunk c and the next.
+        Whether the chunk has a W, and the delay between the chunk and the next one.
     slack : array, shape (num_ranks,)
-        Capacity less static bytes. A rank must have room for one microbatch of each of its chunks.
+        Capacity minus static bytes. One microbatch of each chunk of the rank must fit.
     load, head, tail : array, shape (num_ranks,)
-        Work of one microbatch, and least times before a rank's first task and after its last one.
+        Work of one microbatch, and the least times before the first task of the rank and after its last task.
     ending : array, shape (num_ranks,)
-        What a rank does when its last task has ended; not more than ``tail``.
+        Time that a rank needs after its last task; at most ``tail``.
     """
 
     duration: Array
@@ -60,20 +57,20 @@ class ChunkSums(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """What a run writes while it goes.
+    """Arrays that a run writes.
 
     Attributes
     ----------
     end : array, shape (2, num_chunks * num_microbatches)
-        Of F, and of B or I.
+        Ends of F, and of B or I, in ns.
     done, ready, now_key : array, shape (3, num_chunks)
-        By kind of task: microbatches begun, when the next one may begin, and its key.
+        By kind of task: the number of microbatches begun, the time at which the next one may begin, and its key.
     admitted, listed : array, shape (num_chunks,)
-        Whether memory and limit let another F begin; chunks by rank.
+        Whether memory and limit allow another F to begin; and chunks sorted by rank.
     row : array, shape (num_ranks + 1,)
-        Where a rank's chunks begin in ``listed``.
+        Where the chunks of each rank begin in ``listed``.
     free, wake, left : array, shape (num_ranks,)
-        When a rank has ended its last task, when it could start the next, and the work that it has left.
+        End of the last task of the rank, the time at which it could start the next, and its remaining work.
     """
 
     end: Array
@@ -90,29 +87,27 @@ class RunState(NamedTuple):
 
 @kernel
 def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cutoff: int, record: Array) -> int:
-    """Run all microbatches greedily; return when all ranks have ended, or `NEVER` once it cannot be below ``cutoff``.
+    """Run all microbatches greedily; return the makespan in ns, or `NEVER` once it cannot be below ``cutoff``.
 
-    Of all ranks the one that could start first does, and takes of its ready and admitted tasks the one with the
-    least key. Instead it waits where a task with a lesser key is certain to be ready within that task's tolerance.
-    Microbatch m adds ``m // period * period * stride`` to its keys. A chunk takes no further F while as many of its
-    microbatches as its limit says, at least 1, wait for B or I.
+    Each step takes the rank that could start first. It runs its ready and admitted task with the lowest key, or it
+    waits if a task with a lower key will be ready within its tolerance. The keys of microbatch m increase by
+    ``m // period * period * stride``. A chunk starts no further F while the number of its microbatches that wait for B
+    or I is at its limit, which is at least 1.
 
     Parameters
     ----------
     chunks : array
-        Of a `Draft`: ranks, tolerances, limits and period are read; keys are those of ``sums``.
-    chain : ChainArrays
-    sums : ChunkSums
-    state : RunState
-    cutoff : int
+        Chunks of a `Draft`. Ranks, tolerances, limits and period are read; keys are those of ``sums``.
     record : array
-        Where as long as there are tasks, gets (kind, chunk, microbatch) codes in order of dispatch; else untouched.
+        Receives a code of (kind, chunk, microbatch) for every task, in the order in which tasks start, if it is long
+        enough. Otherwise it is not written.
 
     Notes
     -----
-    Admission: for every chunk j of the rank, what chunks up to j hold, and one microbatch of each later chunk, must
-    fit. The oldest microbatch in flight is then always admitted to its next chunk, once weight gradients have run,
-    and no other of that chunk is in flight, so the rule never deadlocks (``docs/cooptimise.md``).
+    A forward is admitted only if, for every chunk j of the rank, the bytes held by the chunks up to j and one
+    microbatch of each later chunk fit. Then, once weight gradients have run, the oldest microbatch in flight is always
+    admitted to its next chunk, where no other microbatch is in flight. The rule therefore never deadlocks
+    (``docs/cooptimise.md``).
     """
     rank, wait, limit = chunks[RANK], chunks[WAIT : WAIT + 3], chunks[LIMIT]
     duration, key, held, split, hop = sums.duration, sums.key, sums.held, sums.split, sums.hop
@@ -145,11 +140,11 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
             ready[k, c] = NEVER
             now_key[k, c] = key[k, c]
     ready[0, 0] = 0
-    patient = False
+    tolerant = False
     for c in range(num_chunks):
         for k in range(3):
             if wait[k, c] > 0:
-                patient = True
+                tolerant = True
     for r in range(num_ranks):
         need = np.int64(0)
         for i in range(row[r], row[r + 1]):
@@ -189,7 +184,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
                     best = now_key[2, c]
                     chunk = c
                     kind = 2
-            if patient:
+            if tolerant:
                 soonest = np.int64(NEVER)
                 for i in range(row[r], row[r + 1]):
                     c = listed[i]
@@ -199,7 +194,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
                             if now_key[k, c] < best and ready[k, c] - t <= wait[k, c]:
                                 waiting = True
                 if waiting:
-                    # Others may be due before: the rank that is first then decides.
+                    # Other ranks may be due earlier. Continue with the rank that is now first.
                     wake[r] = soonest
                     r = first_due(wake, num_ranks)
                     t = wake[r]
@@ -212,7 +207,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
         makespan = max(makespan, finish + ending[r])
         if writes:
             record[step] = (kind * num_chunks + chunk) * num_microbatches + m
-        # The next microbatch of this task.
+        # Advance to the next microbatch of this kind and chunk.
         done[kind, chunk] = m + 1
         if (m + 1) % period == 0:
             now_key[kind, chunk] += group
@@ -249,7 +244,7 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
                 ready[2, chunk] = finish
         elif done[1, chunk] > m + 1:
             ready[2, chunk] = end[1, chunk * num_microbatches + m + 1]
-        # Admission on this rank, from its last chunk to its first.
+        # Update admission on this rank, from its last chunk to its first.
         use = np.int64(0)
         later = np.int64(0)
         for i in range(row[r], row[r + 1]):
@@ -257,13 +252,13 @@ def run(chunks: Array, chain: ChainArrays, sums: ChunkSums, state: RunState, cut
             use += (done[0, c] - done[1, c]) * held[0, c]
             if split[c]:
                 use += (done[1, c] - done[2, c]) * held[1, c]
-        room = np.int64(NEVER)
+        headroom = np.int64(NEVER)
         soonest = np.int64(NEVER)
         for i in range(row[r + 1] - 1, row[r] - 1, -1):
             c = listed[i]
-            room = min(room, slack[r] - use - later)
+            headroom = min(headroom, slack[r] - use - later)
             need = held[0, c]
-            admitted[c] = 1 if need <= room and done[0, c] - done[1, c] < limit[c] else 0
+            admitted[c] = 1 if need <= headroom and done[0, c] - done[1, c] < limit[c] else 0
             if admitted[c] == 1:
                 soonest = min(soonest, ready[0, c])
             soonest = min(soonest, ready[1, c])
