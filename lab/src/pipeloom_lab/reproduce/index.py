@@ -103,9 +103,9 @@ def _line(line: Mapping[str, str], records: Records) -> str:
     """Return a gain in words, whose figures link to their claim."""
     paper, _, name = line["claim"].partition("-")
     claims = paper_claims(paper)
-    (ours,) = (each.ours for each in (*claims.claims, *claims.own) if each.name == name)
+    known = {each.name: each.ours for each in claims.claims} | {each.name: each.ours for each in claims.own}
     try:
-        figures = line["figures"].format(*(quantity.number(records.get(paper, {})) for quantity in ours))
+        figures = line["figures"].format(*(quantity.number(records.get(paper, {})) for quantity in known[name]))
     except LookupError:
         figures = "not made"
     return f"[{figures}](#{line['claim']}) {line['text']}"
