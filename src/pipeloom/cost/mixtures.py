@@ -64,7 +64,7 @@ class Mixtures(NamedTuple):
         Number of layers of the group that use each option.
     base : array, shape (6,)
         Amounts if every layer uses its first option.
-    front, free_front : array
+    front, front_without_offload : array
         Pareto set of all mixtures, and of those without offloading, by increasing bytes.
     """
 

@@ -117,7 +117,7 @@ class LayoutProblem:
         Return the task graphs of the iterations under a layout. Raises InfeasibleError if the weights do not fit.
     after_s : callable
         Return the seconds that a layout takes after the last backward.
-    dealing : Dealing or None
+    encoder_dp : EncoderDp or None
         Encoder data parallelism to try. None: none is tried.
     """
 
