@@ -40,20 +40,17 @@ class NamedSchedule:
     ----------
     orders : callable
         From the number of ranks and the settings to the forms of the schedule, of which the fastest counts.
-    aliases : tuple of str
-        Names in other programs, in lower case.
+    pytorch : str
+        Name in PyTorch, in lower case. Empty: a torchtitan file with this schedule is an error.
     stages : int
         Stages of each rank by default.
-    one_stage : bool
-        A rank takes one stage only.
     splits_backward : bool
         Input and weight gradients are tasks of their own.
     """
 
     orders: Callable[[int, ScheduleSettings], list[Order]]
-    aliases: tuple[str, ...] = ()
+    pytorch: str = ""
     stages: int = 1
-    one_stage: bool = False
     splits_backward: bool = False
 
 
@@ -69,21 +66,21 @@ def _zero_bubble(num_ranks: int, _settings: ScheduleSettings) -> list[Order]:
 
 
 SCHEDULES: dict[RunSchedule, NamedSchedule] = {
-    "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe]),
-    "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], one_stage=True),
-    "interleaved": NamedSchedule(_interleaved, ("interleaved1f1b",), stages=2),
-    "zero_bubble": NamedSchedule(_zero_bubble, one_stage=True, splits_backward=True),
+    "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe], "gpipe"),
+    "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], "1f1b"),
+    "interleaved": NamedSchedule(_interleaved, "interleaved1f1b", stages=2),
+    "zero_bubble": NamedSchedule(_zero_bubble, splits_backward=True),
 }
 """By the names that files and options have."""
 
 
 _NAMES: dict[str, RunSchedule] = {
-    word: name for name, schedule in SCHEDULES.items() for word in (name, *schedule.aliases)
+    word: name for name, schedule in SCHEDULES.items() for word in (name, schedule.pytorch) if word
 }
 
 
 def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
-    """Return the name of a schedule from its name or an alias, in any case.
+    """Return the name of a schedule from its name here or in PyTorch, in any case.
 
     Raises
     ------
