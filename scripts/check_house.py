@@ -1,9 +1,10 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
 No circle between files, type-checking imports included. No line kept from the formatter. No test of the product that
-imports the laboratory. No retired word in a document. No docstring that describes a parameter or field that does not
-exist. Outside compiled kernels, no function of more than seven parameters or eighty lines. What a command line declares
-as an option or argument is not counted as a parameter, since every option is one.
+imports the laboratory. No retired word in a document. No path in docs/architecture.md that does not exist. No docstring
+that describes a parameter or field that does not exist. Outside compiled kernels, no function of more than seven
+parameters or eighty lines. What a command line declares as an option or argument is not counted as a parameter, since
+every option is one.
 """
 
 from __future__ import annotations
@@ -149,10 +150,28 @@ def retired_words() -> Iterator[str]:
                 yield f"{page.relative_to(ROOT)}:{number} {word!r} is retired, see docs/glossary.md"
 
 
+def lost_paths() -> Iterator[str]:
+    """Files and folders in the table of docs/architecture.md that do not exist. A file may stand without its folder."""
+    page = ROOT / "docs" / "architecture.md"
+    known = [f"/{path.relative_to(ROOT)}" for folder in ("src", "lab", "tests", "docs") for path in walk(ROOT / folder)]
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        for word in re.findall(r"`([\w./-]+)`", line) if line.startswith("|") else ():
+            if "PAPER" in word or not ("/" in word or word.endswith((".py", ".md"))):
+                continue
+            if not any(path.endswith("/" + word.rstrip("/")) for path in known):
+                yield f"docs/architecture.md:{number} {word!r} does not exist"
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Files and folders of a folder, but for caches."""
+    return (path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts)
+
+
 def problems() -> Iterator[str]:
     """All that is wrong, a line each."""
     yield from circles()
     yield from retired_words()
+    yield from lost_paths()
     for folder in ("src", "lab", "tests", "examples", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
