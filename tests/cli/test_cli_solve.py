@@ -248,7 +248,7 @@ def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("layout.modules.1.after", [], "modules[1].after: [], the model says ['vision']"),
+        ("layout.modules.1.after", [], "modules[1].after: is [], but the model says ['vision']"),
         ("model.modules.1.name", "text", "modules: 'text' of the model is not in the layout"),
         ("model.modules.1.layers.0.count", 3, "chunks: chunks of 'lm' have 4 layers, the model 3"),
         (

@@ -94,14 +94,14 @@ def test_a_plan_for_another_layout_or_batch_is_refused() -> None:
     plan, packing = run.case.plan, run.case.packing
     with pytest.raises(ExecutionError, match="for layout 00000000"):
         executor.run(ExecutionPlan(1, 0, "00000000", plan.ranks), packing, run.documents)
-    with pytest.raises(ExecutionError, match="samples were given"):
+    with pytest.raises(ExecutionError, match="samples, but the plan"):
         executor.run(plan, packing, run.documents[1:])
     linked = executor.prepare(plan, packing)
     executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="runs once"):
         executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="the batch has"):
-        executor.run(plan, packing, run.documents, normaliser=0.0)
+        executor.run(plan, packing, run.documents, normalizer=0.0)
 
 
 def test_a_message_of_another_shape_than_the_model_states_is_refused() -> None:

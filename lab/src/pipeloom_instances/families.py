@@ -175,7 +175,7 @@ class _Columns:
         self.rank: list[int] = []
         self.duration: list[int] = []
         self.pair: list[int] = []
-        self.segment: list[int] = []
+        self.pass_id: list[int] = []
         self.microbatch: list[int] = []
         self.module: list[int] = []
         self.activation: list[int] = []
@@ -195,7 +195,7 @@ class _Columns:
             self.rank.append(place)
             self.duration.append(round(seconds * noise * 1e9))
             self.pair.append(pair)
-            self.segment.append(self.next_segment - 1)
+            self.pass_id.append(self.next_segment - 1)
             self.microbatch.append(m)
             self.module.append(which)
             tasks.append(len(self.kind) - 1)
@@ -264,7 +264,7 @@ def _build(
             rank=rank,
             duration_ns=made.duration,
             pair=made.pair,
-            segment=made.segment,
+            pass_id=made.pass_id,
             microbatch=made.microbatch,
             module=made.module,
             module_names=names,

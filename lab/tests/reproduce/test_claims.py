@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -13,6 +15,7 @@ import pytest
 from pipeloom_lab.reproduce import PAPERS, Outcome, Part, Record, Settings, Table, parts_of
 from pipeloom_lab.reproduce.claims import (
     SUBJECTS,
+    VERDICTS,
     Cause,
     Cell,
     Claim,
@@ -24,10 +27,11 @@ from pipeloom_lab.reproduce.claims import (
     quantities_text,
 )
 from pipeloom_lab.reproduce.claims_file import paper_claims
-from pipeloom_lab.reproduce.index import index_page, judged_claims, own_figures
+from pipeloom_lab.reproduce.index import gains_of, index_page, judged_claims, own_figures
 from pipeloom_lab.reproduce.page import opening_of
 from pipeloom_lab.reproduce.part import Options
 from pipeloom_lab.reproduce.record import make_record, read_records
+from tests.chromium import FLAGS, find_chromium, needs_chromium
 
 ROOT = Path(__file__).parents[3]
 RECORDS = {paper: read_records(ROOT / "docs" / "results", paper) for paper in PAPERS}
@@ -161,16 +165,74 @@ def test_every_figure_of_a_claim_stands_in_the_records(paper: str) -> None:
         assert recorded == (text != "not made"), name
 
 
+def _cells(row: str) -> list[str]:
+    """Split a row of a Markdown table."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+def _claim_rows(page: str) -> list[list[str]]:
+    """Return the table of all claims, with its header."""
+    table = page.partition("\n## All claims\n")[2].partition("\n## ")[0]
+    return [_cells(line) for line in table.splitlines() if line.startswith("| ")]
+
+
 def test_the_index_has_all_claims_and_no_empty_cell() -> None:
     page = index_page(RECORDS)
     rows = [line for line in page.splitlines() if line.startswith('| <a id="')]
     assert len(rows) == sum(len(paper_claims(paper).claims) + len(paper_claims(paper).own) for paper in PAPERS)
-    for row in rows:
-        assert all(re.split(r"(?<!\\)\|", cell)[0].strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]), row
-    missed = page.partition("## What was missed")[2].partition("\n## ")[0]
-    for paper, found in judged_claims(RECORDS).items():
-        for one in found:
-            assert (f"(#{paper}-{one.claim.name})" in missed) == (one.verdict in ("not reached", "not made"))
+    assert all(all(_cells(row)) for row in rows)
+    header, *claims = _claim_rows(page)
+    judged = [(f"{paper}-{one.claim.name}", one) for paper, found in judged_claims(RECORDS).items() for one in found]
+    for (name, one), cells in zip(judged, claims, strict=True):
+        row = dict(zip(header, cells, strict=True))
+        assert row["claim"].startswith(f'<a id="{name}"></a>')
+        assert (row["paper"], row["verdict"]) == (one.claim.paper, one.verdict)
+        assert row["why"] == (f"*{one.claim.cause}*: " if one.claim.cause else "") + one.reason.replace("|", "\\|")
+
+
+def test_the_index_opens_with_a_figure_and_at_most_ten_gains() -> None:
+    """Each gain has the recorded figures of its claim, and links to it."""
+    gains = gains_of(RECORDS)
+    assert gains is not None
+    assert gains_of({}) is None
+    opening = index_page(RECORDS, gains).partition("\n## ")[0]
+    assert f"({gains.name}.svg)" in opening
+    assert "](gains.svg)" not in index_page({})
+    lines = re.findall(r"^- \[([^\]]*)\]\(#([\w-]+)\) (.*)$", opening, re.MULTILINE)
+    assert len(lines) == opening.count("\n- ") <= 10
+    for figures, name, text in lines:
+        assert FIGURE.findall(figures) == FIGURE.findall(_lines()[name])
+        assert not re.search(r"\d\.\d|\d %", text), f"{name}: a figure is typed, not looked up"
+
+
+def test_the_table_of_claims_is_filtered(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """The script of the site finds the table by its heading and its columns."""
+    needs_chromium(pytestconfig)
+    header, *rows = _claim_rows(index_page(RECORDS))
+    head = "".join(f"<th>{name}</th>" for name in header)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    script = (ROOT / "docs" / "javascripts" / "claims.js").read_text()
+    (tmp_path / "page.html").write_text(f"""<!doctype html><meta charset="utf-8"><h2 id="all-claims">All claims</h2>
+        <table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><script>{script}</script><script>
+        const seen = []
+        for (const paper of document.forms[0].paper.options) for (const verdict of document.forms[0].verdict.options) {{
+          paper.selected = verdict.selected = true
+          document.forms[0].dispatchEvent(new Event("change"))
+          seen.push([paper.value, verdict.value, [...table.tBodies[0].rows].filter(row => !row.hidden).length])
+        }}
+        document.body.replaceChildren(JSON.stringify(seen))</script>""")
+    found = find_chromium()
+    assert found is not None
+    flags = [flag for flag in FLAGS if "debugging" not in flag]  # with it, the browser does not end
+    command = [found, *flags, f"--user-data-dir={tmp_path}", "--dump-dom", (tmp_path / "page.html").as_uri()]
+    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    seen = json.loads(page.partition("<body>")[2].partition("</body>")[0])
+    where, verdict = header.index("where"), header.index("verdict")
+    assert {paper for paper, *_ in seen} == {"", "DIP", "PipeWeaver", "PipeTune", "AdaPtis"}
+    assert {one for _, one, _ in seen} == {"", *VERDICTS}
+    for paper, one, count in seen:
+        assert count == sum(paper in row[where] and one in ("", row[verdict]) for row in rows)
+        assert count or paper
 
 
 def test_an_index_without_records_makes_nothing_up() -> None:

@@ -94,4 +94,5 @@ def _entry(cost: StrategyCost) -> StrategyEntry:
         backward.get("backward_input_s"),
         backward.get("backward_weight_s"),
         cost.weight_gradient_bytes,
+        host_bytes=cost.host_bytes,
     )

@@ -42,47 +42,47 @@ class Verb(enum.StrEnum):
 
     @cached_property
     def is_compute(self) -> bool:
-        """Whether task graphs have tasks for it."""
+        """Whether task graphs have tasks for the verb."""
         return self in (Verb.F, Verb.B, Verb.I, Verb.W)
 
     @cached_property
     def is_memory(self) -> bool:
-        """Whether it recomputes, offloads or loads. The planned time of a task includes these."""
+        """Whether the verb recomputes, offloads or loads. The planned time of a task includes these actions."""
         return self in (Verb.RECOMPUTE, Verb.OFFLOAD, Verb.LOAD)
 
     @cached_property
     def is_unit(self) -> bool:
-        """Whether it is about one chunk's work on one (sub-)microbatch."""
+        """Whether the verb is about the work of one chunk on one (sub-)microbatch."""
         return self.is_compute or self.is_memory
 
     @cached_property
     def is_chunk(self) -> bool:
-        """Whether it is about a whole chunk, for all microbatches."""
+        """Whether the verb is about a whole chunk, for all microbatches."""
         return self in (Verb.UNSHARD, Verb.REDUCE_GRAD)
 
     @cached_property
     def is_send(self) -> bool:
-        """Whether it posts the send of a message, without waiting."""
+        """Whether the verb posts the send of a message without waiting."""
         return self in (Verb.SEND_F, Verb.SEND_B)
 
     @cached_property
     def is_receive(self) -> bool:
-        """Whether it posts the receive of a message, without waiting."""
+        """Whether the verb posts the receive of a message without waiting."""
         return self in (Verb.RECV_F, Verb.RECV_B)
 
     @cached_property
     def is_post(self) -> bool:
-        """Whether it is a send or a receive."""
+        """Whether the verb is a send or a receive."""
         return self.is_send or self.is_receive
 
     @cached_property
     def is_wait(self) -> bool:
-        """Whether it waits for a receive or a send to complete."""
+        """Whether the verb waits for a receive or a send to complete."""
         return self in _POST_OF
 
     @cached_property
     def is_message(self) -> bool:
-        """Whether it posts one end of a message or waits for it."""
+        """Whether the verb posts one end of a message or waits for it."""
         return self.is_post or self.is_wait
 
     @cached_property
@@ -136,11 +136,11 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One step of one rank.
 
     A message is named by the producer of the activation: its chunk, microbatch and sub-microbatch.
-    ``SEND_F vision.3 5.1`` sends the activation, ``SEND_B vision.3 5.1`` sends its gradient back. So both directions of
-    a boundary transfer have one name. A microbatch that joins several sub-microbatches sends a gradient to each of
-    them. A message with a stream also has the stream's name.
+    ``SEND_F vision.3 5.1`` sends the activation, and ``SEND_B vision.3 5.1`` sends its gradient back, so both
+    directions of a boundary transfer have the same name. A microbatch that joins several sub-microbatches sends a
+    gradient to each of them. A message with a stream also has the name of the stream.
 
-    A plan has thousands of actions without references to each other, so they are excluded from garbage collection.
+    A plan has thousands of actions. They do not refer to each other, so they are excluded from garbage collection.
     """
 
     verb: Verb

@@ -34,7 +34,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bubble_share: Value
     """Idle share of all ranks' planned time."""
     planned_module_ns: dict[str, tuple[Nanoseconds, Nanoseconds]]
-    """Planned time of all forward and of all backward tasks, by module. Calibration compares it with measured time."""
+    """Planned time of all forward and of all backward tasks of each module. Calibration compares it with measured time.
+    """
     planned_start_ns: tuple[tuple[Nanoseconds, Nanoseconds], ...]
     """Planned start and end of every compute action: rank after rank, in each rank's order."""
     search_s: Seconds
@@ -45,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_bytes: tuple[NumBytes, ...] = ()
     """Peak memory of each rank, workspace and messages included; empty without a memory limit."""
     replica_of_sample: tuple[Number, ...] = ()
-    """Replica of every sample of the next global batch; empty if it was not requested, or failed."""
+    """Replica of every sample of the next global batch; empty if no assignment was requested, or if it failed."""
 
     @property
     def gap(self) -> float:
@@ -71,14 +72,14 @@ class Delivery:
     by_rank: tuple[bytes, ...]
     """Encoded `RankAnswer` of every rank."""
     fresh: bool
-    """Whether the planner made it for this batch; otherwise it is the fallback plan."""
+    """Whether the planner made the plan for this batch; otherwise it is the fallback plan."""
     lead_s: float
     """Time between the plan's completion and its use; negative if training waited."""
     reason: str = ""
     """Reason for the fallback; empty for a fresh plan."""
 
     def needed_at(self, moment_ns: int) -> Delivery:
-        """Return the same with the lead until ``moment_ns`` (monotonic clock), when the plan was needed."""
+        """Return the delivery with its lead if training needed the plan at ``moment_ns`` (monotonic clock)."""
         return replace(self, lead_s=(moment_ns - self.answer.ready_ns) / 1e9)
 
 

@@ -23,12 +23,12 @@ class Backend:
     Attributes
     ----------
     serial : bool
-        The backend may serve all messages of a rank one by one, so plans are lowered and verified for this case. NCCL
-        does so for messages of a single communicator. A group has a single communicator if it was made with a device,
-        or if messages are batched.
+        Whether the backend may serve all messages of a rank one by one. Plans are lowered and verified for this case.
+        NCCL serves the messages of a single communicator one by one. A group has a single communicator if it was made
+        with a device, or if messages are batched.
     joins : bool
-        Batch consecutive messages between two ranks (batched P2P). NCCL then exchanges both directions at once. Gloo
-        posts them one by one in any case.
+        Whether consecutive messages between two ranks are batched (batched P2P). NCCL then exchanges both directions
+        at once. Gloo always posts them one by one.
     """
 
     serial: bool
@@ -54,8 +54,8 @@ Rules = Literal["nccl", "nccl serial", "gloo"]
 - ``nccl serial``: all messages of a rank are served one by one, for all peers. This holds for a single communicator.
 - ``gloo``: messages are matched by tag, in any order.
 
-Under all rules, a message completes once both ends have posted it (rendezvous), and posting does not block. For NCCL,
-this needs existing communicators (`TorchTransport.connect`).
+Under all rules, a message completes once both ends have posted it (rendezvous), and posting does not block. With NCCL,
+posting does not block only if the communicators exist (`TorchTransport.connect`).
 """
 
 
@@ -68,7 +68,7 @@ class Stop:
 
 
 def dry_run(plan: ExecutionPlan, rules: Rules, messages: Messages | None = None) -> Stop | None:
-    """Run a plan without computing; return None if every rank ends and every message is received."""
+    """Run a plan without computing. Return None if every rank ends and every message is received."""
     return _DryRun(plan, rules, messages_of(plan) if messages is None else messages).run()
 
 
@@ -92,16 +92,16 @@ def grid(plan: ExecutionPlan, steps: tuple[int, ...], before: int = 2, after: in
 
 
 def runs_to_end(table: PlanTable, posts: IntArray, serial: bool) -> bool:
-    """Return whether a dry run under the rules ``nccl`` surely ends; with ``serial``, also under ``nccl serial``.
+    """Return whether a dry run under the rules ``nccl`` ends; with ``serial``, also under ``nccl serial``.
 
-    This is a faster, vectorized form of `dry_run`, which gives the reason of a stop.
+    False is inconclusive: `dry_run` must decide, and gives the reason of a stop. This function is vectorized.
 
     Parameters
     ----------
     table : PlanTable
         Table of a plan in which every end of a message is posted once and waited for once.
     posts : array, shape (len(table.messages),)
-        For each row of ``table.messages``, the row that posts the same end.
+        For each row of ``table.messages``, the row that posts the same end of the message.
     """
     waits = IS_WAIT[table.verb[table.messages]]
     rows = table.messages[~waits]
@@ -141,7 +141,7 @@ class _Walk:
     """Ranks that advance from wait to wait as far as possible."""
 
     def __init__(self, table: PlanTable, waiting: IntArray, others: IntArray) -> None:
-        """Each row of ``waiting`` ends once the row of ``others``, the post of the other end, is reached."""
+        """Set up ranks whose waits, the rows of ``waiting``, each end once the post of the other end is reached."""
         mine = [table.rank[waiting] == rank for rank in range(table.plan.num_ranks)]
         self.ends = table.start[1:].tolist()
         self.waits = [waiting[of_rank].tolist() for of_rank in mine]
@@ -175,7 +175,7 @@ class _SerialWalk(_Walk):
     """The same with a single communicator, which serves a rank's messages one by one for all peers."""
 
     def __init__(self, table: PlanTable, waiting: IntArray, awaited: IntArray, posts: IntArray, mate: IntArray) -> None:
-        """Each row of ``waiting`` ends once the post in ``awaited`` is served; ``mate`` is the matching post by row."""
+        """Set up ranks whose waits each end once the post in ``awaited`` is served; ``mate`` is the matching post."""
         super().__init__(table, waiting, mate[awaited])
         number = np.zeros(len(table.verb), np.int64)
         # Index of a row among its rank's posts.
@@ -271,9 +271,9 @@ class _DryRun:
             self._serve_by_name(rank, peer, action, message)
 
     def _serve_in_order(self, rank: int, peer: int, index: int) -> None:
-        """Match the latest post of a rank with the peer's post at the same index of their common stream.
+        """Match the latest post of a rank with the post of the peer at the same index of their common stream.
 
-        The second of both posts finds the first, so indices are matched in order.
+        The later of the two posts finds the earlier one, so indices are matched in order.
         """
         theirs = self.posted[peer, rank]
         if index < len(theirs):

@@ -1,8 +1,8 @@
 """Data flow of a plan without its packing, derived from the names of its chunks and messages.
 
-Without a packing, it is unknown which part of a module goes into which part of the next module: a message names its
-consumer only if its producer has several. If several consumers are possible, the flow has only conditions that hold
-for each of them.
+A message names its consumer only if its producer has several consumers. Without a packing, it is therefore unknown
+which part of a module goes into which part of the next module. If several consumers are possible, the flow contains
+only conditions that hold for each of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Move = tuple[int, int, int, int, int]
 
 
 class _Part(NamedTuple):
-    """A unit with its chunk's name split into the module and the index of the chunk (-1: no index)."""
+    """A unit, with the name of its chunk split into the module and the index of the chunk (-1: no index)."""
 
     module: str
     place: int
@@ -33,14 +33,14 @@ class _Part(NamedTuple):
 
 
 def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[tuple[int, str]], list[int]]:
-    """Return the moves between units of a plan, invalid rows with the problem, and rows with unknown inputs.
+    """Return the moves between units of a plan, invalid rows with their problems, and rows with unknown inputs.
 
-    The latter are forwards whose inputs cannot all be derived from the plan.
+    A row has unknown inputs if it is a forward whose inputs cannot all be derived from the plan.
 
     Parameters
     ----------
     layout : Layout or None
-        Defines which modules follow each other. Without it, only messages do.
+        Defines which modules follow each other. Without a layout, this is derived from messages.
     """
     flow = _Flow(table, layout)
     moves, faults = list(flow.inside_modules()), []
@@ -57,7 +57,7 @@ def flow_of(table: PlanTable, layout: Layout | None) -> tuple[list[Move], list[t
 
 
 class _Flow:
-    """Units of a plan by the rows of their forwards, and of the backwards (B or I) that give gradients."""
+    """Rows of the forwards of a plan, and of the backwards (B or I) that give gradients, by unit."""
 
     def __init__(self, table: PlanTable, layout: Layout | None) -> None:
         self.table = table
@@ -90,7 +90,7 @@ class _Flow:
                     yield self.backward[below], self.backward[above], row, target, 1
 
     def by_message(self, row: int, producer: _Part) -> Iterator[Move]:
-        """Yield the moves of a receive to the units of its rank and microbatch that may take it."""
+        """Yield the moves from the producer of a received message to the units that may take it."""
         action = self.action(row)
         if not action.target and not action.stream and producer.moved(1) in self.forward:
             return
@@ -120,12 +120,12 @@ class _Flow:
                     other = part.moved(step)
                     if part.module == module.name and part.place != end and other not in self.forward:
                         unit = f"{module.name}.{other.place} {part.microbatch}.{part.sub_microbatch}"
-                        yield row, f"is of a part whose unit {unit} has no F"
+                        yield row, f"belongs to a part whose unit {unit} has no F"
 
     def between_modules(self, layout: Layout) -> Iterator[Move]:
         """Yield moves on one rank between two modules, if a microbatch is one part in the second module.
 
-        That part takes data of each module before it, though not of each part.
+        This part takes data of each preceding module, though not of each part.
         """
         firsts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)
         lasts: defaultdict[tuple[str, int], list[_Part]] = defaultdict(list)

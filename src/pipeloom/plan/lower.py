@@ -1,18 +1,20 @@
 """Lowering: turn a schedule into the actions of every rank, communication included.
 
-All messages have one global order, by planned time. Each send and its receive enter the lists of both ranks together.
-So any two ranks see the same order of their messages, as NCCL requires: it ignores tags and serves the messages of a
-pair of ranks one by one, both directions in one stream. Gloo matches by tag and requires less.
+All messages have one global order, by planned time. A send and its receive are appended to the lists of their two ranks
+at the same time. Any two ranks therefore see their messages in the same order. NCCL requires this, because it ignores
+tags and serves the messages of a pair of ranks one by one, both directions in one stream. Gloo matches messages by tag
+and does not require it.
 
-Such a plan cannot deadlock. In the global order, a computation waits only for earlier messages, and a message only for
-its producer and for earlier messages of its pair of ranks. So the first item that never ends would have nothing to wait
-for. Receives are posted before the computation that is planned to run when the message leaves (AdaPtis section 4.4,
-"overlap"), but never before another message of the same pair of ranks, so the argument still holds. It assumes that
-posting does not block. With NCCL, this needs existing communicators, which the runtime makes before the first plan.
+Such a plan cannot deadlock. In the global order, a computation waits only for earlier messages, and a message waits
+only for its producer and for earlier messages between the same two ranks. The first item that never ends would
+therefore have nothing to wait for. A receive is posted before the computation that is planned to run when the message
+leaves (AdaPtis section 4.4, "overlap"), but never before another message between the same two ranks, so the argument
+still holds. It assumes that posting does not block. With NCCL, this requires existing communicators, which the runtime
+creates before the first plan.
 
 If one communicator serves all peers of a rank, one message at a time, a message also waits for the earlier messages of
-both its ranks. These are earlier in the global order too, as long as no receive is posted before another message of its
-rank. ``serial`` ensures that.
+both its ranks. These are earlier in the global order too, unless a receive is posted before another message of its
+rank. ``serial`` prevents this.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ def lower(
     graph : TaskGraph
         Built from ``layout`` and ``packing``, so that it has ``labels``.
     timeline : Timeline
-        Planned times, which define the global order of messages. Any times give a valid plan.
+        Planned times, which define the global order of messages. The plan is valid for any times.
     shapes : callable
         Shape and dtype of a chunk's output or stream for a workload; see `boundary_shapes`.
     serial : bool
-        For a backend with a single communicator, which serves a rank's messages one by one for all peers (see
-        `BACKENDS`): never post a receive before another message of its rank.
+        Never post a receive before another message of its rank. Required for a backend with a single communicator,
+        which serves the messages of a rank one by one for all peers; see `BACKENDS`.
 
     Raises
     ------
@@ -73,7 +75,7 @@ def lower(
     if graph.labels is None:
         raise InputError("graph.labels", "is null", "lower a graph that was built from a layout and a packing")
     if graph.num_ranks != layout.num_ranks:
-        raise InputError("graph.num_ranks", f"{graph.num_ranks}, the layout has {layout.num_ranks}")
+        raise InputError("graph.num_ranks", f"is {graph.num_ranks}, but the layout has {layout.num_ranks} ranks")
     unit_of_pair = [Unit(*label[:3]) for label in graph.labels]
     routes = make_routes(layout, packing, unit_of_pair)
     _check_pairs(graph, layout, unit_of_pair)
@@ -93,10 +95,10 @@ def _check_pairs(graph: TaskGraph, layout: Layout, unit_of_pair: list[Unit]) -> 
     for pair in np.flatnonzero(elsewhere | ((graph.backward_of != NO_TASK) != trained))[:1].tolist():
         chunk = layout.chunks[unit_of_pair[pair].chunk]
         if elsewhere[pair]:
-            raise InputError(f"pair {pair}", f"is on rank {rank[pair]}, its chunk on rank {chunk.rank}")
+            raise InputError(f"pair {pair}", f"is on rank {rank[pair]}, but its chunk is on rank {chunk.rank}")
         raise InputError(
             f"pair {pair}",
-            f"{'has no' if trained[pair] else 'has a'} backward, against the layout",
+            f"{'has no' if trained[pair] else 'has a'} backward, unlike in the layout",
             "a chunk has a backward if its module, or a module before it, is trained",
         )
 
@@ -126,7 +128,7 @@ class _Message(NamedTuple):
 
 
 class _UnitWork(NamedTuple):
-    """Strategy of a pair's unit and the memory actions that it needs."""
+    """The unit of a pair, its strategy, and the memory actions that the strategy needs."""
 
     unit: Unit
     strategy: str
@@ -137,7 +139,7 @@ class _UnitWork(NamedTuple):
 
 @dataclass
 class _RankList:
-    """Actions of one rank so far, and the positions needed to post a receive early."""
+    """Actions of one rank so far, and the positions that are needed to post a receive early."""
 
     actions: list[Action] = field(default_factory=list)
     last_post: dict[int, int] = field(default_factory=dict)
@@ -147,10 +149,10 @@ class _RankList:
     compute_end_ns: int = -1
     last_unit: Unit | None = None
     to_offload: Unit | None = None
-    """Unit to offload after its sends, so that no rank waits for the offload."""
+    """Unit to offload after its sends, so that other ranks do not wait for the offload."""
 
     def insert(self, action: Action, position: int) -> None:
-        """Insert an action and shift the noted positions."""
+        """Insert an action and shift the stored positions."""
         for other, place in self.last_post.items():
             if place >= position:
                 self.last_post[other] = place + 1
@@ -198,7 +200,7 @@ class _Dependencies:
         self.waiting = [0] * num_tasks
         """Number of unfinished dependencies of every task."""
         self.followers: defaultdict[int, list[int]] = defaultdict(list)
-        """By task, the tasks on its rank that wait for it."""
+        """Tasks on the same rank that wait for each task."""
         self.sends: defaultdict[int, list[int]] = defaultdict(list)
         self.receives: defaultdict[int, list[int]] = defaultdict(list)
 
@@ -234,14 +236,14 @@ class _Lowering:
         self._connect()
 
     def _connect(self) -> None:
-        """Add the dependencies of every task on its own rank: the rank's order, and its pair."""
+        """Add the dependencies of every task within its rank: on the previous task, and within its pair."""
         graph, tasks, follow = self.graph, self.tasks, self.dependencies.follow
         seen = [False] * graph.num_tasks
         for rank, order in enumerate(self.schedule.order):
             listed = order.tolist()
             for task in listed:
                 if not 0 <= task < graph.num_tasks or seen[task] or tasks.rank[task] != rank:
-                    raise PlanError(f"order[{rank}]: task {task} is unknown, doubled or of another rank")
+                    raise PlanError(f"order[{rank}]: task {task} is unknown, repeated, or of another rank")
                 seen[task] = True
             for before, after in itertools.pairwise(listed):
                 follow(before, after)
@@ -255,7 +257,9 @@ class _Lowering:
                 follow(backward, weight)
 
     def transfer(self, transfer: BoundaryTransfer, target: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Let a consumer wait for its producer and, with a gradient, the producer's backward for the consumer's."""
+        """Let the consumer's forward wait for the producer's and, with a gradient, the producer's backward for the
+        consumer's.
+        """
         tasks = self.tasks
         producer, consumer = self.pair_of_unit[transfer.producer], self.pair_of_unit[transfer.consumer]
         directions = [(Verb.SEND_F, tasks.forward_of[producer], tasks.forward_of[consumer])]
@@ -312,7 +316,7 @@ class _Lowering:
             actions.append(self._unit_action(Verb.OFFLOAD, here.to_offload))
             here.to_offload = None
         if backward and work.loads:
-            # Load one computation ahead, but never before the unit's own forward.
+            # Load one computation ahead, but never before the forward of the same unit.
             place = len(actions) if here.last_unit == unit else here.compute_at
             here.insert(self._unit_action(Verb.LOAD, unit), place)
         here.compute_at, here.compute_end_ns, here.last_unit = len(actions), tasks.end_ns[task], unit
@@ -323,7 +327,7 @@ class _Lowering:
             message = self.messages[number]
             _, arrived, sent = _OTHER_VERBS[message.send]
             actions.append(message.awaited(arrived))
-            # The message has arrived, so waiting for its send costs nothing and frees its memory.
+            # The message has arrived, so the wait for its send returns at once and frees its memory.
             self.ranks[message.sender].actions.append(message.awaited(sent))
         actions.append(self._unit_action(_VERB_OF_KIND[kind], unit, work.strategy if kind == FORWARD else ""))
         if kind == FORWARD and work.offloads:

@@ -18,8 +18,8 @@ from pipeloom.spec import DTYPE_BYTES, host_pair
 
 IntArray = npt.NDArray[np.int64]
 
-# Shorter waits, absolute or as a share of the time since the message could leave, found the message already there.
-# Its transfer time is unknown.
+# If a wait is shorter than this, in ns or as a share of the time since the message could leave, the message had already
+# arrived. Its transfer time is then unknown.
 _WAITED_NS, _WAITED_SHARE = 20_000, 0.05
 
 
@@ -30,7 +30,7 @@ class MessageTime(NamedTuple):
     receiver: int
     num_bytes: int
     sent_ns: int
-    """Time when the later of its send and receive was posted; it cannot leave earlier."""
+    """Time when the later of its send and receive was posted. The message cannot leave earlier."""
     wait_ns: int
     """Time when the receiver began to wait."""
     arrived_ns: int
@@ -64,9 +64,9 @@ class Measured:
     cpu_ns: tuple[int, ...]
 
     def compute_ns(self, plan: ExecutionPlan) -> tuple[tuple[int, int], ...]:
-        """Return start and end of the compute actions, rank by rank, in each rank's order.
+        """Return start and end of the compute actions, rank by rank, in the order of each rank.
 
-        As in planned tasks, they include recomputation and loads before the computation and an offload after it, but
+        As in planned tasks, the times include recomputation and loads before a computation and an offload after it, but
         not the waits in between.
         """
         found: list[tuple[int, int]] = []
@@ -83,11 +83,13 @@ class Measured:
         return tuple(found)
 
     def makespan_ns(self, plan: ExecutionPlan) -> int:
-        """Return the time from the first start to the last end of a computation."""
+        """Return the time from the start of the first computation to the end of the last one."""
         return max((end for _, end in self.compute_ns(plan)), default=0)
 
     def bubble_share(self, plan: ExecutionPlan) -> float:
-        """Return the idle share of all ranks' time between the first start and the last end of a computation."""
+        """Return the idle share of the time of all ranks between the start of the first and the end of the last
+        computation.
+        """
         times = self.compute_ns(plan)
         busy, makespan = sum(end - start for start, end in times), max((end for _, end in times), default=0)
         return 1.0 - busy / max(makespan * plan.num_ranks, 1)
@@ -104,7 +106,7 @@ class Measured:
                     continue
                 if action.verb.is_send and action.shape is not None and action.peer is not None:
                     size = math.prod(action.shape) * DTYPE_BYTES[action.dtype]
-                    # Posting may already write a part of the message, so count from its start.
+                    # Posting may already write a part of the message, so count from the start of the post.
                     sent[message, action.peer] = (rank, size, start)
                 elif action.verb.is_receive:
                     posted[message] = start
@@ -121,9 +123,9 @@ class Measured:
 def fit_links(
     messages: Sequence[MessageTime], hosts: Sequence[int]
 ) -> dict[tuple[int, int] | None, tuple[float, float]]:
-    """Fit latency and bandwidth of links, by the hosts of their ends; the key is None if ``hosts`` is empty.
+    """Fit latency and bandwidth of links by the hosts of their ends. The key is None if ``hosts`` is empty.
 
-    Only messages that a receiver waited for have known transfer times.
+    Only messages for which the receiver waited are used, since only their transfer times are known.
     """
     by_link: dict[tuple[int, int] | None, list[tuple[int, float]]] = defaultdict(list)
     for each in messages:

@@ -1,19 +1,19 @@
-"""Peak bytes of a plan on every rank, counted along its list of actions as the executor allocates and frees.
+"""Peak bytes of a plan on every rank, counted along its list of actions as the executor allocates and frees memory.
 
-The memory of a rank depends on its list alone. A receive allocates its buffer when it is posted, a sent tensor is freed
-by the wait for its send, and the rank's own computations allocate and free all other memory. So the count holds for any
-speed of the ranks. Planned times matter only through the order of the list.
+The memory of a rank depends only on its list of actions. A receive allocates its buffer when it is posted, the wait for
+a send frees the sent tensor, and the computations of the rank allocate and free all other memory. The count therefore
+does not depend on the speed of the ranks. Planned times matter only through the order of the list.
 
 The count includes:
 
-- weights, gradients and optimizer state (``static_bytes`` of the graph, with casts and gathered shards), all the time.
-  Gradients of a chunk count from its first backward;
-- the bytes of a pair, from the start of its F to the end of its backward, and between I and W of a split backward;
-- an output or a stream, from the end of its F until all consumers on this rank have started and all its sends are
-  waited for. The same holds for the gradient of an input, from the end of a backward;
-- a buffer, from the post of its receive until the consumer starts;
-- the workspace of the running computation, its emitted streams included, and bytes that offloading has not yet moved
-  out or has loaded early.
+- Weights, gradients and optimizer state (``static_bytes`` of the graph, with casts and gathered shards) during the
+  whole iteration, except that gradients of a chunk count from its first backward.
+- The bytes of a pair from the start of its F to the end of its backward, and between I and W of a split backward.
+- An output or a stream from the end of its F until all consumers on this rank have started and all its sends have
+  completed. The gradient of an input is counted in the same way, from the end of a backward.
+- A buffer from the post of its receive until the consumer starts.
+- The workspace of the running computation with its emitted streams, and bytes that offloading has not yet moved to the
+  host or has loaded early.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pipeloom.spec import Chunk, Layout, Workload
 from pipeloom.taskgraph import TaskGraph
 
 _NUMBER_BYTES = 8
-"""Bytes of a loss, kept to the end of the iteration. Two more are its gradient and its recomputed value."""
+"""Bytes of a loss, which is kept to the end of the iteration. Its gradient and its recomputed value are counted too."""
 
 
 class PassCosts(CostModel, Protocol):
     """Costs with the bytes of single passes."""
 
     def pass_bytes(self, chunk: Chunk, workload: Workload, strategy: str) -> PassBytes:
-        """Return the bytes that a pass of the chunk uses beyond those of its pair, under one strategy."""
+        """Return the bytes that a pass of the chunk uses in addition to those of its pair, under one strategy."""
         ...
 
     def gradient_bytes(self, chunk: Chunk) -> int:
@@ -158,7 +158,7 @@ class _Storage:
     num_bytes: int
     num_holders: int
     counted: bool = True
-    """False if a pair's bytes already include them."""
+    """False if the bytes of a pair already include them."""
     is_joint: bool = False
     """Whether every holder has a view of the same tensor."""
 
@@ -242,7 +242,7 @@ class _Count:
         problem = self.problem
         used = self.passes[unit] = problem.pass_bytes(unit, strategy)
         groups = problem.sources(unit)
-        # Pieces exist beside the tensor that they are concatenated into.
+        # Pieces and the tensor into which they are concatenated exist at the same time.
         self._touch(sum(problem.sent[t] for group in groups if len(group) > 1 for t in group))
         for transfer in (t for group in groups for t in group):
             if problem.rank_of(transfer.producer) != self.rank:
@@ -272,7 +272,7 @@ class _Count:
         takers = problem.takers(unit)
         for stream, transfers in takers.items():
             if len(transfers) > 1 or any(t.piece is not None for t in transfers):
-                # Gradients of parts exist beside their sum.
+                # Gradients of parts and their sum exist at the same time.
                 self._touch(problem.output_bytes(unit, stream))
         for transfer in itertools.chain.from_iterable(takers.values()):
             if problem.rank_of(transfer.consumer) != self.rank:

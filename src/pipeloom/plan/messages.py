@@ -44,9 +44,9 @@ _End = tuple[Verb, str, int, int, str, str]
 def joined_posts(plan: ExecutionPlan, rank: int) -> frozenset[int]:
     """Return the steps of a rank whose send or receive is batched with the one of the next step.
 
-    Both messages have the same peer, and are consecutive in the same order in the peer's list. So both ends of an
-    operation have the same messages, as NCCL requires. Batching adds no dependency, since nothing comes between the two
-    messages on either rank.
+    Both messages have the same peer, and they are consecutive in the same order in the list of the peer. Both ends of a
+    batched operation therefore have the same messages, as NCCL requires. Batching adds no dependency, since no action
+    is between the two messages on either rank.
     """
     steps = _consecutive(plan, rank)
     peers = {plan.ranks[rank][step].peer for step in steps}

@@ -1,7 +1,7 @@
 """PyTorch's schedule files: cells like ``2F0``, ``0I1``, ``3SEND_F1``, one row per rank.
 
-They express less than plans: one chain of stages, whole microbatches, one shape, and kept activations. Stage numbers
-are chunk numbers. PyTorch names a receive by the stage that receives, plans by the chunk that sends.
+They express only one chain of stages, whole microbatches, one shape, and kept activations. Stage numbers are chunk
+numbers. PyTorch names a receive by the stage that receives, whereas plans name it by the chunk that sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeloom.timeline import Schedule
 _CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 _STAGE_OF_MESSAGE = {Verb.SEND_F: 0, Verb.RECV_F: 1, Verb.SEND_B: 1, Verb.RECV_B: 0}
-"""PyTorch's stage minus the producer's chunk."""
+"""Number of PyTorch's stage minus the number of the producing chunk."""
 
 
 def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool = False) -> str:
@@ -31,8 +31,8 @@ def to_pytorch_csv(plan: ExecutionPlan, layout: Layout, *, communication: bool =
     Raises
     ------
     InputError
-        PyTorch's runtime cannot run the plan: modules form no chain, or are frozen or replicated, or the plan has
-        sub-microbatches, activations that are not kept, or microbatches that overtake each other.
+        PyTorch's runtime cannot run the plan. Its modules must form a chain, and none may be frozen or replicated. The
+        plan may not have sub-microbatches, activations that are not kept, or microbatches that overtake each other.
     """
     _check_chain(layout)
     number_of = {name: i for i, name in enumerate(layout.chunk_names)}
@@ -72,7 +72,7 @@ def schedule_from_pytorch_csv(text: str, graph: TaskGraph) -> Schedule:
     Raises
     ------
     InputError
-        A cell is not an action, or a task is unknown, on another rank, doubled or missing. The message has row and
+        A cell is not an action, or a task is unknown, on another rank, repeated or missing. The message has the row and
         column.
     """
     if graph.labels is None:
@@ -110,11 +110,13 @@ _Name = tuple[int, str, int]
 def _check_chain(layout: Layout) -> None:
     for before, module in zip((None, *layout.modules), layout.modules, strict=False):
         if module.after != (() if before is None else (before.name,)):
-            raise InputError(f"module {module.name!r}.after", "makes no chain", "PyTorch connects a chain only")
+            raise InputError(
+                f"module {module.name!r}.after", "is not the previous module", "PyTorch connects a chain only"
+            )
         if module.emits or module.takes:
-            raise InputError(f"module {module.name!r}", "has streams", "PyTorch's stages pass on one tensor")
+            raise InputError(f"module {module.name!r}", "has streams", "a PyTorch stage passes on only one tensor")
         if module.on_ranks == "replicated":
-            raise InputError(f"module {module.name!r}", "is replicated", "PyTorch has each stage once")
+            raise InputError(f"module {module.name!r}", "is replicated", "a PyTorch schedule has each stage once")
         if not layout.has_backward(module.name):
             raise InputError(f"module {module.name!r}", "has no backward", "PyTorch runs one for every stage")
 
@@ -137,7 +139,7 @@ def _compute_of(cell: str, where: str) -> Iterator[_Name]:
     for part in overlapped.group(1).split(";") if overlapped else (cell,):
         found = _CELL.fullmatch(part.strip())
         if found is None or (found.group(2) in KIND_NAMES and not found.group(3)):
-            raise InputError(where, f"{cell!r} is no action of PyTorch's", "for example 2F0 or 3SEND_F1")
+            raise InputError(where, f"{cell!r} is not an action of PyTorch", "write for example 2F0 or 3SEND_F1")
         stage, verb, microbatch = found.groups()
         if verb in KIND_NAMES:
             yield int(stage), verb, int(microbatch)

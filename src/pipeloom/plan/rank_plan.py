@@ -1,4 +1,4 @@
-"""RankPlan: the part of a plan that one rank needs, so that ranks do not decode actions of other ranks."""
+"""RankPlan: the part of a plan that one rank needs, so that it does not have to decode actions of other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.spec import Layout
 
 
 class RankPlan(msgspec.Struct, frozen=True):
-    """Actions of one rank, and the data that it needs about other ranks."""
+    """Actions of one rank, and the information that it needs about other ranks."""
 
     num_ranks: Number
     iteration: Number
@@ -25,7 +25,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     joined: tuple[Number, ...] | None = None
     """Steps whose send or receive is batched with the next one (`joined_posts`); None if nothing is batched."""
     placed: tuple[Unit, ...] = ()
-    """All forwards of replicated modules on all ranks. Only the plan defines the rank of each part."""
+    """Units of all forwards of replicated modules on all ranks, because only the plan defines the rank of each part."""
 
 
 def rank_plan(plan: ExecutionPlan, layout: Layout, rank: int, *, joins: bool) -> RankPlan:

@@ -16,7 +16,7 @@ from pipeloom.packing import Packing, Piece, pieces
 from pipeloom.spec import Chunk, Layout, ModelSpec, Workload
 
 Shapes = Callable[[int, Workload, str], tuple[tuple[int, ...], str]]
-"""Function from chunk number, workload and stream to shape and dtype of the stream, or of the output if it is empty."""
+"""Return shape and dtype for a chunk number, a workload and a stream. An empty stream stands for the output."""
 
 
 class Unit(NamedTuple):
@@ -30,9 +30,9 @@ class Unit(NamedTuple):
 class BoundaryTransfer(NamedTuple):
     """Transfer of one unit's output to another unit and, if ``gradient`` is set, of its gradient back.
 
-    ``piece`` is the first instance of the producer's part and their number; None for the whole output. ``stream`` names
-    a stream that a layer of the producer emits and layers of the consumer take; it is empty for the output. A stream is
-    transferred directly, and once for all layers that take it.
+    ``piece`` is the first transferred instance of the producer's part and the number of instances. None: the whole
+    output. ``stream`` names a stream that a layer of the producer emits and layers of the consumer take. It is empty
+    for the output. A stream is transferred directly, and only once for all layers that take it.
     """
 
     producer: Unit
@@ -64,7 +64,7 @@ class _Place(NamedTuple):
 
 
 class Router:
-    """The part of boundary transfers that depends only on the layout, made once for all units.
+    """The part of boundary transfers that depends only on the layout, computed once for all units.
 
     Inside a module, a part goes from chunk to chunk. At a module boundary, parts are cut and joined by
     `pipeloom.packing.pieces`.
@@ -104,7 +104,7 @@ class Router:
         layout, chunks_of = self.layout, self.chunks_of
 
         def place_of(module: int, layer: int) -> int:
-            # Every chunk of a replicated module has all layers; the rank of each part is known later.
+            # Every chunk of a replicated module has all layers. The rank of each part is not known yet.
             return next(place for place, c in enumerate(chunks_of[module]) if _holds(layout.chunks[c], layer))
 
         ends = {
@@ -125,7 +125,7 @@ class Router:
         return takes, gives
 
     def of(self, packing: Packing, units: Iterable[Unit]) -> IterationRoutes:
-        """Bind to one iteration; ``units`` define the rank of each part of a replicated module."""
+        """Return the routes of one iteration. ``units`` define the rank of each part of a replicated module."""
         where: dict[tuple[int, int, int], int] = {}
         if any(self.replicated):
             for unit in units:
@@ -227,7 +227,10 @@ class Routes:
 
 
 def target_word(transfer: BoundaryTransfer, siblings: Sequence[BoundaryTransfer], names: Sequence[str]) -> str:
-    """Return the consumer's name in a message: empty for a single consumer, else its chunk, and its part if needed.
+    """Return the name of the consumer in a message.
+
+    It is empty for a single consumer. Otherwise it is the chunk, with the sub-microbatch if several consumers are of
+    one chunk.
 
     Parameters
     ----------
@@ -258,7 +261,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     Raises
     ------
     InputError
-        A unit is missing, unknown or doubled, or parts do not match at a module boundary.
+        A unit is missing, unknown or repeated, or parts do not match at a module boundary.
     """
     listed = list(units)
     known = set(listed)
@@ -267,7 +270,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     router = Router(layout)
     for unit in listed:
         if not 0 <= unit.chunk < len(layout.chunks):
-            raise InputError(f"unit {tuple(unit)}", "is of no chunk of the layout")
+            raise InputError(f"unit {tuple(unit)}", "has a chunk that is not in the layout")
     routes = router.of(packing, listed)
     ordered: list[Unit] = []
     for microbatch, counts in enumerate(routes.counts):
@@ -277,7 +280,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
     stray = known - set(ordered)
     if stray:
         raise InputError(f"unit {_name(layout, min(stray))}", "is not in the packing", "plan for this packing")
-    # Compare both sides, since a part without consumers appears only on its own side.
+    # A part without consumers appears only on the side of the producer, so compare both sides.
     transfers = [transfer for unit in ordered for transfer in routes.into(unit)]
     if len(transfers) != sum(len(routes.out_of(unit)) for unit in ordered):
         raise AssertionError("boundary transfers differ between their two sides")
@@ -285,7 +288,7 @@ def make_routes(layout: Layout, packing: Packing, units: Iterable[Unit]) -> Rout
 
 
 def transferred_workload(transfer: BoundaryTransfer, layout: Layout, packing: Packing) -> Workload:
-    """Return the workload of a transfer, from which `Shapes` gives the shape of its message."""
+    """Return the workload of a transfer, from which `Shapes` derives the shape of its message."""
     producer = transfer.producer
     part = packing.parts_of(producer.microbatch, layout.chunks[producer.chunk].module)[producer.sub_microbatch]
     if transfer.piece is None:
@@ -317,7 +320,7 @@ def _units_of(
         missing = next((unit for unit in candidates if unit not in known), candidates[0])
         raise InputError(
             f"unit {_name(layout, missing)}",
-            f"{len(present)} of the units of this part are planned, {wanted} expected",
+            f"{len(present)} of the units of this part are planned, but {wanted} are required",
             "plan every part exactly once",
         )
     return present
@@ -358,10 +361,10 @@ class CollectiveOrder:
     Attributes
     ----------
     unshard : tuple of int
-        Chunks of UNSHARD, in forward order: all chunks if there are replicas.
+        Chunks of UNSHARD, in forward order: all chunks with several replicas, otherwise none.
     reduce : tuple of int
-        Chunks of REDUCE_GRAD, in backward order: trained chunks that exist several times. A chunk without work in an
-        iteration is also reduced, since other replicas wait for it.
+        Chunks of REDUCE_GRAD, in backward order: all trained chunks that several processes hold. A chunk without work
+        in an iteration is also reduced, since other replicas wait for it.
     """
 
     unshard: tuple[int, ...]

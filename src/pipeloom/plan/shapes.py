@@ -11,14 +11,14 @@ from pipeloom.spec import Layout, ModelSpec
 
 
 def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing: Packing) -> None:
-    """Raise if messages of a verified plan have other shapes than the model declares for the batch.
+    """Raise `PlanError` if messages of a verified plan have other shapes than the model declares for the batch.
 
-    A plan that is complete and free of deadlock may be made for another model or batch.
+    A plan that is complete and free of deadlock may still be a plan for another model or batch.
 
     Raises
     ------
     PlanError
-        A message differs; the error names the first one and its expected shape.
+        A shape differs. The error names the first such message and its expected shape.
     """
     shapes = boundary_shapes(model, layout)
     names = layout.chunk_names
@@ -26,7 +26,8 @@ def check_shapes(plan: ExecutionPlan, model: ModelSpec, layout: Layout, packing:
     everything = [action for actions in plan.ranks for action in actions]
     units = [Unit(chunks[a.chunk], a.microbatch, a.sub_microbatch) for a in everything if a.verb == "F"]
     routes = Router(layout).of(packing, units)
-    # A consumer in smaller parts takes some rows of an output, so messages of one unit may differ in shape.
+    # If the consuming module has smaller parts, each consumer takes only some rows of an output. Messages of one unit
+    # may therefore differ in shape.
     expected_of: dict[Unit, dict[tuple[str, str], tuple[tuple[int, ...], str]]] = {}
     for action in everything:
         if action.shape is None:

@@ -14,7 +14,7 @@ from pipeloom.plan.action import Action, ExecutionPlan, Verb
 FORMAT = "pipeloom.plan/2"
 FORMAT_WITH_STREAMS = "pipeloom.plan/3"
 _COLUMN = 11
-"""Width of the column of verbs. The only longer verb is alone on its line."""
+"""Width of the column of verbs. The only longer verb is the only word of its line."""
 _SPLITS = re.compile(r"[ \t\r\n=]")
 """Characters that would split a name in the text."""
 
@@ -44,7 +44,7 @@ def _line(action: Action, width: int) -> str:
     if action.strategy:
         words.append(action.strategy)
     if action.peer is not None:
-        # Errors about invalid plans show actions with a peer that their verb does not take.
+        # An invalid plan may have a peer with a verb that takes none. Error messages show it.
         words.append(f"{_peer_word(verb) or 'peer'}={action.peer}")
     if action.shape is not None:
         words.append("shape=" + ",".join(map(str, action.shape)))
@@ -63,7 +63,7 @@ def from_text(text: str) -> ExecutionPlan:
     Raises
     ------
     InputError
-        The text is invalid; the message has the line, the problem and the expected form.
+        The text is invalid. The message has the line, the problem and the expected form.
     """
     lines = text.splitlines()
     version, num_ranks, iteration, layout = _header(lines[0] if lines else "")

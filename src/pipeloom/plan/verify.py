@@ -35,20 +35,21 @@ from pipeloom.spec import Layout, word_strategies
 def verify(
     plan: ExecutionPlan, layout: Layout | None = None, packing: Packing | None = None, *, serial: bool = False
 ) -> tuple[str, ...]:
-    """Raise unless a plan is complete and cannot deadlock, neither under NCCL's rules nor gloo's.
+    """Verify that a plan is complete and cannot deadlock, neither under the rules of NCCL nor under those of gloo.
 
-    Checked for every plan:
+    These conditions are checked for every plan:
 
     - The steps of each rank have a valid order: each backward is after its forward, and every send and receive is
       posted once and waited for once.
     - Before its backward, a unit recomputes, offloads and loads exactly as the strategy of its forward requires.
-    - A dry run ends with every message matched, with equal shapes, in an order that NCCL accepts (and so gloo).
+    - A dry run ends. In it, every message is matched with an equal shape, in an order that NCCL accepts. Gloo then
+      accepts it too.
     - A computation starts after its inputs have arrived, and a message is sent after it was computed, as far as the
-      names of chunks and messages show.
+      names of chunks and messages show this.
 
-    With a layout: every chunk is on its rank, the number of its strategies matches that of its layers, and every unit
-    of a trained module has its backward. With a packing as well: every unit of the iteration is present, and receives
-    its inputs before it starts, from exactly the ranks that have them.
+    With a layout, every chunk must be on its rank, the number of its strategies must match that of its layers, and
+    every unit of a trained module must have its backward. With a packing as well, every unit of the iteration must be
+    present and receive its inputs before it starts, from exactly the ranks that have them.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def verify(
     packing : Packing or None
         Packing of the plan's iteration.
     serial : bool
-        Also prove the plan for a single communicator, which serves a rank's messages one by one for all peers.
+        Also verify the plan for a single communicator, which serves the messages of a rank one by one for all peers.
 
     Returns
     -------
@@ -98,7 +99,7 @@ def verify(
 
 
 class _Faults:
-    """Problems, of which the first is reported: by rank, then by step, then by the order of the checks."""
+    """Problems found so far. The first one by rank, then step, then order of the checks is reported."""
 
     def __init__(self, table: PlanTable) -> None:
         self.table = table
@@ -125,7 +126,7 @@ class _Faults:
 
 
 def _check_steps(table: PlanTable) -> IntArray:
-    """Check each rank's list by itself; return, per entry of ``table.messages``, the row that posts that end."""
+    """Check the list of each rank by itself; return for each entry of ``table.messages`` the row that posts its end."""
     faults = _Faults(table)
     stepped = _check_optimizer(table, faults)
     units = np.flatnonzero(IS_UNIT[table.verb])
@@ -142,7 +143,7 @@ def _check_steps(table: PlanTable) -> IntArray:
 
 
 def _check_optimizer(table: PlanTable, faults: _Faults) -> IntArray:
-    """Check that no rank steps twice; return the row of each rank's step, or the number of rows without a step."""
+    """Check that no rank has two optimizer steps; return the row of each step, or the number of rows if none."""
     rows = np.flatnonzero(table.verb == code(Verb.OPTIMIZER_STEP))
     ranks = table.rank[rows]
     faults.at(rows[1:], ranks[1:] == ranks[:-1], "is a second optimizer step")
@@ -168,15 +169,15 @@ class _UnitSteps:
         return found
 
     def before(self, verb: Verb) -> BoolArray:
-        """Return, per row, whether its unit has the verb in an earlier row."""
+        """Return for each row whether its unit has the verb in an earlier row."""
         return self.first[verb][self.group] < self.rows
 
     def ever(self, verb: Verb) -> BoolArray:
-        """Return, per group, whether it has the verb."""
+        """Return for each group whether it has the verb."""
         return self.first[verb] < self.never
 
     def is_any(self, *verbs: Verb) -> BoolArray:
-        """Return, per row, whether it has one of the verbs."""
+        """Return for each row whether it has one of the verbs."""
         return np.isin(self.verb, [code(verb) for verb in verbs])
 
 
@@ -189,9 +190,9 @@ def _check_compute(faults: _Faults, done: _UnitSteps) -> None:
     faults.at(rows, twice, "is done twice")
     faults.at(rows, ~done.is_any(Verb.F) & ~before(Verb.F), "comes before its F")
     faults.at(rows, done.is_any(Verb.W) & ~before(Verb.I), "comes before its I")
-    faults.at(rows, done.is_any(Verb.LOAD) & ~before(Verb.OFFLOAD), "loads what was not offloaded")
-    beside = (done.is_any(Verb.I) & before(Verb.B)) | (done.is_any(Verb.B) & before(Verb.I))
-    faults.at(rows, beside, "is a backward beside another one")
+    faults.at(rows, done.is_any(Verb.LOAD) & ~before(Verb.OFFLOAD), "loads a unit that was not offloaded")
+    second_backward = (done.is_any(Verb.I) & before(Verb.B)) | (done.is_any(Verb.B) & before(Verb.I))
+    faults.at(rows, second_backward, "is a second backward of the unit (B and I exclude each other)")
     after = done.is_any(Verb.RECOMPUTE, Verb.OFFLOAD) & (before(Verb.B) | before(Verb.I))
     faults.at(rows, after, "comes after its backward")
 
@@ -240,7 +241,7 @@ def _check_messages(table: PlanTable, faults: _Faults) -> IntArray:
     place, posts = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     place[by_end], posts[by_end] = np.arange(len(ends)) - begin, rows[by_end[begin]]
     faults.at(rows, ~waits & (place > 0), "is posted twice")
-    faults.at(rows, waits & (place == 0), "waits for what was never posted")
+    faults.at(rows, waits & (place == 0), "waits for a message that was never posted")
     faults.at(rows, waits & (place > 1), "waits twice")
     alone = np.flatnonzero((np.bincount(ends, minlength=1)[table.end] == 1) & ~waits)
     # Report the first one only.
@@ -324,7 +325,7 @@ def _check_strategies(table: PlanTable, layout: Layout) -> None:
 
 
 def _check_complete(table: PlanTable, layout: Layout) -> None:
-    """Check that units of trained modules have backwards, and no others."""
+    """Check that units of trained modules have backwards and that other units have none."""
     trained_of = {
         name: layout.has_backward(chunk.module) for name, chunk in zip(layout.chunk_names, layout.chunks, strict=True)
     }
@@ -409,7 +410,7 @@ def _rows_of(table: PlanTable, chunks: list[int], verb: Verb) -> dict[Unit, int]
 
 
 def _check_moves(table: PlanTable, moves: IntArray) -> None:
-    """Check that the output of one unit arrives at the other before it starts."""
+    """Check for each move that the output of its source arrives before its destination starts."""
     gives, takes, producer, target, back = moves
     apart = table.rank[gives] != table.rank[takes]
     message = np.where(apart, table.number_of(table.unit[producer], target, back), -1)
@@ -420,7 +421,7 @@ def _check_moves(table: PlanTable, moves: IntArray) -> None:
             faults.append((int(bad.argmax()), len(faults), fail))
 
     def early(i: int) -> NoReturn:
-        problem = f"starts before step {table.step(int(gives[i]))}, whose result it takes"
+        problem = f"starts before step {table.step(int(gives[i]))}, whose result is its input"
         _fail_row(table, int(takes[i]), problem)
 
     add(~apart & (gives > takes), early)

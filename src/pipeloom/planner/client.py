@@ -1,4 +1,4 @@
-"""The trainer's side of the planner: requests plans ahead, waits at most until a deadline, always returns a plan."""
+"""The trainer's side of the planner. It requests plans ahead, waits up to a deadline and always returns a plan."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Planner:
         self._mailbox = self._connect(store)
         self.process = PlannerProcess(store.address, store.secret)
         self.process.start()
-        # The fallback needs compiled kernels too. The planner starts meanwhile.
+        # The fallback plan needs compiled kernels too. Compile them while the planner starts.
         self._problem.compile_kernels()
         give_up = time.monotonic() + self.start_timeout_s
         while not self.ready and self.process.is_alive() and time.monotonic() < give_up:
@@ -187,7 +187,7 @@ class Planner:
             mailbox = self._mailbox
             if mailbox is None:
                 raise PlannerError(self._no_mailbox_reason)
-            # First check without waiting: an answer that has arrived is valid even if the planner has died since.
+            # First check without waiting. An answer that has arrived is valid even if the planner has died since.
             alive, ready = self._is_alive(), mailbox.ready
             left = self.deadline_s - (time.monotonic_ns() - needed_ns) / 1e9
             delivery = mailbox.wait(iteration, min(_SLICE_S, max(0.0, left)) if alive and ready else 0.0)

@@ -20,10 +20,10 @@ _HALVINGS = 8
 
 
 def forward_problem(setup: Setup) -> Problem:
-    """Return the problem of planning forwards alone, on a training run's layout and memory.
+    """Return the problem of planning only forwards, with the layout and memory of a training run.
 
-    Weights and optimizer state are held as in training. There are no gradients, and nothing is held for a backward. The
-    strategy is recomputation: its forward without the backward saves nothing.
+    Weights and optimizer state are held as in training, but no gradients and no activations for a backward. The
+    strategy is recomputation, because its forward saves nothing.
     """
     frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in setup.model.modules)
     model = msgspec.structs.replace(setup.model, modules=frozen)
@@ -32,7 +32,7 @@ def forward_problem(setup: Setup) -> Problem:
         for layer in module.flat_layers:
             key = f"{module.name}/{layer.kind}"
             held[key] = setup.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
-    # The number of microbatches matters little if nothing is held, and PipeTune's recurrence includes backwards.
+    # If nothing is held, the number of microbatches matters little. PipeTune's recurrence includes backwards.
     policy = "balanced" if setup.packing.policy == "planned" else setup.packing.policy
     forwards = msgspec.structs.replace(
         setup,
@@ -50,7 +50,7 @@ def forward_problem(setup: Setup) -> Problem:
 
 
 def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
-    """Plan a batch's forwards by a fixed heuristic in milliseconds; use smaller microbatches if larger ones do not fit.
+    """Plan the forwards of a batch by a fixed heuristic, in milliseconds. If they do not fit, use smaller microbatches.
 
     ``problem`` comes from `forward_problem`.
 

@@ -1,8 +1,8 @@
-"""Packing, order and memory strategies of one batch, chosen together.
+"""Joint choice of packing, order and memory strategies of one batch.
 
-A packing determines the work of a microbatch, and with it warm-up and cool-down, held memory and the balance of ranks.
-Its quality can only be judged by scheduling it. Packings into more and fewer microbatches are therefore compared by
-static orders. The best few are searched, and then the best of these for the rest of the budget.
+A packing determines the work of each microbatch, and with it warm-up and cool-down, held memory and the balance of
+ranks. Its quality can only be judged by scheduling it. Packings into more and fewer microbatches are therefore compared
+by static orders. The best few are searched for a while, and the best of these for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PackingResult:
 
 
 def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> PackingResult:
-    """Pack a batch and search an order for it: by its packing policy, or both together if the policy is ``planned``.
+    """Pack a batch by its packing policy and search an order for it. If the policy is ``planned``, choose both jointly.
 
     Raises
     ------
@@ -95,8 +95,8 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> PackingResult:
 def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
     """Return a lower bound on every schedule of a packing, under any assignment, strategies and splits.
 
-    ``known`` is its bound with whole backwards, if it was computed. If backwards may be split, the graph reserves other
-    bytes for a computation, so neither graph's bound holds for both.
+    ``known`` is its bound with whole backwards, if it was computed. If backwards may be split, the graph reserves a
+    different number of bytes for a computation, so the bound of one graph does not hold for the other.
     """
     bounds = [known or assignable_bound(_graph(problem.whole_backwards(), problem.layout, packed))]
     if problem.split_backward:
@@ -108,7 +108,7 @@ def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = 
 def least_bound(problem: Problem, decided: PackingResult) -> LowerBound:
     """Return a lower bound on every schedule of every packing that was compared.
 
-    If backwards may be split it builds a graph for each packing, so it is for reports, not for planning.
+    If backwards may be split, this builds a graph for each packing, so use it for reports and not for planning.
     """
     bounds = [packing_bound(problem, packing, bound) for packing, bound in decided.judged]
     return min([decided.lower_bound, *bounds], key=lambda bound: bound.ns)
@@ -117,19 +117,19 @@ def least_bound(problem: Problem, decided: PackingResult) -> LowerBound:
 def ordered(
     problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
 ) -> PackingResult:
-    """Search an order for one packing; ``unsplit`` is its graph with whole backwards, if it was built.
+    """Search an order for one packing. ``unsplit`` is its graph with whole backwards, if it was built.
 
-    If memory is limited, any split backward takes headroom from all tasks. Half of the budget therefore goes to plans
-    without splits, and the faster plan is returned.
+    If memory is limited, a single split backward reduces the headroom of all tasks. Half of the budget is therefore
+    spent on plans without splits, and the faster plan is returned.
     """
     if not problem.split_backward:
         return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget, seed, method)
     if problem.capacity_bytes is None:
         return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
-    watch, lean = budget.start(), problem.whole_backwards()
-    unsplit = unsplit or _graph(lean, problem.layout, packed)
+    watch, whole_problem = budget.start(), problem.whole_backwards()
+    unsplit = unsplit or _graph(whole_problem, problem.layout, packed)
     watch = watch.before(_most_tasks(problem, unsplit.graph))
-    whole = _searched(lean, packed, unsplit, Until(watch, 0, 0.5), seed, method)
+    whole = _searched(whole_problem, packed, unsplit, Until(watch, 0, 0.5), seed, method)
     try:
         graph = _graph(problem, problem.layout, packed)
     except InfeasibleError:
@@ -144,7 +144,10 @@ def ordered(
 
 
 def _most_tasks(problem: Problem, graph: TaskGraph) -> int:
-    """Return the most tasks of a plan from a graph with whole backwards; they determine the time to lower it."""
+    """Return the maximum number of tasks of a plan, which determines the time to lower it.
+
+    ``graph`` has whole backwards.
+    """
     return graph.num_tasks + (graph.num_pairs if problem.split_backward else 0)
 
 
@@ -173,9 +176,9 @@ class _Candidate:
     unsplit: Assignable
     """Its graph with whole backwards."""
     expected_ns: float
-    """Time that a search is expected to reach."""
+    """Planned time that a search is expected to reach."""
     judging_s: float
-    """Seconds that its graph and static orders took."""
+    """Seconds that building its graph and trying static orders took."""
 
 
 class PackingComparison:
@@ -186,9 +189,9 @@ class PackingComparison:
     judged : list of _Candidate
         The packings that fit, in the order of their evaluation.
     bounds : list of (Packing, LowerBound)
-        The same packings and those that their lower bound excluded.
+        The same packings, and those that were excluded by their lower bounds.
     failure : InfeasibleError or None
-        Why the last packing that does not fit failed.
+        Error of the last packing that did not fit.
     """
 
     def __init__(self, problem: Problem, batch: Batch, meter: Meter, seed: int, method: str) -> None:
@@ -207,9 +210,10 @@ class PackingComparison:
         return min((each.result.ns for each in self.judged), default=float("inf"))
 
     def judge(self, groups: Groups, layout: Layout | None = None) -> float:
-        """Return the expected nanoseconds of a packing; infinity if it does not fit, is known, or cannot be the best.
+        """Return the expected time of a packing in ns.
 
-        ``layout`` states sub-microbatches other than those of the problem's layout.
+        Return infinity if it does not fit, was judged before, or cannot be the best. ``layout`` defines other
+        sub-microbatches than the layout of the problem.
         """
         packed = packing_of(self.batch, self.problem.model, layout or self.problem.layout, groups)
         if not self._is_new(groups, packed):
@@ -222,7 +226,10 @@ class PackingComparison:
             return float("inf")
 
     def judge_recurrence(self) -> None:
-        """Judge the packing of PipeTune's recurrence, which compares thousands if the first rank holds all encoders."""
+        """Judge the packing of PipeTune's recurrence, if the first rank holds all encoders.
+
+        The recurrence compares thousands of packings.
+        """
         if self.problem.pipeline is None:
             return
         try:
@@ -232,7 +239,7 @@ class PackingComparison:
             self._is_new(groups, result.packing)
             began_s = self.meter.elapsed_s()
             assignable = _graph(self.unsplit, self.problem.layout, result.packing)
-            # Its own order is valid if the graph offers no choice of strategies and has headroom for a computation.
+            # Keep the order of the recurrence only if it fits into the memory of this graph.
             graph = assignable.graph
             timeline = simulate(graph, result.schedule)
             if within_limits(graph, result.schedule, timeline):
@@ -243,14 +250,14 @@ class PackingComparison:
             self.failure = error
 
     def _is_new(self, groups: Groups, packed: Packing) -> bool:
-        """Return whether a packing was not judged before, and note it."""
+        """Return whether a packing was not judged before, and mark it as judged."""
         key = groups, tuple(tuple(map(len, microbatch.parts)) for microbatch in packed.microbatches)
         new = key not in self._known
         self._known.add(key)
         return new
 
     def _compare(self, groups: Groups, packed: Packing, assignable: Assignable, began_s: float) -> float:
-        """Return the expected nanoseconds of a graph; infinity if it cannot be the best."""
+        """Return the expected time of a graph in ns; infinity if it cannot be the best."""
         bound = assignable_bound(assignable)
         if self.judged and bound.ns >= self.best_ns:
             self.bounds.append((packed, bound))
@@ -272,9 +279,9 @@ class PackingComparison:
 
 
 class PackingSearch:
-    """Searches packing and schedule of one batch together.
+    """Searches packing and schedule of one batch jointly.
 
-    The budget has three phases: judging packings by static orders, searching the best few, and searching the best one.
+    The budget has three phases: judge packings by static orders, search the best few, and search the best one.
     """
 
     def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> None:
@@ -320,7 +327,7 @@ class PackingSearch:
         return replace(best, lower_bound=bound, evaluations=self.meter.used, judged=judged_bounds)
 
     def estimate(self) -> float:
-        """Return the nanoseconds of the packing that is judged first, or of the smallest microbatches."""
+        """Return the time in ns of the packing that is judged first, or of the one with the smallest microbatches."""
         if not self.problem.plans_packing:
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
             return self.comparison.best_ns
@@ -331,7 +338,7 @@ class PackingSearch:
         return self.comparison.best_ns
 
     def try_numbers(self) -> None:
-        """Judge packings into more and fewer microbatches, or as PipeTune's techniques state."""
+        """Judge packings into more and fewer microbatches, or those that PipeTune's techniques select."""
         if self.tuning.micro_batch == "fixed":
             self.comparison.judge(group(self.loads, self.packing, self.comparison.batch.iteration))
         elif self.tuning.micro_batch == "multiples":
@@ -368,7 +375,7 @@ class PackingSearch:
             self.comparison.judge(best.groups, layout)
 
     def _ends_with(self, number: int) -> bool:
-        """Return whether no time is left to judge this many microbatches and search them."""
+        """Return whether too little time remains to judge and search a packing into this many microbatches."""
         if not self.comparison.judged:
             return False
         last = self.comparison.judged[-1]
@@ -379,7 +386,7 @@ class PackingSearch:
         return seconds is not None and self.meter.elapsed_s() + needed_s > seconds
 
     def _has_time(self, finalists: Sequence[_Candidate], begin: float) -> bool:
-        """Return whether each finalist can be searched for long enough in their share of the budget."""
+        """Return whether the share of the budget for finalists is long enough to search each of them."""
         seconds = self.meter.watch.seconds
         if seconds is None:
             return True

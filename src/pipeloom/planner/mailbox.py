@@ -1,4 +1,4 @@
-"""Mailbox: sends requests to the store and fetches answers in its own thread.
+"""Mailbox: sends requests to the store and fetches answers in a separate thread.
 
 A slow or broken store cannot block the trainer for longer than the trainer's own time limits. Answers are fetched,
 decoded and verified while the previous iteration is trained.
@@ -18,7 +18,7 @@ from pipeloom.turns import short_turns
 Checked = TypeVar("Checked")
 Result = TypeVar("Result")
 
-# Seconds between checks for an answer: long while training runs, short while the trainer waits for it.
+# Seconds between checks for an answer: while training runs, and while the trainer waits for the answer.
 _IDLE_POLL_S, _WAITING_POLL_S = 0.005, 0.0005
 _MOST_LATE = 8
 
@@ -29,7 +29,8 @@ class Mailbox(Generic[Checked]):
     Parameters
     ----------
     check : callable
-        Maps the iteration and bytes of an answer to the result of `wait`. Raises `PlannerError` for an invalid answer.
+        Returns the result of `wait` for the iteration and bytes of an answer. Raises `PlannerError` for an invalid
+        answer.
 
     Attributes
     ----------
@@ -134,7 +135,7 @@ class Mailbox(Generic[Checked]):
             self._put(key, value)
         if outbox:
             for iteration in late:
-                # An answer after its deadline is useless.
+                # Discard answers to abandoned requests.
                 self._take(answer_key(iteration))
         with self._changed:
             del self._outbox[: len(outbox)]
@@ -184,10 +185,10 @@ class Mailbox(Generic[Checked]):
         except PlannerError as error:
             found = error
         except Exception as error:
-            # An answer that makes the check fail costs its own iteration, never this thread.
+            # If the check of an answer raises, only this iteration fails, not the thread.
             found = PlannerError(f"the answer cannot be checked, {type(error).__name__}: {error}")
         with self._changed:
-            # Keep one answer: older ones were not requested and never will be.
+            # Keep only this answer. The trainer no longer waits for older ones.
             self._answers = {wanted: found}
             if self._pending == wanted:
                 self._pending = None
@@ -195,7 +196,7 @@ class Mailbox(Generic[Checked]):
         return True
 
     def _call(self, call: Callable[[], Result]) -> Result:
-        """Call the store; any exception means that it can no longer be used."""
+        """Call the store. After any exception it can no longer be used."""
         self._busy_since = time.monotonic()
         try:
             return call()

@@ -92,7 +92,7 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
     Raises
     ------
     InputError
-        If the layout is of another model, or costs are impossible. The message names the file and the field.
+        If the layout belongs to another model, or costs are impossible. The message names the file and the field.
     """
     modules = {module.name: module for module in setup.model.modules}
     laid = {module.name for module in setup.layout.modules}
@@ -113,11 +113,11 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
             raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
         spec = modules[module.name]
         if set(module.after) != set(spec.after):
-            raise InputError(f"{where}.after", f"{list(module.after)}, the model says {list(spec.after)}")
+            raise InputError(f"{where}.after", f"is {list(module.after)}, but the model says {list(spec.after)}")
         ours = ModuleLayout.of(spec)
         for end in ("emits", "takes"):
             if set(getattr(module, end)) != set(getattr(ours, end)):
-                raise InputError(f"{where}.{end}", "are other streams than the model's", "lay out this model")
+                raise InputError(f"{where}.{end}", "differs from the model", "make a layout of this model")
         num_layers = sum(layer.count for layer in spec.layers)
         if num_laid[module.name] != num_layers:
             problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
@@ -134,7 +134,7 @@ def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
             if len(coefficients) > most:
                 entity = f"{profile_file}: layers.{key}.{field}"
                 problem = f"has {len(coefficients)} entries, which is above the {most} features of {name!r}"
-                raise InputError(entity, problem, "give one for each, and two more for each module that feeds it")
+                raise InputError(entity, problem, "give one per feature, with two for each module that feeds it")
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,9 +143,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: Batch
     correction: Correction = Correction()
     ahead: Batch | None = None
-    """The global batch after this one, to be assigned to replicas before this one is planned."""
+    """The global batch after this one. It is assigned to replicas before this one is planned."""
     replicas: tuple[Correction, ...] = ()
-    """Correction of each replica for that assignment, without links."""
+    """Correction of each replica for the assignment of ``ahead``, without links."""
 
 
 def answer_of(

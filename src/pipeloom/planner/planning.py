@@ -20,12 +20,12 @@ from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, res
 from pipeloom.units import size_text
 
 _MOST_TRIALS, _TRIAL_SHARE = 12, 0.25
-"""Most plans if the first ones exceed the memory limit, and the share of the previous budget that each gets."""
+"""Maximum number of plans if they exceed the memory limit, and the budget of each as a share of the previous budget."""
 
 
 @dataclass(slots=True)
 class FinishingTime:
-    """Time of lowering and verifying, measured on the last plan; the next search ends that much earlier.
+    """Time of lowering and verification, measured on the last plan. The next search ends earlier by this time.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class FinishingTime:
     task_s: float = 4e-5
 
     def took(self, seconds: float, num_tasks: int) -> None:
-        """Record the last plan's seconds with a margin of a third, since times vary and a search ends a little late."""
+        """Record the seconds of the last plan, plus a third because times vary and a search may end late."""
         self.task_s = 4 / 3 * seconds / num_tasks
 
 
@@ -44,8 +44,9 @@ class FinishingTime:
 class PlannedBatch:
     """A plan and the intermediate results that led to it.
 
-    ``resolved`` is the graph with only the chosen strategies; its tasks are the plan's compute actions. ``peak_bytes``
-    is the peak memory of each rank, workspace and messages included; empty if memory is not limited.
+    ``resolved`` is the graph with only the chosen strategies. Its tasks are the compute actions of the plan.
+    ``peak_bytes`` is the peak memory of each rank, including workspace and messages. It is empty if memory is not
+    limited.
     """
 
     packing: Packing
@@ -83,15 +84,15 @@ def plan_batch(
     batch : Batch
         Metadata of the samples.
     budget : StoppingRule
-        Budget of all steps from the batch to the verified plan; search ends early enough for the others. A number of
-        evaluations covers the search only. The smallest budget still yields a plan. If the first plan exceeds the
-        memory limit, others are made, each in a quarter of the previous budget.
+        Budget of all steps from the batch to the verified plan. Search ends early enough for the other steps. A number
+        of evaluations covers only the search. The smallest budget still yields a plan. If a plan exceeds the memory
+        limit, another one is made in a quarter of the previous budget.
     seed : int
         Seed of all random choices.
     method : str
         Name of a search method.
-    finishing : Finishing, optional
-        Measured time of the steps after the search. Pass the same object for successive batches; it is updated.
+    finishing : FinishingTime, optional
+        Measured time of the steps after the search. It is updated, so pass the same object for successive batches.
 
     Raises
     ------
@@ -109,11 +110,11 @@ def plan_batch(
 def _plan_within_memory(
     problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: FinishingTime
 ) -> PlannedBatch:
-    """Plan until the plan's memory, counted along its actions, fits.
+    """Make plans until the memory of one, counted along its actions, fits.
 
-    A rule determines the first reserve for messages. A plan's own messages are counted, and the excess is added to the
-    reserve of the next plan. If no order fits beside that reserve, half of the addition is removed, and other random
-    choices are made: orders differ in the memory that they need.
+    A rule determines the first reserve for messages. If the memory of a plan exceeds the limit, the excess is added to
+    the reserve for the next plan. If no order fits with that reserve, half of the addition is removed and another seed
+    is used, because orders differ in the memory that they need.
     """
     reserve = last = np.zeros(problem.layout.num_ranks, np.int64)
     failure: InfeasibleError | None = None

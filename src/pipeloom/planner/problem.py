@@ -39,7 +39,7 @@ class Problem:
     threads: int = 1
     """Search threads; 0: half of the cores."""
     reserve_bytes: tuple[int, ...] = ()
-    """Reserve of each rank that plans of this batch were found to need beyond the rule's."""
+    """Bytes of each rank that plans of this batch need in addition to the reserve of the rule."""
     memory_model: MemoryLimit = _DEFAULT_MEMORY
     """Memory model: the reserve for messages and the usable host memory."""
 
@@ -87,7 +87,7 @@ class Problem:
         return replace(self, costs=self.costs.corrected(correction))
 
     def compile_kernels(self) -> None:
-        """Compile the kernels for planning; later runs load the compiled ones."""
+        """Compile the kernels for planning. Later runs load the compiled kernels."""
         packing.compile_kernels()
         search.compile_kernels()
         if any(module.on_ranks == "replicated" for module in self.layout.modules):

@@ -1,4 +1,4 @@
-"""The planner's process: started beside the training ranks, monitored, and restarted if it dies."""
+"""The planner's process, which runs beside the training ranks and is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipeloom.forks import ForkedCommand, can_fork, interrupts_held
 # Longest wait in seconds for a killed process to end; the system may delay it.
 _KILLED_S = 1.0
 STORE_SECRET = "PIPELOOM_STORE_SECRET"
-"""Environment variable with the secret of the store; a command line would be visible to all users."""
-
+"""Environment variable with the secret of the store. A command line would be visible to all users."""
 
 STARTER = "PIPELOOM_STARTER"
 """Environment variable with the process ID of the process that started a planner as an interpreter."""
@@ -42,7 +41,7 @@ class PlannerProcess:
 
     def start(self) -> None:
         """Start the process with one thread for numerics, so that it takes at most one core from training."""
-        # A planner exits when its store is gone; the log level suppresses the store's stack trace.
+        # A planner exits when its store ends. The log level suppresses the stack trace of the store.
         quiet = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         environment = {**quiet, STORE_SECRET: self.secret}
         arguments = ["planner", "--store", self.address]
@@ -65,7 +64,7 @@ class PlannerProcess:
         return self._process is not None and self._process.poll() is None
 
     def may_restart(self) -> bool:
-        """Return whether a restart is left."""
+        """Return whether the planner can be restarted once more."""
         return self.num_restarts < self.max_restarts
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Assign the samples of a coming global batch to data-parallel replicas by the estimated time of their shares."""
+"""Assignment of the samples of the next global batch to data-parallel replicas, by the estimated time of each share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from pipeloom.tuning import TuningSpec, batch_sizes, check_layout, tune_replicas
 
 
 class ReplicaEstimates:
-    """Estimates the time of parts of a batch in milliseconds each, from one even packing with static orders.
+    """Estimates the time of a part of a batch from one even packing with static orders.
 
-    ``problems`` has one problem for each replica. An estimate is one evaluation of ``budget``.
+    Each estimate takes milliseconds and counts as one evaluation of ``budget``. ``problems`` has one problem for each
+    replica.
     """
 
     def __init__(self, problems: Sequence[Problem], batch: Batch, budget: StoppingRule, seed: int) -> None:
@@ -29,9 +30,9 @@ class ReplicaEstimates:
         self.meter = Meter(budget.start())
 
     def __call__(self, members: Sequence[int], replica: int) -> float | None:
-        """Return the nanoseconds of the samples at these positions on a replica; infinity if they do not fit.
+        """Return the estimated time in ns of the samples at these positions on a replica.
 
-        None once the budget is spent.
+        Return infinity if they do not fit, and None once the budget is spent.
 
         Raises
         ------
@@ -53,7 +54,7 @@ class ReplicaEstimates:
 def assign_planned(
     problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, corrections: Sequence[Correction] = ()
 ) -> ReplicaAssignment:
-    """Assign a global batch to the replicas of the problem's layout so that the slowest is planned to be fast.
+    """Assign a global batch to the replicas of the problem's layout so that the slowest replica is as fast as possible.
 
     Parameters
     ----------
@@ -62,10 +63,10 @@ def assign_planned(
     batch : Batch
         The global batch.
     budget : StoppingRule
-        Each estimate of a replica's share is one evaluation; `Evaluations` makes the result deterministic. If the
-        budget ends before every replica was estimated once, loads decide.
+        Each estimate of the share of a replica is one evaluation. `Evaluations` makes the result deterministic. If the
+        budget ends before every replica was estimated once, the assignment is by load.
     corrections : sequence of Correction
-        Measured correction of each replica: a slow one receives less. Empty: all replicas match the problem.
+        Measured correction of each replica. A slow replica receives less work. Empty: all replicas match the problem.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int)
     Raises
     ------
     InputError
-        If the encoders are not whole on the first rank.
+        If the first rank does not hold all encoders.
     """
     check_layout(setup.layout)
     tuning = setup.tuning or TuningSpec()

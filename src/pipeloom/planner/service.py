@@ -60,7 +60,7 @@ def error_key(iteration: int) -> str:
 def serve(store: Store) -> int:
     """Answer the newest request until ``stop`` is set; return the number of plans.
 
-    Older requests are skipped: once there is a newer request, their iterations have begun with fallback plans.
+    Older requests are skipped, because their iterations have begun with fallback plans when a newer request arrives.
     """
     data = None
     while data is None:
@@ -72,7 +72,7 @@ def serve(store: Store) -> int:
     setup = decode(Setup, data)
     problem = setup.problem()
     problem.compile_kernels()
-    # The objects so far live until the end: exclude them from garbage collection while plans are made.
+    # The objects created so far live until the end, so exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     store.put(READY, b"1")
@@ -89,7 +89,8 @@ def serve(store: Store) -> int:
         except PipeloomError as error:
             _reject(store, iteration, str(error))
         except Exception as error:
-            # A defect on one batch costs one fallback plan; an exit would cost every batch until the restart.
+            # After a defect on one batch, only that batch runs on a fallback plan. If the process ended, every batch
+            # until the restart would.
             _reject(store, iteration, f"a defect, {type(error).__name__}: {error}")
         else:
             store.put(answer_key(iteration), encode(answer))
@@ -103,22 +104,22 @@ def _reject(store: Store, iteration: int, reason: str) -> None:
 
 
 def answer_request(problem: Problem, setup: Setup, request: Request, finishing: FinishingTime | None = None) -> Answer:
-    """Plan one batch, and assign the batch after it to replicas if requested; ``finishing`` as in `plan_batch`.
+    """Plan one batch, and assign the batch after it to replicas if requested. ``finishing`` is that of `plan_batch`.
 
-    The same request gives the same plan, except that the clock may end the search earlier or later.
+    The same request gives the same plan, except that the deadline may end the search at different points.
     """
     begin = time.monotonic()
     corrected, budget_s = problem.corrected(request.correction), setup.budget_s
     assigned: tuple[int, ...] = ()
     if request.ahead is not None:
-        # Errors of that batch are reported when it is planned itself. Until then, loads assign it.
+        # Errors of that batch are reported when it is planned. If the assignment fails, samples are assigned by load.
         part = setup.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
             assignment = assign_planned(
                 corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
             )
             assigned = assignment.replicas if assignment.predicted else ()
-        # This plan is needed first: an assignment that took too long does not shorten it.
+        # This plan is needed first, so an assignment that took too long does not reduce its budget further.
         budget_s -= min(part, time.monotonic() - begin)
     budget = Deadline(budget_s)
     planned = plan_batch(

@@ -75,7 +75,7 @@ class _Incumbent:
         that splits pairs. Such a schedule is rejected.
         """
         timeline = simulate(self.graph, schedule)
-        # Peaks include what tasks of no duration hold, which does not count.
+        # Peaks include bytes that tasks without duration hold. `check` does not count them.
         if not within_limits(self.graph, schedule, timeline) and check(self.graph, schedule):
             return codes.NEVER
         makespan = timeline.makespan_ns
@@ -85,7 +85,7 @@ class _Incumbent:
 
 
 def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _Incumbent) -> Restricted:
-    """Try to split no, few and then more of the last microbatches, and keep the number that is best with static orders.
+    """Split none, some and then more of the last microbatches; keep the number that is best with static orders.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def _choose_split(graph: TaskGraph, context: Context, stretch: Stretch, best: _I
         try:
             search = Search(restricted.graph.with_candidates(smallest), context)
         except InfeasibleError:
-            # What a split backward holds between its halves may not fit where whole ones do.
+            # The bytes that a split backward holds between its halves may not fit even if whole backwards do.
             if lateness is None:
                 raise
             break
@@ -161,8 +161,8 @@ class _Turns:
 
         DIP starts from the minimum-memory candidates (`dip.txt` §5.2). Here, the start is the uniform setting that is
         best with static orders, or the strategies found with the layout if they are better. If the result is far from
-        the bound, strategies must differ between pairs. Then an order for the minimum-memory candidates, whose free
-        memory the choice of strategies uses, is often better.
+        the bound, strategies must differ between pairs. It is then often better to find an order for the minimum-memory
+        candidates and to choose strategies that use the remaining memory.
         """
         params, meter = self.context.params.turns, self.context.meter
         probes = [*self._under_rules()]
@@ -184,7 +184,10 @@ class _Turns:
         return plan._replace(rounds=min(plan.rounds, self.chooser.turns(self.stretch.until - meter.spent)))
 
     def _best_uniform(self) -> tuple[int, Search] | None:
-        """The uniform setting with the best static orders, and their search; None: no limit, or none fits."""
+        """Return the uniform setting with the best static orders, and its search.
+
+        Return None if memory is unlimited or no setting fits.
+        """
         if self.graph.capacity_bytes is None:
             return None
         searches: dict[int, Search] = {}
@@ -192,7 +195,7 @@ class _Turns:
 
         def makespan(setting: int) -> float:
             try:
-                # A setting that fits in some odd order only is not worth the seconds that finding it takes.
+                # It is not worth seconds of search to find out whether a setting fits in an unusual order.
                 search = self._search(np.full(self.graph.num_pairs, setting), states=0)
             except InfeasibleError:
                 return float("inf")
@@ -204,7 +207,7 @@ class _Turns:
         return None if setting is None else (setting, searches[setting])
 
     def _under_rules(self) -> Iterator[tuple[IntArray, Search]]:
-        """Strategies that rules of the layout were found with, and a search under each that fits."""
+        """Yield the strategies that belong to each rule of the layout, and a search under them, if they fit."""
         meter = self.context.meter
         for rule in self.context.params.rules:
             candidate = choice_of(self.graph, rule)
@@ -219,7 +222,10 @@ class _Turns:
         return Search(self.graph.with_candidates(candidate), self.context, walks=self.walks, states=states)
 
     def offer(self, search: Search, candidate: IntArray) -> tuple[int, IntArray]:
-        """Take a search's order as it is, or with strategies chosen for it; the makespan with these, and these."""
+        """Offer the order of a search as it is and with strategies chosen for it.
+
+        Return the makespan with the chosen strategies, and these strategies.
+        """
         found = Schedule(search.orders(), candidate, self.context.method)
         chosen = self.chooser.choose(found)
         self.best.offer(found)
@@ -229,12 +235,12 @@ class _Turns:
         return makespan, chosen.candidate
 
     def turn(self, number: int, plan: _Plan, until: float, run: Run) -> tuple[Search, bool]:
-        """Search orders under the plan's strategies; the search, and whether it is the last."""
+        """Search orders under the strategies of the plan. Return the search and whether it is the last."""
         graph, context = self.graph.with_candidates(plan.candidate), self.context
-        # How far an order is from the optimum, and whether to go on, is a matter of these strategies.
+        # An order can only reach the lower bound under these strategies, so this bound decides when to stop.
         target = max(context.bound.ns, lower_bound(graph).ns)
         if plan.search is not None:
-            # The static orders that chose the setting are a part of its search.
+            # The search that selected the setting has already tried the static orders, so continue it.
             search = plan.search.aimed_at(target)
         else:
             search = Search(graph, context, target_ns=target, seed=context.seed + number, walks=self.walks)
@@ -248,9 +254,7 @@ class _Turns:
 
 
 def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) -> Schedule:
-    """First orders under one choice of strategies, then the strategies that the order leaves room for, then orders
-    under those, and so on.
-    """
+    """Search orders under one choice of strategies, then choose strategies that fit this order, and repeat."""
     turns = _Turns(graph, context, stretch)
     plan = turns.begin()
     begin, rounds = context.meter.spent, plan.rounds
@@ -259,7 +263,7 @@ def _take_turns(graph: TaskGraph, context: Context, run: Run, stretch: Stretch) 
         search, last = turns.turn(number, plan, until, run)
         _, chosen = turns.offer(search, plan.candidate)
         plan = _Plan(chosen, rounds, like=search)
-        # Another turn ends with another choice, and searches for as long at least.
+        # Another turn ends with another choice of strategies and searches for at least as long.
         share = turns.chooser.share
         late = share > 0 and context.meter.spent + 2 * share >= stretch.until
         if last or late or turns.best.ns <= context.bound.ns:

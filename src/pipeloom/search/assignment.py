@@ -1,9 +1,9 @@
-"""Assignment the parts of replicated modules: the planner chooses the rank of each, together with its place in time.
+"""Assignment of the parts of replicated modules to ranks, chosen together with the order.
 
-`pipeloom.taskgraph.build_graph` assigns them so that all ranks have as much to do, before any order is known. What that
-misses: a rank may wait for the backbone's first pass while another encodes for it, a microbatch that goes first or
-last wants its parts spread over all ranks, memory differs by rank, and an encoding made on the rank that reads
-it need not be sent.
+`pipeloom.taskgraph.build_graph` assigns parts so that all ranks have equal work, before any order is known. This
+ignores several effects. A rank may wait for the first pass of the backbone while another rank encodes for it. The parts
+of the first and last microbatches should be spread over all ranks. Memory differs by rank. An encoding on the rank that
+reads it need not be sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeloom.taskgraph.rows import close_edges, compressed
 from pipeloom.timeline import (
     Schedule,
     assignable_bound,
-    heads_and_tails,
+    longest_paths,
     memory_changes,
     running_order,
     simulate,
@@ -48,9 +48,9 @@ class Assigned:
     Attributes
     ----------
     assignable : Assignable
-        Its graph is the schedule's.
+        The assignment and the graph of the schedule.
     solution : Solution
-        Its bound holds for every assignment.
+        The schedule, with a bound that holds for every assignment.
     """
 
     assignable: Assignable
@@ -68,23 +68,23 @@ def solve_assignable(
 ) -> Assigned:
     """Search for an assignment and a schedule with a short makespan.
 
-    Where nothing can be assigned, this is `solve`. Else orders are searched under the assignment at hand, and under
-    one that is even under the strategies found there; from the better of the two, assignment and order are annealed
-    together, by turns with the choice of strategies. The fastest is the answer.
+    If no part can be assigned, this is `solve`. Otherwise orders are searched under the initial assignment, and then
+    under an assignment that is even under the strategies found. Starting from the better of the two, assignment and
+    order are annealed together, alternating with the choice of strategies. The fastest result is returned.
 
     Parameters
     ----------
     seed : int
-        The same seed and number of evaluations give the same answer on one thread.
+        On one thread, the same seed and number of evaluations give the same result.
     method : str
-        A name that `find_method` knows; the assignment is chosen after those alone that say so.
+        Name of a method; see `find_method`. The assignment is searched only if the method has ``assigns``.
     threads : int
-        Of the searches of orders.
+        Number of threads for the search of orders.
 
     Raises
     ------
     InputError, InfeasibleError
-        As `solve`.
+        As for `solve`.
     """
     if assignable.free.any():
         compile_assignment_kernels()
@@ -94,7 +94,7 @@ def solve_assignable(
     settings: _Settings = {"seed": seed, "method": method, "threads": threads, "params": params}
     if not assignable.free.any():
         return Assigned(assignable, solve(assignable.graph, budget=budget, **settings))
-    # A bound of one assignment holds for no other.
+    # A bound for one assignment does not hold for other assignments.
     bound = assignable_bound(assignable)
     if few or not searches or assignable.graph.edge_bytes.any():
         found = solve(assignable.graph, budget=budget, **settings)
@@ -131,7 +131,7 @@ def solve_assignable(
 
 
 class _Settings(TypedDict):
-    """Return the arguments of every search of orders."""
+    """Arguments of every search of orders."""
 
     seed: int
     method: str
@@ -144,7 +144,7 @@ def rebalanced(
 ) -> Assignable:
     """Balance the loads of the ranks under the strategies of a schedule, with few changes.
 
-    Parts move, or two change places, from the rank that has most to do, as long as the sum of the squares falls.
+    Parts of the rank with the largest load move or are exchanged, as long as the sum of the squared loads decreases.
     """
     graph = assignable.graph
     time = np.zeros((graph.num_pairs, graph.num_ranks))
@@ -157,7 +157,7 @@ def rebalanced(
         full = int(load.argmax())
         mine, others = free[home[free] == full], free[home[free] != full]
         goal = np.concatenate([everywhere, home[others]])
-        # A part on its own, or for another part: what the full rank gives away, and the other one gets.
+        # A part moves alone or in exchange for another part. Compute what the full rank gives and the other rank gets.
         back = np.concatenate([np.zeros((graph.num_ranks, 2)), time[others][:, [full, full]]])
         back[graph.num_ranks :, 1] = time[others, home[others]]
         given = time[mine, full][:, None] - back[:, 0]
@@ -189,16 +189,16 @@ def reassign(
     Parameters
     ----------
     schedule : Schedule
-        Of ``assignable.graph``; it fits into memory.
+        A schedule of ``assignable.graph`` that fits into memory.
     target_ns : int
         Makespan at which to stop.
 
     Returns
     -------
     Assignable, Schedule
-        The best found: no slower than what was given.
+        The best assignment and schedule found, not slower than the initial ones.
     int
-        Lists tried.
+        Number of lists tried.
     """
     random = np.array([(seed * 2 + 1) * 0x9E3779B97F4A7C15 % (1 << 64) | 1], np.uint64)
     annealing = _Annealing(Meter(budget.start()), target_ns, random, params)
@@ -270,7 +270,7 @@ def compile_assignment_kernels() -> None:
 
 def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.AssignmentArrays, float]:
     graph = assignable.graph.with_candidates(schedule.candidate)
-    # A column for ends on one rank, and one for each link.
+    # One column is for edges within a rank, and one for each link.
     columns = np.column_stack([np.zeros_like(graph.edge_delay_ns), assignable.crossing_ns])
     rows = []
     for column in columns.T:
@@ -283,7 +283,7 @@ def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Assi
     column_of = assignable.link + 1
     np.fill_diagonal(column_of, 0)
     at_start, at_end = memory_changes(graph)
-    # A task that lasts no time may start with those that come after it.
+    # A task without duration may start at the same time as its successors, so sort by depth too.
     depth = np.empty(graph.num_tasks, np.int64)
     depth[running_order(graph, schedule)] = np.arange(graph.num_tasks)
     listed = np.lexsort((depth, simulate(graph, replace(schedule, candidate=None)).start_ns))
@@ -292,7 +292,7 @@ def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Assi
     never = np.iinfo(np.int64).max // 4
     capacity = np.full(graph.num_ranks, never) if graph.headroom_bytes is None else graph.headroom_bytes
     duration = assignable.durations_ns(schedule.candidate)
-    _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
+    _, tail = longest_paths(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()
     arrays = kernels.AssignmentArrays(
         home=home,

@@ -1,8 +1,9 @@
-"""Components: parts of a graph that can finish alone, and what they need for it (for banker's admission).
+"""Components: parts of a graph that can finish alone, and the memory they need to do so, for banker's admission.
 
-Memory is granted only if every component that has begun can still finish, one after the other, in some order
-(Dijkstra's banker). A component finishes along its *reference order*; whatever of it has run already, the rest of
-that order can run, and `demand` is the most it takes on each rank above what the component holds.
+The banker grants memory only if all components that have begun can still finish, one after the other, in some order
+(Dijkstra's banker's algorithm). A component finishes in its *reference order*. Whichever of its tasks have run, the
+rest of that order can run. `demand` is the peak of the rest on each rank, in bytes above those that the component
+holds.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Components:
     Attributes
     ----------
     order : array, shape (num_tasks,)
-        All tasks, component after component in order of their first microbatch, each component in its reference order:
-        a schedule that fits whenever one was found.
+        All tasks, component after component in order of their first microbatch, each component in its reference order.
+        It fits into memory.
     scan_start, scan_task : array
-        Per component and rank (row ``component * num_ranks + rank``) the tasks in reference order, where what is still
-        to come does not simply add up.
+        Tasks of each component and rank (row ``component * num_ranks + rank``) in reference order, if the demand is not
+        the sum over the remaining tasks.
     """
 
     component_of_task: IntArray
@@ -51,12 +52,12 @@ class Components:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walks:
-    """What finding components takes from a graph that its candidates do not change: made once, used for all of them.
+    """The part of the search for components that is the same under all candidates of a graph.
 
     Attributes
     ----------
     order : array, shape (num_tasks,)
-        Component after component, each depth first with backwards as soon as they can.
+        Tasks, component after component, each depth first with backwards as early as possible.
     """
 
     component_of_task: IntArray
@@ -82,16 +83,17 @@ def find_components(
     Parameters
     ----------
     walks : Walks, optional
-        Of this graph under any candidates.
+        Walks of this graph under any candidates.
     states : int
-        Sets of finished tasks that are tried for a component when the plain orders do not fit, which may take seconds.
+        Maximum number of sets of finished tasks to try for a component if the simple orders do not fit. This may take
+        seconds.
 
     Raises
     ------
     InfeasibleError
-        Naming the pair, its rank and the bytes, where a pair alone is too large, or no order of its component fits.
+        A pair alone is too large, or no order of its component fits. The message names the pair, rank and bytes.
     NothingFoundError
-        Where no order of a component was found that fits, and not all were tried.
+        No order of a component was found that fits, and not all orders were tried.
     """
     capacity = np.full(graph.num_ranks, NO_LIMIT, np.int64)
     if graph.headroom_bytes is not None:
@@ -111,7 +113,7 @@ def find_components(
             here = component_of_task[order] == component
             order[here] = _reference_order(graph, reader, order[here].tolist(), (peak, net), capacity, states)
         demand, adds_up = _demand(graph, component_of_task, order)
-    # A row for every component and rank: their tasks in the order of the component.
+    # Each row has the tasks of one component and rank, in the order of the component.
     row = (component_of_task * graph.num_ranks + graph.rank)[order]
     scanned = ~adds_up[row]
     size = np.bincount(row[scanned], minlength=len(adds_up))
@@ -123,9 +125,14 @@ def find_components(
 
 
 def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> tuple[IntArray, Array]:
-    """Most bytes that each component takes on every rank along the order, shape (num_components, num_ranks); and, by
-    ``component * num_ranks + rank``, whether the rank's part of it first only takes and then only gives, so that what
-    is needed is a sum.
+    """Return the memory that each component needs along the order.
+
+    Returns
+    -------
+    array, shape (num_components, num_ranks)
+        Peak bytes of each component on each rank.
+    array, shape (num_components * num_ranks,)
+        Whether the component on this rank first only takes memory and then only frees it. Its demand is then a sum.
     """
     num_components = int(component_of_task.max(initial=-1)) + 1
     row = (component_of_task * graph.num_ranks + graph.rank)[order]
@@ -136,7 +143,7 @@ def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> t
     length = np.diff(first, append=len(row))
 
     def before(values: IntArray) -> IntArray:
-        """Sum of the values that come earlier in the same row."""
+        """Return for each value the sum of the earlier values in the same row."""
         total = np.cumsum(values) - values
         earlier: IntArray = total - np.repeat(total[first], length)
         return earlier
@@ -154,7 +161,7 @@ def _demand(graph: TaskGraph, component_of_task: IntArray, order: IntArray) -> t
 def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     """Return the peak and net change of bytes of every task.
 
-    What is held for no time does not count: a task without duration needs only what it leaves.
+    Bytes held for no time do not count. The peak of a task without duration is therefore its net change.
     """
     at_start, at_end = memory_changes(graph)
     net = at_start + at_end
@@ -162,9 +169,10 @@ def memory_demand(graph: TaskGraph) -> tuple[IntArray, IntArray]:
 
 
 def memory_matters(graph: TaskGraph) -> bool:
-    """Return whether not everything fits at once: the maximum of every pair and the bytes of every edge.
+    """Return whether the maxima of all pairs and the bytes of all edges together exceed the memory.
 
-    What a component needs along its own order would not do, for another order may hold more of it at once.
+    The demand of a component along its reference order is not sufficient for this check, because another order may hold
+    more at once.
     """
     if graph.capacity_bytes is None:
         return False
@@ -176,9 +184,9 @@ def memory_matters(graph: TaskGraph) -> bool:
 
 
 def _one_component(graph: TaskGraph, capacity: IntArray) -> Components:
-    """Return one component that needs no memory, which is fast for large graphs."""
+    """Return one component that needs no memory. This is fast for large graphs."""
     none = np.zeros(0, np.int64)
-    # The plain list scheduler, which must not compile anything, is too slow for more.
+    # The list scheduler in plain Python needs no compilation, but is too slow for larger graphs.
     order = topological_order(graph) if graph.num_tasks <= 4000 else quick_topological_order(graph)
     return Components(
         np.zeros(graph.num_tasks, np.int64),
@@ -191,7 +199,7 @@ def _one_component(graph: TaskGraph, capacity: IntArray) -> Components:
 
 
 class _Reader:
-    """The graph's rows as lists, which Python reads faster."""
+    """The rows of the graph as lists, which Python reads faster than arrays."""
 
     def __init__(self, graph: TaskGraph) -> None:
         self.rank: list[int] = graph.rank.tolist()
@@ -222,8 +230,9 @@ def _reference_order(
     capacity: IntArray,
     states: int,
 ) -> list[int]:
-    """An order of a component whose plain walk, ``first``, does not fit: what rises least comes next; or else a
-    search.
+    """Return an order that fits for a component whose walk ``first`` does not fit.
+
+    Try the order that greedily takes the task with the smallest memory increase, and then a search.
     """
     peak, net = peak_net
     tasks = sorted(first)
@@ -238,7 +247,7 @@ def _reference_order(
     for task in first:
         rank = reader.rank[task]
         if used[rank] + peak[task] > capacity[rank]:
-            # With tasks that last no time, more fits than this search knows of.
+            # If tasks have no duration, more orders fit than this search considers.
             proved = exhausted and bool((graph.duration_ns > 0).all())
             some = f"at most {states} states of it were searched, not all"
             tried = "no order fits" if proved else "not proved impossible" if exhausted or not states else some
@@ -289,11 +298,10 @@ def _walk(reader: _Reader, tasks: list[int], peak: list[int], net: list[int]) ->
 def _search(
     reader: _Reader, tasks: list[int], peak: list[int], net: list[int], capacity: list[int], most: int
 ) -> tuple[list[int] | None, bool]:
-    """An order that fits, by depth first over all of them, or None; and whether all were tried, of which ``most``
-    states are the limit.
+    """Search depth first for an order that fits. Return it or None, and whether all orders were tried.
 
-    A task that fits and leaves no more held than before runs at once, since that can never be in the way; so
-    only the others are a choice.
+    The search stops after ``most`` states. A task that fits and does not increase the held bytes runs at once, since
+    this never prevents another task from fitting. Only the other tasks are a choice.
     """
     number = {task: i for i, task in enumerate(tasks)}
     predecessors = dict.fromkeys(tasks, 0)
@@ -307,7 +315,7 @@ def _search(
         ready = [t for t in tasks if not done >> number[t] & 1 and predecessors[t] & ~done == 0]
         fits = [t for t in ready if peak[t] <= free[reader.rank[t]]]
         harmless = [t for t in fits if net[t] <= 0]
-        # The last one pushed is tried first: that with the least rise.
+        # The last task pushed is tried first: the one with the smallest increase.
         for task in harmless[:1] or sorted(fits, key=lambda t: (-net[t], t)):
             after = done | 1 << number[task]
             if after in seen:
@@ -323,12 +331,13 @@ def _search(
 
 
 def refuse_large_pairs(graph: TaskGraph) -> None:
-    """Raise if no order can fit: static bytes above a capacity, or a pair too large under each candidate.
+    """Raise an error if no order can fit.
 
     Raises
     ------
     InfeasibleError
-        Naming the rank or pair and the bytes.
+        Static bytes exceed a capacity, or a pair is too large under each candidate. The message names the rank or pair
+        and the bytes.
     """
     capacity = graph.most_headroom_bytes
     if capacity is not None and graph.capacity_bytes is not None and (capacity < 0).any():

@@ -1,8 +1,8 @@
 """Exhaustive search of small graphs: find a schedule where heuristics find none, or prove that none exists.
 
 Tasks are appended one by one to the order of their rank. The candidate of a pair is chosen at its forward. States are
-visited once. What a rank holds between two tasks counts only if time passes between them, so if tasks may have no
-duration, states also include times.
+visited once. Bytes that a rank holds between two tasks count only if time passes between them. If tasks may have no
+duration, states therefore also include times.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
         state, sequence = stack.pop()
         if len(sequence) == graph.num_tasks:
             return search.schedule(state, sequence), True
-        # The last state on the stack is tried first: the one that leaves the fewest bytes.
+        # The last state on the stack is tried first: the one with the fewest held bytes.
         for _, task, after in sorted(search.steps(state), key=lambda step: -step[0]):
             key = search.key(after)
             if key not in seen:
@@ -205,7 +205,7 @@ class _Exhaustive:
 
 
 def any_lasts_no_time(graph: TaskGraph) -> bool:
-    """Return whether a task may have no duration, so that what it holds does not count."""
+    """Return whether a task may have no duration, so that the bytes it holds do not count."""
     options = pair_options(graph)
     durations = (
         (graph.forward_of, options.forward_ns),
@@ -246,7 +246,7 @@ def _options(graph: TaskGraph, timed: bool) -> list[list[_Option]]:
 
 
 def _any_schedule(graph: TaskGraph) -> tuple[Schedule | None, bool]:
-    """Same as `any_schedule`, for a graph whose ranks may stage."""
+    """Do the same as `any_schedule` for a graph whose ranks may stage."""
     if graph.candidates is None:
         return any_schedule(graph)
     all_sure, count = True, 0
@@ -284,6 +284,6 @@ def schedule_of_last_resort(graph: TaskGraph, failure: InfeasibleError) -> Sched
         if found is not None:
             return found
         if sure:
-            raise InfeasibleError(f"no order and choice of candidates fits, of all that there are: {failure}")
+            raise InfeasibleError(f"all orders and choices of candidates were tried, and none fits: {failure}")
         tried = f"{MOST_STATES} states of all orders"
     raise NothingFoundError(f"tried {tried}; not proved impossible: {failure}")

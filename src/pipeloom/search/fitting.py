@@ -53,8 +53,8 @@ Run = tuple["Run", int] | tuple[()]
 def fitting_candidates(graph: TaskGraph, states: int = DEFAULTS.feasibility.candidate_states) -> list[list[int]] | None:
     """Return for every pair a candidate such that all fit together, followed by those that need no less memory.
 
-    For graphs in which candidates trade one kind of memory for another, so that choosing pair by pair does not fit.
-    None if no candidates were found in ``states`` states of a component, which proves nothing.
+    This is for graphs whose candidates trade one kind of memory for another, so that no choice pair by pair fits.
+    Return None if no candidates were found in ``states`` states of a component. This does not prove that none fit.
     """
     found = fitting_schedule(graph, states)
     return None if found is None else no_less_memory(graph, found)
@@ -95,7 +95,7 @@ def fitting_ways(
 
 
 def no_less_memory(graph: TaskGraph, schedule: Schedule) -> list[list[int]]:
-    """Return for every pair the schedule's candidate, and then the candidates that take no less of anything."""
+    """Return for every pair its candidate in the schedule, and then all candidates that need no less of any memory."""
     assert graph.candidates is not None
     assert schedule.candidate is not None
     options, everything = pair_options(graph), np.arange(graph.num_pairs)
@@ -162,7 +162,7 @@ class _Search:
         late = graph.predecessor_delay_ns > 0
         late |= graph.rank[graph.predecessor] != np.repeat(graph.rank, np.diff(rows))
         self.waits = {task for task in tasks if late[rows[task] : rows[task + 1]].any()}
-        """Tasks with a delayed input or one from another rank, for which they may wait in whatever order they run."""
+        """Tasks with a delayed input or an input from another rank. They may wait for it in any order."""
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.num_ranks = graph.num_ranks
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
@@ -177,7 +177,7 @@ class _Search:
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
         """Return the weight gradient without duration that runs directly after a task; empty if there is none.
 
-        It must not have to wait: not for a task that is not done, not for a delay, and not for another rank.
+        It may not have to wait for an unfinished task, a delay or another rank.
         """
         weight = self.weight[self.pair[task]]
         ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.waits
@@ -264,7 +264,7 @@ def _options(graph: TaskGraph, pair: int, fits: list[bool]) -> tuple[Option, ...
 
 
 def _no_worse(other: Option, option: Option) -> bool:
-    """Whether an option of no more activation bytes takes no more of anything else."""
+    """Return whether ``other``, which needs no more activation bytes, also needs no more of any other memory."""
     joined = 0 if option.whole else option.gradient
     return (
         other.gradient <= option.gradient

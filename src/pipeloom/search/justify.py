@@ -38,8 +38,7 @@ class _Justifier:
         return int(perturb(search.packed, self.reverse, self.ranks, self.mirror, self.table, self.perturbation, terms))
 
     def offer(self, search: Search) -> None:
-        """Make the best schedule the incumbent. Run forwards, its order may be faster than it was backwards."""
-        # Any sequence of the best order that respects each rank's order will do.
+        """Make the best schedule the incumbent. After a reversed pass, its order may be faster when run forwards."""
         blocks = make_blocks(search.packed, self.table.best)
         makespan = int(measure(search.packed, blocks))
         assert 0 <= makespan <= self.state[1], (makespan, self.state)
@@ -48,9 +47,9 @@ class _Justifier:
 
 
 def justify(search: Search, stretch: Stretch, heat: float) -> bool:
-    """Justify the incumbent until a part of the budget is spent; whether the graph allows it.
+    """Justify the incumbent until a part of the budget is spent; return whether the graph can be reversed.
 
-    ``heat``: start of the annealing, in mean durations of a task, falling to nothing over the stretch.
+    ``heat`` is the initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget.
     """
     reverse = search.reverse
     if reverse is None:

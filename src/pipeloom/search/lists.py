@@ -1,7 +1,7 @@
-"""Priority rules applied to a graph: those of its layout, and standard rules.
+"""Priority rules applied to a graph: rules of its layout, and standard rules.
 
-A rule is run by `pipeloom.search.kernels.by_rule`, on the tasks of the graph at hand: its microbatches may be unlike,
-and as many as there are.
+`pipeloom.search.kernels.by_rule` runs a rule on the tasks of a graph. The graph may have any number of microbatches,
+and these may differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Chunks(NamedTuple):
     Attributes
     ----------
     label, rank : array, shape (num_chunks,)
-        Number in the layout.
+        Number of the chunk in the layout, and its rank.
     most_parts : array, shape (num_chunks,)
-        Most pairs that a microbatch has there.
+        Maximum number of pairs of a microbatch in the chunk.
     mean_held : array, shape (num_chunks,)
-        Bytes that a microbatch holds there between forward and backward, in the mean.
+        Mean number of bytes that a microbatch holds in the chunk between forward and backward.
     """
 
     label: IntArray
@@ -58,7 +58,7 @@ def chunks_of(graph: TaskGraph) -> Chunks | None:
 
 
 def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: OrderRule, turn: IntArray) -> Priorities:
-    """Convert a rule for a graph whose microbatches run in the order of their turns.
+    """Apply a rule to a graph whose microbatches run in the order of their turns.
 
     Raises
     ------
@@ -68,26 +68,26 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
     if len(rule.chunks) <= chunks.label.max():
         problem = f"has {len(rule.chunks)} chunks, the graph's layout {chunks.label.max() + 1}"
         raise InputError("rules", problem, "give the rule of the layout that the graph was made from")
-    said = [rule.chunks[label] for label in chunks.label]
+    rules = [rule.chunks[label] for label in chunks.label]
     kind, chunk, turns = packed.task[:-1, PLACE] & 3, chunks.of_pair[graph.pair], turn[graph.microbatch]
-    # What a microbatch adds is the work of those before it, in whole periods.
+    # The keys of a microbatch increase by the work of the earlier microbatches, in whole periods.
     work = np.bincount(turns, weights=graph.duration_ns, minlength=len(turn)) / graph.num_ranks
     unit = float(work.sum()) / max(1, len(np.unique(graph.microbatch)))
     before = np.cumsum(work) - work
     added = before[np.arange(len(turn)) // rule.period * rule.period]
-    keys = np.array([(one.forward, one.backward, one.weight) for one in said]) * unit
-    waits = np.array([(one.forward_wait, one.backward_wait, 0.0) for one in said]) * unit
+    keys = np.array([(one.forward, one.backward, one.weight) for one in rules]) * unit
+    waits = np.array([(one.forward_wait, one.backward_wait, 0.0) for one in rules]) * unit
     key = np.rint(np.clip(keys, -_LIMIT, _LIMIT)[chunk, kind] + added[turns]).astype(np.int64)
     wait = np.where(kind == 2, -1, np.rint(np.minimum(waits, _LIMIT))[chunk, kind].astype(np.int64))
-    # Where keys are equal: the earlier chunk, there the backward, and of two microbatches the one whose turn it is.
+    # If keys are equal, the order is by chunk, then backwards first, then by the turn of the microbatch.
     order = np.lexsort((np.arange(graph.num_tasks), turns, np.array((1, 0, 2))[kind], chunk, key, graph.rank))
     place = np.empty(graph.num_tasks, np.int64)
     place[order] = np.arange(graph.num_tasks)
     row = np.searchsorted(chunks.rank, np.arange(graph.num_ranks + 1)).astype(np.int64)
-    # Headroom for one microbatch in every later chunk of the rank.
+    # Reserve memory for one microbatch in every later chunk of the rank.
     after = np.append(np.cumsum(chunks.mean_held[::-1])[::-1], 0)
     later = after[1:] - after[row[chunks.rank + 1]]
-    limit = [NEVER if one.limit is None else one.limit for one in said]
+    limit = [NEVER if one.limit is None else one.limit for one in rules]
     flight, take = _flights(graph)
     return Priorities(
         order=order,
@@ -100,9 +100,9 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
         chunk_row=row,
         limit=np.minimum(np.array(limit, np.int64), NEVER // chunks.most_parts) * chunks.most_parts,
         later=later,
-        in_flight=np.zeros(len(said), np.int64),
-        held=np.zeros(len(said), np.int64),
-        headroom=np.zeros(len(said), np.int64),
+        in_flight=np.zeros(len(rules), np.int64),
+        held=np.zeros(len(rules), np.int64),
+        headroom=np.zeros(len(rules), np.int64),
         made=np.zeros(graph.num_tasks, np.int64),
     )
 
@@ -110,7 +110,8 @@ def priorities_of(graph: TaskGraph, packed: PackedGraph, chunks: Chunks, rule: O
 def priorities_of_sequence(graph: TaskGraph, sequence: IntArray) -> Priorities:
     """Convert a sequence of all tasks into a rule: earlier tasks run first, and ranks never wait.
 
-    What such a rule gave comes back from it. A sequence in which a rank idles while something is ready does not.
+    A sequence that such a rule has produced does not change. A sequence in which a rank is idle while one of its tasks
+    is ready changes.
     """
     num_tasks, num_ranks = graph.num_tasks, graph.num_ranks
     order = sequence[np.argsort(graph.rank[sequence], kind="stable")]
@@ -135,9 +136,9 @@ def priorities_of_sequence(graph: TaskGraph, sequence: IntArray) -> Priorities:
 
 
 def choice_of(graph: TaskGraph, rule: OrderRule) -> IntArray | None:
-    """Return the candidate of every pair by the strategies of a rule, or the base if there is none.
+    """Return the candidate of every pair according to a rule, or the base candidate if the rule has none for it.
 
-    None where the rule does not say, or the graph offers nothing.
+    Return None if the rule has no strategies or the graph has no candidates or labels.
     """
     if graph.labels is None or graph.candidates is None or not any(one.strategies for one in rule.chunks):
         return None
@@ -163,9 +164,9 @@ def _most_held(graph: TaskGraph) -> IntArray:
 
 
 def _flights(graph: TaskGraph) -> tuple[IntArray, IntArray]:
-    """Return what every task adds to the number of pairs in flight and to the bytes held.
+    """Return the change of the number of pairs in flight and of the held bytes due to every task.
 
-    What grows between the halves of a backward counts from its forward, or it might not fit then.
+    Bytes that are added between the halves of a backward count from its forward. Otherwise they might not fit.
     """
     flight, take = np.zeros(graph.num_tasks, np.int64), np.zeros(graph.num_tasks, np.int64)
     has, split = graph.backward_of != NO_TASK, graph.weight_of != NO_TASK
@@ -179,10 +180,10 @@ def _flights(graph: TaskGraph) -> tuple[IntArray, IntArray]:
 
 
 def standard_rules(graph: TaskGraph, chunks: Chunks) -> Iterator[OrderRule]:
-    """1F1B and, where backwards are split, zero-bubble H1 and H2 (Qi et al. 2024): one run of chunks on each rank.
+    """Yield the rules of 1F1B and, if backwards are split, of zero-bubble H1 and H2 (Qi et al. 2024).
 
-    A stage that has s stages behind it runs s forwards ahead, backwards first; H2 twice as many. 1F1B runs weight
-    gradients at once, H1 and H2 where a rank would idle.
+    Each rank must have one run of chunks. Backwards run first. A stage with s stages behind it runs s forwards ahead,
+    and twice as many in H2. 1F1B runs weight gradients at once; H1 and H2 run them if a rank would be idle.
     """
     home = np.zeros(int(chunks.label.max()) + 1, np.int64)
     home[chunks.label] = chunks.rank

@@ -1,4 +1,4 @@
-"""Local search and annealing on the order of groups (the portfolio's best is the start)."""
+"""Local search and annealing on the order of groups, starting from the best static order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ in proportion, since it would take most of the time."""
 
 
 def portfolio(search: Search, stretch: Stretch | None = None) -> None:
-    """Try the starts, all of them if the budget, or its stretch, allows; up to the first order of groups at least.
+    """Try starts until the budget, or its part ``stretch``, is spent, but at least one order of groups.
 
-    Asked again, it goes on with those that are left.
+    The next call continues with the remaining starts.
     """
     if search.starts is None:
         search.starts = starts(search)
@@ -63,7 +63,7 @@ class _Climber:
 
     def __init__(self, search: Search, seed: int) -> None:
         self.scratch = make_scratch(search.packed)
-        self.beside = make_scratch(search.packed)
+        self.second_scratch = make_scratch(search.packed)
         orders = np.empty((2, len(search.order)), np.int64)
         self.two = Two(orders, np.empty((2, len(search.choice)), np.int64), np.zeros((2, 2), np.int64))
         self.moves = Moves(search.params.orders.switch_every, search.params.orders.whole_microbatches)
@@ -72,7 +72,7 @@ class _Climber:
 
     def restart(self, search: Search) -> None:
         """Continue from the incumbent."""
-        # A list of tasks may be better, but is no order of groups.
+        # The incumbent may be a list of tasks, so start from the best order of groups.
         self.state = np.array([search.order_ns, search.order_ns], np.int64)
         order, choice = search.order, search.choice
         self.walk = Walk(order.copy(), choice.copy(), order.copy(), choice.copy(), self.state, self.random)
@@ -82,7 +82,7 @@ class _Climber:
         packed, walk = search.packed, self.walk
         if search.limited:
             return int(climb(packed, self.scratch, walk, self.two.orders[0], terms, self.moves))
-        return int(climb_two(packed, self.scratch, self.beside, walk, self.two, terms, self.moves))
+        return int(climb_two(packed, self.scratch, self.second_scratch, walk, self.two, terms, self.moves))
 
     def offer(self, search: Search) -> None:
         """Make the best order the incumbent."""
@@ -97,8 +97,8 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
     Parameters
     ----------
     heat : float
-        Start of the annealing, in mean durations of a task, falling to zero over the stretch of the budget; 0 accepts
-        only what is not worse.
+        Initial annealing temperature, in mean task durations. It falls to 0 over the part of the budget. 0 accepts only
+        changes that are not worse.
     """
     if len(search.order) < 2:
         return
@@ -107,7 +107,7 @@ def local_search(search: Search, stretch: Stretch = WHOLE, heat: float = 0.0) ->
 
 
 def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch, heat: float) -> None:
-    """Run climbers in parallel, one per thread. From time to time, those behind continue from the incumbent."""
+    """Run climbers in parallel, one per thread. From time to time, the others continue from the best result."""
     threads, rounds = len(climbers), 0
     every = max(1, search.graph.num_tasks // _TASKS_PER_OFFER)
     pool = ThreadPoolExecutor(threads) if threads > 1 else None
@@ -127,7 +127,7 @@ def climb_together(search: Search, climbers: Sequence[Climber], stretch: Stretch
             else:
                 search.report()
     finally:
-        # After Ctrl-C others still climb.
+        # After Ctrl-C, other threads are still running.
         if pool is not None:
             pool.shutdown()
         if rounds % every:

@@ -23,7 +23,7 @@ class Exact:
     Attributes
     ----------
     schedule : Schedule
-        Best schedule: the hint if the solver found none better.
+        Best schedule found. It is the hint if the solver found no better one.
     bound_ns : int
         Lower bound of the makespan, in ns.
     proved : bool

@@ -1,8 +1,8 @@
-"""A task graph as the kernels see it: one row of numbers per task, priority groups, and components.
+"""A task graph in the form that the kernels read: one row of numbers per task, priority groups, and components.
 
-A *group* is what gets one priority: the passes of a module, one microbatch and one direction that lie at the
-same depth (`dip.txt` §5.1: their relative order does not matter). A *component* is what must be able to finish
-without the rest: a connected part of the graph, usually a microbatch.
+All segments of a *group* have the same priority. They belong to one module, microbatch and direction and have the same
+depth, so their relative order does not matter (`dip.txt` §5.1). A *component* is a connected part of the graph, usually
+a microbatch. It must be able to finish without the other components.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
-from pipeloom.timeline import heads_and_tails
+from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
 
 COLUMNS = 8
-DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, JOB, SEGMENT = range(COLUMNS)
-"""Columns of ``PackedGraph.task``; PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
+DURATION, TAIL, PLACE, FIRST_SUCCESSOR, PEAK, NET, COMPONENT, SEGMENT = range(COLUMNS)
+"""Columns of ``PackedGraph.task``. PLACE is four times the rank plus the class (0 F, 1 B or I, 2 W)."""
 
 
 class PackedGraph(NamedTuple):
-    """What list scheduling reads. All arrays are int64 unless said otherwise.
+    """The arrays that list scheduling reads, int64 unless declared otherwise.
 
     Attributes
     ----------
     task : array, shape (num_tasks + 1, COLUMNS)
-        Columns as above; PEAK and NET are the bytes a task needs above what its rank holds, and what it
-        leaves.
+        Columns as above. PEAK is the number of bytes that a task needs in addition to those that its rank holds. NET
+        is the change that remains after the task.
     successor : array, shape (num_edges, 2)
-        Task and delay; an edge from F to its backward that a longer path implies is left out.
+        Successor and delay. Omits an edge from F to its backward if a longer path implies it.
     waiting : array, shape (num_tasks,)
         Number of predecessors.
     base, number, record, extra, join_waiting, source_link : array
-        The tasks packed by cells, see `pipeloom.search.records`.
+        Tasks packed by cell; see `pipeloom.search.records`.
     bytes : array, shape (2 * num_cells,)
         PEAK and NET by cell.
     class_start : array, shape (4,)
         Segments of class c have positions ``class_start[c]`` to ``class_start[c + 1]`` in an order.
     group_start, group_segment : array
-        Compressed rows: the segments of every group; forward groups first, then backward.
+        Segments of every group in compressed rows: forward groups, then backward groups.
     weight_start, weight_segment : array
-        The W segments that belong to every group.
+        W segments of every group in compressed rows.
     num_groups : array, shape (2,)
-        Of forward and backward groups.
+        Number of forward and of backward groups.
     capacity : array, shape (num_ranks,)
-        Capacity less static bytes; very large where there is no limit.
+        Capacity minus static bytes. Very large if the rank has no limit.
     demand : array, shape (num_components, num_ranks)
-        Bytes a component needs to finish alone, see `Components`.
+        Bytes that a component needs to finish alone; see `Components`.
     scan_start, scan_cell : array
-        Per component and rank, the cells of its tasks in the component's reference order, where ``demand`` must be
-        found by scanning them; empty where it is the sum of what is still to come.
+        Cells of the tasks of each component and rank, in the component's reference order, if ``demand`` requires a
+        scan of them. Empty if ``demand`` is the sum over the remaining tasks.
     """
 
     task: IntArray
@@ -88,18 +88,18 @@ class PackedGraph(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """What a group is, for the heuristics: arrays over forward groups, then backward groups."""
+    """Properties of groups, for the heuristics: arrays over forward groups, then backward groups."""
 
     microbatch: IntArray
     module: IntArray
     depth: IntArray
     first: IntArray
-    """Position of its first task in a topological order that finishes one microbatch before the next."""
+    """Position of the first task of the group in a topological order that finishes one microbatch before the next."""
     work: IntArray
     head: IntArray
     tail: IntArray
     ends: IntArray
-    """Whether it is backward and no backward of another segment waits for it."""
+    """Whether the group is backward and no backward of another segment depends on it."""
 
 
 def pack_graph(
@@ -108,9 +108,12 @@ def pack_graph(
     states: int = DEFAULTS.feasibility.job_states,
     unequal: float = DEFAULTS.static_orders.unequal,
 ) -> tuple[PackedGraph, Groups, Components]:
-    """Lay a graph without candidates out for the kernels; ``walks`` and ``states`` as in `find_components`.
+    """Pack a graph without candidates for the kernels; ``walks`` and ``states`` are those of `find_components`.
 
-    ``unequal``: passes of one group whose work differs by more than this get priorities of their own.
+    Parameters
+    ----------
+    unequal : float
+        If the work of the segments of a group differs by more than this factor, each has its own priority.
 
     Raises
     ------
@@ -122,7 +125,7 @@ def pack_graph(
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)
     kind_class = np.where(graph.kind == FORWARD, 0, np.where(graph.kind == WEIGHT_GRADIENT, 2, 1)).astype(np.int64)
-    head, tail = heads_and_tails(graph, graph.duration_ns)
+    head, tail = longest_paths(graph, graph.duration_ns)
     peak, net = memory_demand(graph)
 
     keep = ~_implied(graph, topological, position)
@@ -139,8 +142,8 @@ def pack_graph(
         PLACE: 4 * graph.rank + kind_class,
         PEAK: peak,
         NET: net,
-        JOB: components.component_of_task,
-        SEGMENT: graph.segment,
+        COMPONENT: components.component_of_task,
+        SEGMENT: graph.pass_id,
     }
     for column, values in columns.items():
         task[:-1, column] = values
@@ -148,7 +151,7 @@ def pack_graph(
 
     successor = np.ascontiguousarray(successor)
     records, cell = pack(
-        graph.segment, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_segments
+        graph.pass_id, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_passes
     )
     memory, component = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
     memory[cell], component[cell] = task[:-1, PEAK : NET + 1], components.component_of_task
@@ -189,25 +192,25 @@ def _groups(
     tail: IntArray,
     most_unequal: float,
 ) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
-    """Sort segments into groups, and give the groups the order in which a microbatch goes through them."""
-    num_segments = graph.num_segments
-    segment_class = np.full(num_segments, -1, np.int64)
-    segment_class[graph.segment] = kind_class
-    microbatch, module = np.zeros(num_segments, np.int64), np.zeros(num_segments, np.int64)
-    microbatch[graph.segment], module[graph.segment] = graph.microbatch, graph.module
-    first = np.full(num_segments, graph.num_tasks, np.int64)
-    np.minimum.at(first, graph.segment, position)
+    """Sort segments into groups and order the groups as a microbatch passes through them."""
+    num_passes = graph.num_passes
+    segment_class = np.full(num_passes, -1, np.int64)
+    segment_class[graph.pass_id] = kind_class
+    microbatch, module = np.zeros(num_passes, np.int64), np.zeros(num_passes, np.int64)
+    microbatch[graph.pass_id], module[graph.pass_id] = graph.microbatch, graph.module
+    first = np.full(num_passes, graph.num_tasks, np.int64)
+    np.minimum.at(first, graph.pass_id, position)
     depth = depths(
-        graph.segment,
+        graph.pass_id,
         microbatch,
         module,
         segment_class,
         topological,
         graph.predecessor_start,
         graph.predecessor,
-        np.zeros(num_segments, np.int64),
+        np.zeros(num_passes, np.int64),
     )
-    work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
+    work = np.bincount(graph.pass_id, weights=graph.duration_ns, minlength=num_passes).astype(np.int64)
     grouped = np.flatnonzero((segment_class == 0) | (segment_class == 1))
     columns = (first, depth, module, microbatch, segment_class)
     grouped = grouped[np.lexsort(tuple(column[grouped] for column in columns))]
@@ -220,7 +223,7 @@ def _groups(
         mixed = np.maximum.reduceat(work[grouped], begin) > most_unequal * np.minimum.reduceat(work[grouped], begin)
         new |= mixed[np.cumsum(new) - 1]
         begin = np.flatnonzero(new)
-    # Groups by class, microbatch and first task; their segments stay in order.
+    # Sort groups by class, microbatch and first task. Their segments keep their order.
     leader = grouped[begin]
     by_leader = np.lexsort((first[leader], microbatch[leader], segment_class[leader]))
     place = np.empty(len(begin), np.int64)
@@ -230,15 +233,15 @@ def _groups(
     group = np.sort(group)
     leader = leader[by_leader]
     start = _starts(group, len(leader))
-    group_of_segment = np.full(num_segments, -1, np.int64)
+    group_of_segment = np.full(num_passes, -1, np.int64)
     group_of_segment[grouped] = group
     weights = np.flatnonzero(segment_class == 2)
     owner = group_of_segment[_backward_segment(graph)[weights]]
     weights, owner = (column[np.lexsort((first[weights], owner))] for column in (weights, owner))
-    segment_head = np.full(num_segments, 1 << 60, np.int64)
-    np.minimum.at(segment_head, graph.segment, head)
-    segment_tail = np.zeros(num_segments, np.int64)
-    np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
+    segment_head = np.full(num_passes, 1 << 60, np.int64)
+    np.minimum.at(segment_head, graph.pass_id, head)
+    segment_tail = np.zeros(num_passes, np.int64)
+    np.maximum.at(segment_tail, graph.pass_id, tail + graph.duration_ns)
     ends = _ends(graph, kind_class, segment_class)
 
     def of_groups(function: np.ufunc, values: IntArray) -> IntArray:
@@ -263,33 +266,33 @@ def _groups(
 
 
 def _backward_segment(graph: TaskGraph) -> IntArray:
-    """By segment of weight gradients: that of their backwards, to whose group they belong."""
-    a_task = np.zeros(graph.num_segments, np.int64)
-    a_task[graph.segment] = np.arange(graph.num_tasks)
-    found: IntArray = graph.segment[graph.backward_of[graph.pair[a_task]]]
+    """Return the segment of the backwards for every segment of weight gradients, which belongs to the same group."""
+    a_task = np.zeros(graph.num_passes, np.int64)
+    a_task[graph.pass_id] = np.arange(graph.num_tasks)
+    found: IntArray = graph.pass_id[graph.backward_of[graph.pair[a_task]]]
     return found
 
 
 def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> IntArray:
-    """By segment: 1 where it is backward and no backward of another segment waits for it."""
+    """Return 1 for every backward segment on which no backward of another segment depends, and 0 for the others."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
-    both &= graph.segment[source] != graph.segment[graph.successor]
+    both &= graph.pass_id[source] != graph.pass_id[graph.successor]
     ends = (segment_class == 1).astype(np.int64)
-    ends[graph.segment[source[both]]] = 0
+    ends[graph.pass_id[source[both]]] = 0
     found: IntArray = ends
     return found
 
 
 def _starts(row: IntArray, num_rows: int) -> IntArray:
-    """Where each row begins, of sorted row numbers."""
+    """Return the start of each row in sorted row numbers."""
     start = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=start[1:])
     return start
 
 
 def _implied(graph: TaskGraph, topological: IntArray, position: IntArray) -> npt.NDArray[np.bool_]:
-    """Which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
+    """Return which rows of ``graph.successor`` are edges from F to its own backward that a longer path implies."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     own = (graph.backward_of[graph.pair[source]] == graph.successor) & (graph.kind[source] == FORWARD)
     own &= graph.successor_delay_ns == 0

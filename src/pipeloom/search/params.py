@@ -80,14 +80,14 @@ class OrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Tabu search on the order of tasks, for small graphs and where memory is limited."""
+    """Tabu search on the order of tasks, for small graphs and for limited memory."""
 
     most_tasks: Number = 200
     """Maximum number of tasks of a small graph."""
     small_orders_share: Share = 0.1
     """Fraction of the time of small graphs for the preceding local search of orders."""
     one_way_orders_share: Share = 0.7
-    """The same fraction where memory is limited and time cannot be reversed."""
+    """The same fraction if memory is limited and time cannot be reversed."""
     tenure: Count = 10
     """Number of moves for which a change is kept, drawn from this number up to twice this number."""
     patience: Factor = 45.0
@@ -102,7 +102,7 @@ class TabuParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reach: Count = 32
     """Maximum number of tasks that a move may pass."""
     shifts: Count = 4
-    """Maximum number of consecutive shifts where one window holds all tasks."""
+    """Maximum number of consecutive shifts if one window holds all tasks."""
     lookahead: Count = 4
     """Same as in `JustificationParams`, after a shift."""
     heat: Magnitude = 0.2
@@ -176,8 +176,8 @@ class TurnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     probe_share: Share = 0.05
     """Fraction of the budget for the static orders of one uniform setting."""
     far: Ratio = 1.05
-    """Above this multiple of the lower bound, an order for the minimum-memory candidates is tried beside the order for
-    a uniform setting."""
+    """Above this multiple of the lower bound, an order for the minimum-memory candidates is tried in addition to the
+    order for a uniform setting."""
     split_share: Share = 0.25
     """Another number of split microbatches may be started within this fraction of the budget."""
 
@@ -250,7 +250,7 @@ class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     heat: Magnitude = 0.03
     """Initial annealing temperature, in mean task durations. It falls to 0."""
     rounds: Count = 4
-    """Number of turns of annealing and strategy choice, where there are strategies."""
+    """Number of turns of annealing and strategy choice, if pairs have candidates."""
     least_evaluations: Number = 20
     """Budgets of fewer evaluations are spent on one assignment."""
 
@@ -269,7 +269,7 @@ class AssignmentParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class FeasibilityParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits on the search for any order or candidates that fit, where the static ones do not."""
+    """Limits on the search for any order or candidates that fit, if the static ones do not."""
 
     job_states: Number = 20_000
     """Maximum number of sets of finished tasks that are tried for a component."""

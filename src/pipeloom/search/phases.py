@@ -1,6 +1,6 @@
-"""The default search as a list of phases: what runs, for how long, on which graphs.
+"""The default search as a list of phases. Each phase has a duration and a condition.
 
-It reads from above. A phase that does not concern a graph is left out, and the next one gets its time.
+Phases run from first to last. If a phase does not apply to a graph, the next phase gets its time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Phase:
     Attributes
     ----------
     share : float
-        Of the time that is left when it begins.
+        Fraction of the time that remains when the phase begins.
     where : callable
-        Whether a search has this phase, asked when its turn comes.
+        Return whether the phase applies to a search. Called just before the phase would begin.
     open_end : bool
-        It may end early: the next phase begins when it has ended, not where its share does.
+        Whether the phase may end early. The next phase then begins at that time, not at the end of the share.
     """
 
     name: str
@@ -40,9 +40,13 @@ class Phase:
 
 
 def default_phases(params: SearchParams) -> tuple[Phase, ...]:
-    """Static orders; local search where memory does not matter; where it does, annealing of orders as long as they are
-    far from the bound, else justification; and there, and for small graphs, tabu search on the order of tasks. Large
-    graphs far from the bound are first searched on a sample.
+    """Return the phases of the default search.
+
+    - Every search begins with static orders.
+    - Small graphs continue with annealing of orders and tabu search on the order of tasks.
+    - If memory does not matter, local search improves the orders.
+    - If memory matters, orders far from the bound are annealed, and orders near it are improved by justification. Tabu
+      search follows. Large graphs far from the bound are first searched on a sample.
     """
     orders, tasks, back, sample = params.orders, params.tabu, params.justification, params.sample
 
@@ -53,7 +57,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         return not small(search) and not search.limited and not search.listed
 
     def limited(search: Search) -> bool:
-        # Where a list of tasks is better than all orders of groups, it is improved as such at last.
+        # If a list of tasks is better than all group orders, tabu search improves the list.
         return not small(search) and (search.limited or search.listed)
 
     def large(search: Search) -> bool:
@@ -66,7 +70,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         return limited(search) and search.best_ns > orders.far * search.target_ns
 
     def near(search: Search) -> bool:
-        # A pass over the whole of a large graph is a poor step.
+        # One pass over a whole large graph takes too long for a single step.
         return limited(search) and not far(search) and not large(search) and search.reverse is not None
 
     def one_way(search: Search) -> bool:
@@ -90,7 +94,7 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
         Phase(
             "sample", on_a_sample, share=sample.share, where=lambda search: large(search) and far(search), open_end=True
         ),
-        # Microbatches must change places, at which the search of group orders is better than the others.
+        # Far from the bound, microbatches must change places. Search of group orders does this best.
         Phase("orders, annealed the hotter the longer", anneal_long, share=orders.far_share, where=far),
         Phase("justification", back_and_forth, share=back.share, where=near),
         Phase("orders, annealed", anneal, share=tasks.one_way_orders_share, where=one_way),
@@ -99,10 +103,10 @@ def default_phases(params: SearchParams) -> tuple[Phase, ...]:
 
 
 def default(search: Search, stretch: Stretch) -> None:
-    """Run the default phases in what is left of a part of the budget."""
+    """Run the default phases in the remainder of a part of the budget."""
     begin = search.meter.spent
     for phase in default_phases(search.params):
-        # Whether a phase concerns a graph may be dear to say, and is not asked once all is spent.
+        # The condition of a phase may be expensive, so it is not evaluated after the end of the budget.
         if search.done or (search.order_ns < codes.NEVER and search.meter.spent >= 1):
             return
         if not phase.where(search):

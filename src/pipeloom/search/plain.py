@@ -1,7 +1,7 @@
-"""Dual-queue interleaving in plain Python: the cheap fallback, and what the kernel is compared with.
+"""Dual-queue interleaving in plain Python, as a cheap fallback and as a reference for the kernel.
 
-The rules are those of `pipeloom.search.kernels.climb.decode`; the bookkeeping is not shared. Here queues are sorted
-lists, and what a component needs is counted anew each time.
+The rules are those of `pipeloom.search.kernels.climb.decode`, but the implementation is independent. Here queues are
+sorted lists, and the memory that a component needs is recomputed each time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ NEVER = 1 << 62
 def first_in_first_out(graph: TaskGraph) -> Schedule:
     """Run microbatches in their order, alternating forwards and backwards, within memory and without deadlock.
 
-    Compiles nothing, so it answers at once; made for graphs of some hundred tasks. Of the candidates it takes
-    the base of every pair or, if that does not fit, the minimum-memory ones, or those that fit together.
+    This needs no compilation, so it returns at once for graphs of a few hundred tasks. It chooses the base candidate of
+    every pair. If these do not fit, it chooses the minimum-memory candidates, or else candidates that fit together.
 
     Raises
     ------
     InfeasibleError
-        A microbatch does not fit even so; the message names a pair, its rank and the bytes. A `NothingFoundError`
-        where that is not proved.
+        It is proved that a microbatch does not fit. The message names a pair, its rank and the bytes.
+    NothingFoundError
+        No schedule that fits was found, but this is not proved.
     """
     choices: list[npt.ArrayLike | None] = [None]
     if graph.candidates is not None:
@@ -61,7 +62,7 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
     Raises
     ------
     InfeasibleError
-        A microbatch does not fit, or what the order holds on the host does not.
+        A microbatch does not fit, or the bytes that the order holds on the host do not fit.
     """
     chosen = graph.with_candidates(choice)
     components = find_components(chosen)
@@ -79,8 +80,8 @@ def _under(graph: TaskGraph, choice: npt.ArrayLike | None) -> Schedule:
 def minimum_memory(graph: TaskGraph) -> list[int]:
     """Return the minimum-memory candidate of every pair, the faster one if two are equal.
 
-    Only candidates that alone keep to the limits of device and host count, and where offloading is limited, those
-    without host bytes; see `pipeloom.timeline.options.off_host`.
+    Only candidates that fit alone on device and host count. If offloading is limited, only those without host bytes
+    count; see `pipeloom.timeline.options.off_host`.
     """
     assert graph.candidates is not None
     options = pair_options(graph)
@@ -97,10 +98,10 @@ def minimum_memory(graph: TaskGraph) -> list[int]:
 
 def segment_priority(graph: TaskGraph) -> list[int]:
     """Return the priority of every segment, by microbatch and then by number: lower runs first."""
-    microbatch = np.zeros(graph.num_segments, np.int64)
-    microbatch[graph.segment] = graph.microbatch
-    priority = np.empty(graph.num_segments, np.int64)
-    priority[np.lexsort((np.arange(graph.num_segments), microbatch))] = np.arange(graph.num_segments)
+    microbatch = np.zeros(graph.num_passes, np.int64)
+    microbatch[graph.pass_id] = graph.microbatch
+    priority = np.empty(graph.num_passes, np.int64)
+    priority[np.lexsort((np.arange(graph.num_passes), microbatch))] = np.arange(graph.num_passes)
     return [int(p) for p in priority]
 
 
@@ -131,7 +132,7 @@ class _Memory:
         self.begun: dict[int, None] = {}
 
     def demand_and_allocated(self, component: int, done: set[int]) -> tuple[list[int], list[int]]:
-        """What a component may still need above what it holds, and what it holds, by rank."""
+        """Return, by rank, the bytes that a component may need in addition to those it holds, and those it holds."""
         level, most, allocated = ([0] * len(self.free) for _ in range(3))
         for task in self.rows[component]:
             rank = self.rank[task]
@@ -143,7 +144,7 @@ class _Memory:
         return most, allocated
 
     def admits(self, task: int, banker: bool) -> tuple[bool, bool]:
-        """Whether a task may run; and if not, whether only because some component could not finish."""
+        """Return whether a task may run; and if not, whether the only reason is that a component could not finish."""
         rank = self.rank[task]
         if self.peak[task] > self.free[rank]:
             return False, False
@@ -181,15 +182,15 @@ class Rules(NamedTuple):
     Attributes
     ----------
     policy : int
-        Where both kinds are ready: 0 alternate, 1 backward first, 2 forward first.
+        If both kinds are ready: 0 alternates, 1 runs backwards first, 2 runs forwards first.
     weights : int
-        Weight gradients run when nothing else can (0) or before anything else (1).
+        0: weight gradients run if no other task can. 1: they run first.
     admission : int
-        0 memory is unlimited, 1 the papers' rule (may deadlock), 2 banker's admission.
+        0: memory is unlimited. 1: the rule of the papers, which may deadlock. 2: banker's admission.
     lookahead : int
-        How many tasks of a queue are tried when its first is not admitted.
+        Number of tasks of a queue that are tried.
     urgent : int, optional
-        Where no backward of a priority below this is ready, forwards go first.
+        If no backward with a priority below this number is ready, forwards run first.
     """
 
     policy: int = 0
@@ -205,7 +206,7 @@ def decode_plain(graph: TaskGraph, components: Components, priority: list[int], 
     Raises
     ------
     PlanError
-        Under the papers' rule, where the ranks hold each other up.
+        The ranks deadlock under the rule of the papers.
     """
     decoder = _Decoder(graph, components, priority, rules)
     for _ in range(graph.num_tasks):
@@ -220,7 +221,7 @@ class _Decoder:
         self.graph, self.priority, self.rules = graph, priority, rules
         self.memory = _Memory(graph, components)
         self.kind = [0 if k == FORWARD else 2 if k == WEIGHT_GRADIENT else 1 for k in graph.kind.tolist()]
-        self.rank_of, self.segment = graph.rank.tolist(), graph.segment.tolist()
+        self.rank_of, self.pass_id = graph.rank.tolist(), graph.pass_id.tolist()
         self.length = graph.duration_ns.tolist()
         self.waiting = np.diff(graph.predecessor_start).tolist()
         self.ready = [0] * graph.num_tasks
@@ -232,10 +233,12 @@ class _Decoder:
                 self.ranks[self.rank_of[task]].key = 0
 
     def _put(self, task: int) -> None:
-        insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.segment[task]], task))
+        insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.pass_id[task]], task))
 
     def _choose(self, home: _Rank, reach: int) -> tuple[int, bool]:
-        """A rank's next task (-1: none), and whether one is refused only because some component could not finish."""
+        """Return the next task of a rank (-1: none), and whether a task was not admitted only because a component could
+        not finish.
+        """
         rules = self.rules
         first = rules.policy == 1 or (rules.policy == 0 and home.last_kind == 0)
         if rules.urgent is not None:
@@ -277,7 +280,7 @@ class _Decoder:
         home = self.ranks[self.rank_of[task]]
         begin = max(home.free_at, self.ready[task])
         home.free_at = begin + self.length[task]
-        home.queues[self.kind[task]].remove((self.priority[self.segment[task]], task))
+        home.queues[self.kind[task]].remove((self.priority[self.pass_id[task]], task))
         if self.kind[task] < 2:
             home.last_kind = self.kind[task]
         self.order[self.rank_of[task]].append(task)

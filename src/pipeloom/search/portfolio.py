@@ -1,4 +1,4 @@
-"""Static heuristics: orders of groups that cost nothing to make, and are often nearly good enough."""
+"""Static heuristics: orders of groups that are cheap to construct and often close to the best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.taskgraph import IntArray
 
 
 class Start(NamedTuple):
-    """An order of groups (forward, then backward) and the choices that go with it."""
+    """An order of groups (forward, then backward) and its choices."""
 
     name: str
     order: IntArray
@@ -24,7 +24,7 @@ class Start(NamedTuple):
 def starts(
     packed: PackedGraph, groups: Groups, rule: int, late_parts: Sequence[float] = DEFAULTS.static_orders.late_parts
 ) -> Iterator[Start]:
-    """First in, first out; then all others, each under several choices; the most promising early.
+    """Yield first in, first out, and then all other orders, each under several choices, the most promising early.
 
     ``late_parts``: see `pipeloom.search.params.StaticOrderParams`.
     """
@@ -36,9 +36,10 @@ def starts(
 
 
 def _usual(packed: PackedGraph, groups: Groups, rule: int) -> Iterator[Start]:
-    """Forward groups go microbatch by microbatch, or, where a module passes the ranks more than once, pass by
-    pass in rounds of as many microbatches as there are ranks (as interleaved 1F1B does), or later modules and
-    passes before earlier ones.
+    """Yield orders of forward groups by microbatch, by round, or with later modules and passes first.
+
+    Rounds apply if a module passes the ranks more than once. A round has one microbatch per rank and runs pass by pass,
+    as in interleaved 1F1B.
     """
     forward, backward = _halves(packed)
     num_ranks = len(packed.capacity)
@@ -53,10 +54,10 @@ def _usual(packed: PackedGraph, groups: Groups, rule: int) -> Iterator[Start]:
         place = turn[groups.microbatch]
         by_microbatch = (groups.first, place)
         rounds = (groups.first, place, groups.depth, place // num_ranks)
-        arrangements = [("", by_microbatch)] + ([(", in rounds", rounds)] if several_passes else [])
-        # A microbatch that must wait for memory then holds up none that has begun.
-        arrangements.append((", begun first", (place, -_stage(groups))))
-        for suffix, keys in arrangements:
+        key_sets = [("", by_microbatch)] + ([(", in rounds", rounds)] if several_passes else [])
+        # Then a microbatch that must wait for memory does not delay microbatches that have begun.
+        key_sets.append((", begun first", (place, -_stage(groups))))
+        for suffix, keys in key_sets:
             ahead = _sorted(forward, keys)
             for back_name, back_keys in (("same", keys), ("longest tail", (place, -groups.tail))):
                 order = np.concatenate([ahead, _sorted(backward, back_keys)])
@@ -68,14 +69,16 @@ def _usual(packed: PackedGraph, groups: Groups, rule: int) -> Iterator[Start]:
 
 
 def _late_ends(packed: PackedGraph, groups: Groups, parts: Sequence[float]) -> Iterator[Start]:
-    """Backwards that nothing waits for run only where a rank would idle, until nothing else is left; then they
-    fill all ranks without a gap, the longest first, so that little is under way at the end. Those of all
-    microbatches would come too late on the first rank, so only the shortest wait, up to a part of all work.
+    """Yield orders that delay backwards on which nothing depends.
+
+    Delayed backwards run when a rank would be idle, or when no other task is left. At the end they keep all ranks busy,
+    the longest first, so that little work remains in flight. Only the shortest are delayed, up to a share of all work,
+    because the first rank would otherwise run too many of them at the end.
     """
     forward, backward = _halves(packed)
     ends = np.flatnonzero(groups.ends)
     ends = ends[np.argsort(groups.tail[ends], kind="stable")]
-    # All of it may take no time at all.
+    # The total work may be 0.
     part = np.cumsum(groups.work[ends]) / max(int(groups.work.sum()), 1)
     turns = turns_of(groups)
     counts = dict.fromkeys(min(len(ends), 1 + int(np.searchsorted(part, limit))) for limit in parts)
@@ -99,28 +102,28 @@ def _late_ends(packed: PackedGraph, groups: Groups, parts: Sequence[float]) -> I
 
 
 def _halves(packed: PackedGraph) -> tuple[IntArray, IntArray]:
-    """Numbers of forward and of backward groups."""
+    """Return the numbers of the forward groups and of the backward groups."""
     num_forward, num_backward = packed.num_groups.tolist()
     return np.arange(num_forward), np.arange(num_forward, num_forward + num_backward)
 
 
 def _stage(groups: Groups) -> IntArray:
-    """Later modules and passes have larger numbers."""
+    """Return a number for every group. Later modules and passes have larger numbers."""
     stage: IntArray = groups.module * (1 + int(groups.depth.max(initial=0))) + groups.depth
     return stage
 
 
 def turns_of(groups: Groups) -> dict[str, IntArray]:
-    """Turn of every microbatch (by number) under several sortings."""
+    """Return the turn of every microbatch under several sort orders, by name."""
     count = int(groups.microbatch.max()) + 1
     work = np.bincount(groups.microbatch, weights=groups.work, minlength=count)
     rising = np.argsort(work, kind="stable")
-    # Small ones at both ends, where only few microbatches are under way, large ones between; and the opposite.
+    # Small ones at both ends, where few microbatches are in flight, and large ones between; and the opposite.
     hill = np.concatenate([rising[::2], rising[1::2][::-1]])
     valley = np.concatenate([rising[::-1][::2], rising[::-1][1::2][::-1]])
-    # Multiples of the golden ratio spread evenly: any few neighbours have small and large ones among them.
+    # Multiples of the golden ratio modulo 1 are evenly spread, so any few neighbors include small and large ones.
     spread = np.argsort(np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1.0))
-    # A few that are not large fill the pipeline soon, others are left to drain it.
+    # A few of the smaller half warm the pipeline up quickly; the others remain for the cool-down.
     half = rising[: count // 2]
     few = half[::4]
     sortings = {
@@ -141,6 +144,6 @@ def turns_of(groups: Groups) -> dict[str, IntArray]:
 
 
 def _sorted(groups: IntArray, keys: tuple[IntArray, ...]) -> IntArray:
-    """Groups by keys, the last key counting most."""
+    """Return the groups sorted by keys. The last key is the primary key."""
     order: IntArray = groups[np.lexsort(tuple(key[groups] for key in keys))]
     return order

@@ -1,8 +1,8 @@
-"""The task graph packed for list scheduling: what one step reads lies together, and links say where to go next.
+"""The task graph packed for list scheduling, so that the data of one step is contiguous.
 
-A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
-cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
-number: the place that the successor queues at, its segment, and its number among the joins.
+A *cell* is the place of a task in the packed arrays. The cells of a segment are sorted by rank, so a task has cell
+``base[pass_id] + rank``, and neighbors in a chain share a cache line. A *link* encodes an edge as one number: the
+place at which the successor queues, its segment, and its join number. A *join* is a task with several predecessors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.taskgraph import IntArray
 
 PLACE_BITS, JOIN_BITS, SEGMENT_BITS = 16, 24, 23
-"""Widths of a link's fields, lowest first. A place is four times the rank plus the class; join 0: none."""
+"""Widths of the fields of a link, lowest first. A place is four times the rank plus the class. Join 0 means no join."""
 
 
 class Records(NamedTuple):
@@ -24,16 +24,16 @@ class Records(NamedTuple):
     Attributes
     ----------
     number : array, shape (num_cells,)
-        Task of a cell, -1 where there is none.
+        Task of each cell; -1 if the cell is empty.
     record : array, shape (2 * num_cells,)
-        Per cell its duration, and its link: -1 no successor, below that ``-2 - row``, where ``row`` is the first
-        of its rows in ``extra``.
+        Duration and link of each cell. Link -1 means no successor. A link below -1 is ``-2 - row``, where ``row`` is
+        the first row of the task in ``extra``.
     extra : array
-        Pairs of a link and a delay, of tasks with several successors or with a delay, from row 1 on; -1 ends a list.
+        Pairs of link and delay, for tasks with several successors or with a delay, from row 1 on. -1 ends a list.
     join_waiting : array, shape (num_joins,)
-        Number of predecessors of tasks that have more than one.
+        Number of predecessors of each join.
     source_link : array
-        Links to tasks that have none.
+        Links to tasks without predecessors.
     """
 
     base: IntArray
@@ -45,41 +45,41 @@ class Records(NamedTuple):
 
 
 def pack(
-    segment: IntArray,
+    pass_id: IntArray,
     place: IntArray,
     duration: IntArray,
     first_successor: IntArray,
     successor: IntArray,
     waiting: IntArray,
-    num_segments: int,
+    num_passes: int,
 ) -> tuple[Records, IntArray]:
-    """Pack tasks; return the records and every task's cell.
+    """Pack tasks; return the records and the cell of every task.
 
     Parameters
     ----------
     first_successor, successor
         Rows ``(task, delay)`` of every task, as in `pipeloom.search.packed.PackedGraph`.
     """
-    num_tasks = len(segment)
+    num_tasks = len(pass_id)
     rank = place >> 2
-    if int(place.max()) >= 1 << PLACE_BITS or num_segments >= 1 << SEGMENT_BITS or num_tasks >= 1 << JOIN_BITS:
+    if int(place.max()) >= 1 << PLACE_BITS or num_passes >= 1 << SEGMENT_BITS or num_tasks >= 1 << JOIN_BITS:
         raise InputError(
             "instance", f"{num_tasks} tasks on {int(rank.max()) + 1} ranks are more than the search can number"
         )
-    lowest = np.full(num_segments, 1 << PLACE_BITS, np.int64)
-    np.minimum.at(lowest, segment, rank)
-    highest = np.full(num_segments, -1, np.int64)
-    np.maximum.at(highest, segment, rank)
+    lowest = np.full(num_passes, 1 << PLACE_BITS, np.int64)
+    np.minimum.at(lowest, pass_id, rank)
+    highest = np.full(num_passes, -1, np.int64)
+    np.maximum.at(highest, pass_id, rank)
     width = np.maximum(highest - lowest + 1, 0)
     base = np.cumsum(width) - width - np.where(width > 0, lowest, 0)
-    cell = base[segment] + rank
+    cell = base[pass_id] + rank
     number = np.full(int(width.sum()), -1, np.int64)
     number[cell] = np.arange(num_tasks)
 
     joins = np.flatnonzero(waiting > 1)
     join_of = np.zeros(num_tasks, np.int64)
     join_of[joins] = 1 + np.arange(len(joins))
-    link_to = segment << (PLACE_BITS + JOIN_BITS) | join_of << PLACE_BITS | place
+    link_to = pass_id << (PLACE_BITS + JOIN_BITS) | join_of << PLACE_BITS | place
 
     count = np.diff(first_successor)
     source = np.repeat(np.arange(num_tasks), count)
@@ -88,7 +88,7 @@ def pack(
     link = np.full(num_tasks, -1, np.int64)
     short = ~long & (count == 1)
     link[short] = link_to[successor[first_successor[:-1][short], 0]]
-    # Every list is as long as the task's row, and one for its end.
+    # Each list has one entry per successor and one for its end.
     length = np.where(long, count + 1, 0)
     row = 1 + np.cumsum(length) - length
     link[long] = -2 - row[long]

@@ -23,7 +23,7 @@ class Restricted:
     Attributes
     ----------
     kept : tuple of tuple of int
-        Per pair, the numbers in the full graph of the candidates kept.
+        Numbers of the kept candidates of each pair in the full graph.
     """
 
     graph: TaskGraph
@@ -37,10 +37,11 @@ class Restricted:
 
 
 def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
-    """Settle which ranks offload, where that takes bytes of the rank itself: ranks that must, all, then other sets.
+    """Yield a restricted graph for each choice of the ranks that offload, if offloading needs staging memory.
 
-    In each way the staged bytes are taken off the capacity of the ranks that offload, and the candidates of the other
-    ranks hold nothing on the host. Ends after `MOST_WAYS`.
+    The first choice is only the ranks that must offload, the second is all ranks, and then other sets follow, up to
+    `MOST_WAYS`. Staging bytes are subtracted from the capacity of ranks that offload. The candidates of other ranks
+    hold no bytes on the host.
     """
     assert graph.candidates is not None
     everything = tuple(tuple(range(len(row))) for row in graph.candidates)
@@ -69,7 +70,7 @@ def ways_to_stage(graph: TaskGraph) -> Iterator[Restricted]:
 def keeping(graph: TaskGraph, kept: Sequence[tuple[int, ...]]) -> Restricted:
     """Keep some candidates of every pair, in the given order.
 
-    Equal chunks share one row of candidates, and go on sharing where the same are kept.
+    Equal chunks share one row of candidates. They still share a row if the same candidates are kept.
     """
     assert graph.candidates is not None
     known: dict[tuple[int, tuple[int, ...]], tuple[Candidate, ...]] = {}

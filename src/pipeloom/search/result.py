@@ -29,9 +29,9 @@ class Solution:
     Attributes
     ----------
     evaluations : int
-        Schedules tried.
+        Number of schedules tried.
     elapsed_s : float
-        By the stopping rule's clock.
+        Elapsed time in seconds, by the clock of the stopping rule.
     """
 
     schedule: Schedule

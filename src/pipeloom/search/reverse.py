@@ -13,11 +13,11 @@ def can_be_reversed(graph: TaskGraph) -> bool:
 
 
 def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
-    """The graph with time running backwards: a schedule of it, mirrored, is one of the graph.
+    """Return the graph with time reversed. A mirrored schedule of it is a schedule of the original graph.
 
-    A pair's backward becomes its forward, so pairs hold the same bytes meanwhile. None where that does not do:
-    backwards that are split hold other bytes at their end, and bytes on edges are held from the end of one task
-    to the end of the other.
+    The backward of a pair becomes its forward, so pairs hold the same bytes between their tasks. Return None if
+    backwards are split, because they hold other bytes at their end, or if edges hold bytes, because these are held from
+    the end of one task to the end of the other.
     """
     if not can_be_reversed(graph):
         return None
@@ -30,7 +30,7 @@ def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
             rank=graph.rank,
             duration_ns=graph.duration_ns,
             pair=graph.pair,
-            segment=graph.segment,
+            pass_id=graph.pass_id,
             microbatch=graph.microbatch,
             module=graph.module,
             module_names=graph.module_names,

@@ -1,7 +1,7 @@
-"""OrderRule: which task a rank takes next, said once for a layout, and so for every batch that runs on it.
+"""OrderRule: a priority rule that chooses the next task of each rank, for all batches of a layout.
 
-What co-optimisation finds beside a layout (`adaptis.txt` section 4.3, and beyond). It has no unit of time, so that it
-serves batches of any size.
+Co-optimization finds such a rule together with a layout (`adaptis.txt` section 4.3, with extensions). Its times are
+relative, so that it applies to batches of any size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST = 1e9
 
 
 class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rule says of one chunk of the layout. A unit is the work of the mean microbatch on the mean rank."""
+    """The part of a rule for one chunk of the layout. A unit is the work of the mean microbatch on the mean rank."""
 
     layers: tuple[Number, Number]
     """First and last layer of the chunk, as in the layout."""
@@ -28,9 +28,9 @@ class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backward: Value
     """Key of its backwards, or of their input gradients."""
     weight: Value = 0.0
-    """Key of its weight gradients, where backwards are split."""
+    """Key of its weight gradients, if backwards are split."""
     forward_wait: Magnitude = 0.0
-    """How long a rank waits for a forward that is sure to come, in units, rather than take a task of larger key."""
+    """How long a rank waits for an expected forward instead of running a task with a larger key, in units."""
     backward_wait: Magnitude = 0.0
     limit: Count | None = None
     """Maximum number of microbatches between forward and backward. None: limited by memory only."""
@@ -55,7 +55,7 @@ class ChunkRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rule that chooses the next task of a rank under one layout.
 
-    A microbatch adds the work of those before it, in units, to the keys of its chunks.
+    The keys of a microbatch increase by the work of the earlier microbatches, in units.
     """
 
     chunks: tuple[ChunkRule, ...]
@@ -71,9 +71,9 @@ class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("chunks", "are none", "give one for every chunk of the layout")
 
     def moved_to(self, layout: Layout) -> OrderRule:
-        """The same rule for a layout of as many chunks, on other ranks or with other layers.
+        """Return the rule for a layout with the same number of chunks on other ranks or with other layers.
 
-        Strategies by layer are left out where the layers are others.
+        Chunks with other layers lose their strategies.
         """
         chunks = []
         for mine, theirs in zip(self.chunks, layout.chunks, strict=True):
@@ -82,12 +82,12 @@ class OrderRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, chunks=tuple(chunks))
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse another layout than the one that the rule is for, whatever its modules are called.
+        """Check that the rule is for this layout. Names of modules may differ.
 
         Raises
         ------
         InputError
-            Naming the chunk.
+            A chunk differs. The message names it.
         """
         if len(self.chunks) != len(layout.chunks):
             raise InputError(

@@ -65,13 +65,12 @@ def search_sample(search: Search, stretch: Stretch, run: Run) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A graph of one component of each group: mean durations of the group, and the most bytes that a member needs.
+    """A graph with one component of each group, with mean durations and maximum bytes of the members of the group.
 
     Attributes
     ----------
-    member : array, shape (tasks of the sample, number of copies)
-        The task that takes the place of a task of the sample in a copy, or `NO_TASK`. Every task of the whole is there
-        once.
+    member : array, shape (number of tasks of the sample, number of copies)
+        The task that replaces a task of the sample in a copy, or `NO_TASK`. Every task of the whole graph occurs once.
     """
 
     graph: TaskGraph
@@ -104,14 +103,14 @@ def take_sample(graph: TaskGraph, component_of_task: IntArray, copies: int) -> S
 
 
 def _mean_graph(graph: TaskGraph, tasks: IntArray, member: IntArray) -> TaskGraph:
-    """The graph of some tasks, each with its members' mean duration and the most bytes that one of them needs."""
+    """Return the graph of some tasks, each with the mean duration and the maximum bytes of its members."""
     part, num_copies = Parts(graph)(tasks), member.shape[1]
-    # Where there is no member, the sample's own task counts once more.
+    # If a copy has no member, count the task of the sample once more.
     member = np.where(member == NO_TASK, tasks[:, None], member)
     activation, weight = part.activation_bytes.copy(), part.weight_gradient_bytes.copy()
     activation[part.pair] = graph.activation_bytes[graph.pair[member]].max(axis=1)
     weight[part.pair] = graph.weight_gradient_bytes[graph.pair[member]].max(axis=1)
-    # Alike tasks have their edges in the same order.
+    # Corresponding tasks have their edges in the same order.
     order, own = (np.argsort(each.edge_source, kind="stable") for each in (graph, part))
     first, source = np.searchsorted(graph.edge_source[order], member), part.edge_source[own]
     edges = order[first[source] + _turn_in_row(source)[:, None]]
@@ -133,7 +132,7 @@ def _turn_in_row(row: IntArray) -> IntArray:
 
 
 def _shapes(graph: TaskGraph, component_of_task: IntArray, turn: IntArray) -> IntArray:
-    """By component: a number of its shape. Task by task, components of one shape differ in lengths and bytes alone."""
+    """Return the number of the shape of each component. Components of one shape differ only in durations and bytes."""
     pair = graph.pair
     of_pair = (np.where(rows[pair] == NO_TASK, -1, turn[rows[pair]]) for rows in (graph.forward_of, graph.backward_of))
     idle = graph.duration_ns == 0
@@ -159,7 +158,10 @@ def _mixed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _profiles(graph: TaskGraph, component_of_task: IntArray) -> _Profiles:
-    """By component: time of forwards, of all others, and bytes, rank by rank; bytes weigh as much as time in all."""
+    """Return for each component the time of its forwards, the time of its other tasks, and its bytes, by rank.
+
+    Bytes are scaled so that their total equals the total time.
+    """
     num_components, forward = int(component_of_task.max()) + 1, graph.kind == FORWARD
     activation = np.where(forward, graph.activation_bytes[graph.pair], 0).astype(np.float64)
     activation *= graph.duration_ns.sum() / max(1.0, activation.sum())
@@ -182,7 +184,7 @@ def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
         if len(components) <= most:
             groups.append(components[np.argsort(length[components], kind="stable")])
             continue
-        # Where they differ most; one half gets a whole number of groups.
+        # Split along the column with the largest range, so that one half has a whole number of full groups.
         mine = profiles[components]
         components = components[np.argsort(mine[:, np.ptp(mine, axis=0).argmax()], kind="stable")]
         half = (len(components) // most + 1) // 2 * most
@@ -191,22 +193,22 @@ def _groups(shapes: IntArray, profiles: _Profiles, most: int) -> list[IntArray]:
 
 
 def _table(groups: list[IntArray], copies: int) -> IntArray:
-    """By group: its member in every copy, short ones first, so that those of one copy are all rather short or long."""
+    """Return the member of each group in every copy, short ones first, so that the members of a copy are similar."""
     table = np.full((len(groups), copies), NO_MEMBER, np.int64)
     for number, components in enumerate(groups):
-        # Those of a group that is not full are spread out, not all groups' over the same copies.
+        # Spread the members of a group that is not full over the copies, starting at a different copy for each group.
         places = (np.arange(len(components)) * copies // len(components) + number) % copies
         table[number, np.sort(places)] = components
     return table
 
 
 class Parts:
-    """Takes graphs of some whole components out of a graph; what that needs to know of the graph is found once.
+    """Extracts graphs of whole components from a graph. Indices of the graph are computed once.
 
     Parameters
     ----------
     graph : TaskGraph
-        Without candidates.
+        A graph without candidates.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -216,7 +218,10 @@ class Parts:
         self.edge_start = np.searchsorted(graph.edge_source[self.edges], np.arange(graph.num_tasks + 1))
 
     def __call__(self, tasks: IntArray) -> TaskGraph:
-        """Return the graph of some tasks, ascending, with which nothing else is connected; they are numbered anew."""
+        """Return the graph of some tasks, with new numbers.
+
+        Tasks are in ascending order. No other task may be connected to them.
+        """
         graph, number = self.graph, self.number
         number[tasks] = np.arange(len(tasks))
         pairs, pair = np.unique(graph.pair[tasks], return_inverse=True)
@@ -236,7 +241,7 @@ class Parts:
             rank=graph.rank[tasks],
             duration_ns=graph.duration_ns[tasks],
             pair=pair,
-            segment=np.unique(graph.segment[tasks], return_inverse=True)[1],
+            pass_id=np.unique(graph.pass_id[tasks], return_inverse=True)[1],
             microbatch=np.unique(graph.microbatch[tasks], return_inverse=True)[1],
             module=graph.module[tasks],
             activation_bytes=graph.activation_bytes[pairs],

@@ -1,4 +1,4 @@
-"""Static schedules by name: the one list of them for all commands, baselines and integrations."""
+"""Static schedules by name. All commands, baselines and integrations use this list."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Order = Callable[[TaskGraph], Schedule]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What a trainer sets beside the name of a schedule.
+    """Settings of a trainer in addition to the name of a schedule.
 
     Attributes
     ----------
     group : int or None
-        Microbatches that a stage takes in turn, interleaved; None: the trainer's default.
+        Number of consecutive microbatches that a stage takes in an interleaved schedule. None: the default.
     as_megatron : bool
-        The default group is the smallest that Megatron accepts; False: the number of ranks, as in PyTorch.
+        Whether the default group is the smallest that Megatron accepts. Otherwise it is the number of ranks, as in
+        PyTorch.
     """
 
     group: int | None = None
@@ -39,13 +40,13 @@ class NamedSchedule:
     Attributes
     ----------
     orders : callable
-        From the number of ranks and the settings to the forms of the schedule, of which the fastest counts.
+        Return the variants of the schedule for a number of ranks and settings. The fastest variant is used.
     pytorch : str
         Name in PyTorch, in lower case. Empty: a torchtitan file with this schedule is an error.
     stages : int
-        Stages of each rank by default.
+        Default number of stages of each rank.
     splits_backward : bool
-        Input and weight gradients are tasks of their own.
+        Whether input and weight gradients are separate tasks.
     """
 
     orders: Callable[[int, ScheduleSettings], list[Order]]
@@ -61,7 +62,7 @@ def _interleaved(_num_ranks: int, settings: ScheduleSettings) -> list[Order]:
 
 
 def _zero_bubble(num_ranks: int, _settings: ScheduleSettings) -> list[Order]:
-    # The best number of microbatches that weight gradients lag behind depends on the memory.
+    # The best lag of weight gradients, in microbatches, depends on the memory.
     return [partial(zero_bubble_h1, most_behind=behind) for behind in range(num_ranks)]
 
 
@@ -71,8 +72,7 @@ SCHEDULES: dict[RunSchedule, NamedSchedule] = {
     "interleaved": NamedSchedule(_interleaved, "interleaved1f1b", stages=2),
     "zero_bubble": NamedSchedule(_zero_bubble, splits_backward=True),
 }
-"""By the names that files and options have."""
-
+"""Static schedules by the name used in files and options."""
 
 _NAMES: dict[str, RunSchedule] = {
     word: name for name, schedule in SCHEDULES.items() for word in (name, schedule.pytorch) if word
@@ -80,7 +80,7 @@ _NAMES: dict[str, RunSchedule] = {
 
 
 def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
-    """Return the name of a schedule from its name here or in PyTorch, in any case.
+    """Return the name of a schedule from its name here or in PyTorch. Case does not matter.
 
     Raises
     ------

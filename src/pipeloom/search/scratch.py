@@ -1,4 +1,4 @@
-"""What list scheduling writes: one set of arrays per thread, made once per problem."""
+"""Arrays that list scheduling writes. Each thread has one set per problem."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from pipeloom.search.packed import PLACE, PackedGraph
 Array = npt.NDArray[Any]
 
 NODE_SHIFT = 5
-"""Logarithm of the numbers that ``Scratch.node`` has for a rank."""
-
+"""Base-2 logarithm of the number of entries that ``Scratch.node`` has for each rank."""
 
 RANK_BITS, WORD_SHIFT, GROUP_SHIFT, NUM_URGENT, SECOND, THIRD = range(6)
 """Entries of ``Scratch.sizes``."""
 
 
 class Scratch(NamedTuple):
-    """Arrays that list scheduling writes; see `make_scratch`. All int64 unless said otherwise.
+    """Arrays that list scheduling writes, int64 unless declared otherwise; see `make_scratch`.
 
     Attributes
     ----------
@@ -29,24 +28,26 @@ class Scratch(NamedTuple):
     position : array of int32, shape (num_segments,)
         Position of every segment in its class.
     sizes : array, shape (6,)
-        Bits of a rank in ``key``; logarithms of the words of a queue and of the words behind one bit of its summary;
-        bits of a backward queue's summary that are urgent; where the second and the third class begin in ``at``.
+        In this order: the number of bits of a rank in ``key``; the base-2 logarithms of the number of words of a queue
+        and of the number of words behind one bit of its summary; the number of urgent bits in the summary of a backward
+        queue; and the starts of the second and third class in ``at``.
     bits : array
-        Ready queues: per place (four times the rank plus the class) one bit a position.
+        Ready queues. Each place (four times the rank plus the class) has one bit per position.
     node : array
-        Per rank its clock, queues' summaries, expected tasks; see `pipeloom.search.kernels.queues`.
-    late : array, shape (num_ranks, most tasks of a rank, 2)
-        Tasks expected beyond the first of each class: time, and position and place.
+        Clock, queue summaries and expected tasks of each rank; see `pipeloom.search.kernels.queues`.
+    late : array, shape (num_ranks, largest number of tasks of a rank, 2)
+        Expected tasks after the first of each class: the time, and the position and place as one number.
     key : array
-        Per rank when it could start something next, and the rank in the lowest bits; padded to a multiple of 4.
+        Earliest next start of each rank, with the rank in the lowest bits. Padded to a multiple of 4.
     joins : array
-        Per join the predecessors left and the time it is ready, from 1 on.
+        Number of remaining predecessors and ready time of each join, from 1 on.
     run : array of int32, shape (num_tasks,)
         Cells in the order in which they were scheduled.
     sequence : array, shape (num_tasks,)
-        The same as tasks, once list scheduling is complete.
+        The same order as tasks, once list scheduling is complete.
     ready : array, shape (num_cells,)
-        When a task was ready; -1 once it is scheduled. Only where memory is limited, as is the rest.
+        Time at which a task became ready; -1 once it is scheduled. Used only if memory is limited, as are the fields
+        below.
     """
 
     at: Array
@@ -69,8 +70,8 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(packed: PackedGraph) -> Scratch:
-    """Return arrays for list scheduling of one problem; one set per thread."""
-    num_tasks, num_segments = len(packed.waiting), len(packed.base)
+    """Return the arrays of one thread for list scheduling of one problem."""
+    num_tasks, num_passes = len(packed.waiting), len(packed.base)
     num_ranks, num_components = len(packed.capacity), len(packed.demand)
     per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
     widest = int(np.diff(packed.class_start).max())
@@ -85,8 +86,8 @@ def make_scratch(packed: PackedGraph) -> Scratch:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        at=np.zeros(num_segments + (64 << group_shift), np.int32),
-        position=np.zeros(num_segments, np.int32),
+        at=np.zeros(num_passes + (64 << group_shift), np.int32),
+        position=np.zeros(num_passes, np.int32),
         sizes=np.array([(num_ranks - 1).bit_length(), word_shift, group_shift, 64, second, third], np.int64),
         bits=ints(4 * num_ranks << word_shift),
         node=ints(num_ranks << NODE_SHIFT),

@@ -111,16 +111,16 @@ def _others(graph: TaskGraph, states: int) -> Iterator[tuple[Restricted, Schedul
     if graph.candidates is None:
         return
     if graph.limits_offload and graph.capacity_bytes is not None:
-        # Minimum-memory candidates avoid the host. Offloading may fit if every rank reserves staging memory.
+        # Minimum-memory candidates do not use the host. Offloading may fit if every rank reserves staging memory.
         left = graph.capacity_bytes if graph.staging_bytes is None else graph.capacity_bytes - graph.staging_bytes
         staged = replace(graph, capacity_bytes=left, host_capacity_bytes=None, staging_bytes=None)
         yield Restricted(staged, tuple(tuple(range(len(row))) for row in graph.candidates)), None
-    # Restricted to candidates that need no less memory, those that fit together are the minimum-memory ones.
+    # In these graphs, the candidates that fit together are the minimum-memory ones.
     yield from fitting_ways(graph, states)
 
 
 def _fits(graph: TaskGraph, schedule: Schedule) -> bool:
-    """Return whether a schedule satisfies the limits, ignoring what tasks without duration hold."""
+    """Return whether a schedule satisfies the limits, ignoring bytes held by tasks without duration."""
     return within_limits(graph, schedule, simulate(graph, schedule)) or not check(graph, schedule)
 
 
@@ -151,7 +151,7 @@ def _solve(graph: TaskGraph, context: Context) -> Solution:
 def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
     """Make a search under the minimum-memory candidates or the start of the method.
 
-    What fits under other candidates fits under these, so the choice of strategies may start from them.
+    An order that fits under other candidates fits under these, so the choice of strategies may start from them.
     """
     if graph.candidates is None:
         return Search(graph, context)
@@ -161,7 +161,7 @@ def _make_search(graph: TaskGraph, context: Context, method: Method) -> Search:
 
 
 def compile_kernels(method: str = "default", graph: TaskGraph | None = None) -> None:
-    """Compile the kernels of a method (once after installing; later calls load them from the cache).
+    """Compile the kernels of a method. Later calls load them from the cache.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Which backwards to split, where a pair may run its backward whole or as input and weight gradient.
+"""Choose which backwards to split, if pairs can run their backward whole or as input and weight gradient.
 
-Split backwards let ranks that would be idle at the end do weight gradients there, and the gradients of the inputs
-arrive earlier. That pays for the last microbatches only; splitting has a price (what both parts compute), so it
-should not be paid for the others.
+If backwards are split, ranks that would be idle at the end compute weight gradients there, and input gradients arrive
+earlier. This pays off only for the last microbatches. Splitting has a cost, since both parts repeat some computation,
+so the other microbatches should not be split.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def splittable(graph: TaskGraph) -> BoolArray:
-    """Pairs that have a candidate with a whole backward (a weight gradient of no time), and one without.
+    """Return which pairs have both a candidate with a whole backward and one with a split backward.
 
-    Candidates that do not fit alone do not count.
+    A backward is whole if its weight gradient has no duration. Candidates that do not fit alone do not count.
     """
     if graph.candidates is None:
         return np.zeros(graph.num_pairs, np.bool_)
@@ -32,7 +32,7 @@ def splittable(graph: TaskGraph) -> BoolArray:
 
 
 def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
-    """Keep of every splittable pair only the candidates that are split, or only those that are whole."""
+    """Keep only the split candidates of a splittable pair, or only the whole ones."""
     assert graph.candidates is not None
     can = splittable(graph)
     known: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
@@ -46,14 +46,14 @@ def restrict(graph: TaskGraph, split: BoolArray) -> Restricted:
 
 
 def split_counts(graph: TaskGraph) -> list[int]:
-    """Numbers of microbatches to split, to be tried in this order: those near the number of ranks first."""
+    """Return the numbers of microbatches to split, in the order in which to try them."""
     total, ranks = len(np.unique(graph.microbatch)), graph.num_ranks
     wanted = [0, ranks, 2 * ranks, -(-ranks // 2), 4 * ranks, total]
     return list(dict.fromkeys(min(count, total) for count in wanted))
 
 
 def by_lateness(graph: TaskGraph, timeline: Timeline) -> IntArray:
-    """Return the place of every pair's microbatch; the one whose last backward begins last has place 0."""
+    """Return for every pair the place of its microbatch. Place 0 is the microbatch whose last backward begins last."""
     names, of_pair = np.unique(graph.microbatch[graph.forward_of], return_inverse=True)
     last = np.zeros(len(names), np.int64)
     has = graph.backward_of != NO_TASK

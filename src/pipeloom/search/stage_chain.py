@@ -1,4 +1,4 @@
-"""How Megatron sees a layout: one chain of stages, whatever the modules."""
+"""A layout as one chain of stages, regardless of modules, as in Megatron."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipeloom.timeline import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A graph as stages in model order; a stage is a run of consecutive chunks on one rank.
+    """A graph as stages in model order. A stage is a run of consecutive chunks on one rank.
 
     Attributes
     ----------
     forward, backward : dict
-        Tasks by (stage, microbatch) in running order. A microbatch without a part in a stage (text only, or a
-        frozen stage's backward) has no entry.
+        Tasks by (stage, microbatch) in running order. A microbatch without tasks in a stage has no entry, for example
+        a text-only microbatch, or the backward of a frozen stage.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -30,19 +30,24 @@ class Chain:
     backward: dict[tuple[int, int], list[int]]
 
     def stages_of(self, rank: int) -> list[int]:
-        """Stages that lie on a rank, in model order."""
+        """Return the stages of a rank in model order."""
         return [stage for stage, home in enumerate(self.rank_of_stage) if home == rank]
 
 
 def chain_of(graph: TaskGraph, modules: Sequence[str] | None = None) -> Chain:
     """Read stages and microbatches from the labels of a graph that was made from a layout.
 
-    ``modules``: only these; default: all. All sub-microbatches that a microbatch has in a stage run one after the
-    other, chunk by chunk, their backwards in the opposite order; a W directly follows its I.
+    All sub-microbatches of a microbatch in a stage run consecutively, chunk by chunk. Their backwards run in the
+    reverse order, and each W directly follows its I.
+
+    Parameters
+    ----------
+    modules : sequence of str, optional
+        Names of the modules to include. None: all.
     """
     if graph.labels is None:
         raise InputError("graph", "has no labels", "baselines need a graph that was made from a layout")
-    # Words for strategies are made when labels are read, and are of no use here.
+    # Reading labels would construct the names of strategies, which are not needed here.
     labels = graph.labels.given if isinstance(graph.labels, ChosenLabels) else graph.labels
     names = graph.module_names if modules is None else modules
     wanted = [i for i, name in enumerate(graph.module_names) if name in names]
@@ -71,7 +76,7 @@ def chain_of(graph: TaskGraph, modules: Sequence[str] | None = None) -> Chain:
 
 
 def as_schedule(graph: TaskGraph, order: list[list[int]], method: str) -> Schedule:
-    """Orders as a `Schedule`; every pair gets its base candidate."""
+    """Return orders as a `Schedule` in which every pair has its base candidate."""
     candidate = None if graph.candidates is None else np.zeros(graph.num_pairs, np.int64)
     arrays: list[IntArray] = [np.array(tasks, dtype=np.int64) for tasks in order]
     return Schedule(tuple(arrays), candidate, method)

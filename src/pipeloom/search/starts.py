@@ -17,7 +17,7 @@ _TURNS = ("first in, first out", "small first", "large between")
 def starts(search: Search) -> Iterator[Callable[[], int]]:
     """Yield starts, the most promising first.
 
-    Where a rule came with the layout, its order and one of groups are tried before all others.
+    If the layout has a rule, its order and the first order of groups come before all others.
     """
     graph, packed, groups = search.graph, search.packed, search.groups
     orders = (
@@ -35,10 +35,10 @@ def starts(search: Search) -> Iterator[Callable[[], int]]:
             for rule in rules:
                 yield partial(search.try_rule, priorities_of(graph, packed, chunks, rule, turns[name]))
 
-    given = search.params.rules
-    yield from ruled(given, _TURNS[:1])
+    layout_rules = search.params.rules
+    yield from ruled(layout_rules, _TURNS[:1])
     yield next(orders)
-    yield from ruled(given, _TURNS[1:])
+    yield from ruled(layout_rules, _TURNS[1:])
     yield from orders
     yield from ruled(standard_rules(graph, chunks), _TURNS[:1])
-    yield from ruled(given, [name for name in turns if name not in _TURNS])
+    yield from ruled(layout_rules, [name for name in turns if name not in _TURNS])

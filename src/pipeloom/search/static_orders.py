@@ -1,8 +1,7 @@
 """GPipe, 1F1B and interleaved 1F1B, as Megatron-LM runs them.
 
-They order what the layout gives and judge nothing: memory capacity and costs do not enter. Microbatches that
-miss a stage keep their turn there, which removes tasks from a schedule that is free of deadlock and so leaves
-it free of deadlock.
+The orders depend only on the layout, not on costs or memory capacity. A microbatch without tasks in a stage keeps its
+turn there. This only removes tasks from a deadlock-free schedule, so the result is deadlock-free.
 """
 
 from __future__ import annotations
@@ -61,14 +60,15 @@ def one_f_one_b(graph: TaskGraph) -> Schedule:
 def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> Schedule:
     """Run v stages on each of p ranks, taking microbatches in groups of g.
 
-    Rank r runs (p - r - 1) * 2 + (v - 1) * g forwards ahead. Stages go to the ranks in turn; where the
-    layout skips a rank in its turn, an empty stage stands in, and where the last group has fewer microbatches than
-    there are ranks (which Megatron refuses), empty ones fill it up to p.
+    Rank r runs (p - r - 1) * 2 + (v - 1) * g forwards ahead. Ranks take stages in turn. If the layout skips the turn of
+    a rank, an empty stage takes it. If the last group has fewer than p microbatches, which Megatron rejects, empty
+    microbatches fill it up to p.
 
     Parameters
     ----------
     group_size : int or None
-        Microbatches that a stage takes in turn, at least p; None: p. Megatron's ``microbatch_group_size_per_vp_stage``.
+        Number of consecutive microbatches that a stage takes, at least p. None: p. Megatron calls it
+        ``microbatch_group_size_per_vp_stage``.
 
     Raises
     ------
@@ -80,10 +80,10 @@ def interleaved_one_f_one_b(graph: TaskGraph, group_size: int | None = None) -> 
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Group sizes that Megatron's interleaved schedule takes, rising.
+    """Return the group sizes that Megatron's interleaved schedule accepts, in increasing order.
 
-    From the number of ranks up to that of microbatches; what is left over for a last group is nothing, or no less than
-    the number of ranks.
+    A group size is between the number of ranks and the number of microbatches. The last group may be smaller than the
+    others, but not smaller than the number of ranks.
     """
     sizes = range(num_ranks, num_microbatches + 1)
     return tuple(n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= num_ranks)
@@ -94,7 +94,7 @@ def check_group_size(
 ) -> None:
     """Raise `InputError` for a group size that Megatron's interleaved schedule rejects.
 
-    ``remedy`` is what helps where no group size does.
+    ``remedy`` is used in the message if no group size is valid.
     """
     sizes = group_sizes(num_ranks, num_microbatches)
     if size not in sizes:
@@ -106,7 +106,7 @@ def check_group_size(
 
 
 def interleaved_as_megatron(graph: TaskGraph) -> Schedule:
-    """Run `interleaved_one_f_one_b` with the smallest group size that Megatron takes.
+    """Run `interleaved_one_f_one_b` with the smallest group size that Megatron accepts.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def interleaved_as_megatron(graph: TaskGraph) -> Schedule:
 
 
 def interleaved_orders(chain: Chain, num_ranks: int, group_size: int | None = None) -> list[list[int]]:
-    """Tasks per rank of the stages of a chain, interleaved."""
+    """Return the tasks of every rank in interleaved order."""
     size = num_ranks if group_size is None else group_size
     if size < num_ranks:
         raise InputError("group_size", f"{size} is below {num_ranks} ranks", "use at least as many")
@@ -155,7 +155,7 @@ def interleaved_orders(chain: Chain, num_ranks: int, group_size: int | None = No
 
 
 def _tasks(chain: Chain, forwards: list[Unit], backwards: list[Unit], ahead: int) -> list[int]:
-    """``ahead`` forwards, then forward and backward by turns, then the backwards that are left."""
+    """Return ``ahead`` forwards, then alternate forwards and backwards, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     tasks: list[int] = []
     for unit in forwards[:ahead]:

@@ -38,9 +38,7 @@ class Watch:
     task_s: float = 0.0
 
     def before(self, num_tasks: int) -> Watch:
-        """Reserve the time of the steps after the search for ``num_tasks`` tasks. Further calls reserve nothing
-        more.
-        """
+        """Reserve time for the steps after the search of ``num_tasks`` tasks. Further calls reserve nothing more."""
         if self.seconds is None or self.task_s == 0:
             return self
         return replace(self, seconds=max(0.0, self.seconds - num_tasks * self.task_s), task_s=0.0)
@@ -65,9 +63,10 @@ class Watch:
         return min(1.0, max(parts))
 
     def expected(self, made: int, took_s: float, part: float) -> float:
-        """Return the expected evaluations in a part of the budget, at the speed of ``made`` in ``took_s`` seconds.
+        """Return the expected number of evaluations in a part of the budget, at ``made`` evaluations in ``took_s``
+        seconds.
 
-        A negative part, which ends before it begins, allows none.
+        A negative part ends before it begins, so it allows none.
         """
         counts, part = [], max(0.0, part)
         if self.seconds is not None:
@@ -180,7 +179,7 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A rule that started before the search, so that earlier steps count too. Use it for one search.
+    """A rule that started before the search, so that earlier steps count too. Use it for only one search.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """Memory strategies for a fixed order: the fastest candidates that memory allows, rank by rank.
 
-Memory in use depends on a rank's order alone, so each rank is a problem of its own (`dip.txt` §5.3): choose
-one candidate per pair, with the least total time, such that nowhere along the rank's order more is held than
-the rank's capacity. A Lagrangian method solves it and brings its own certificate.
+The memory of a rank depends only on its own order, so each rank is a separate problem (`dip.txt` §5.3): choose one
+candidate per pair with the least total time, such that the held bytes never exceed the capacity of the rank. A
+Lagrangian method solves it and gives a lower bound.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Strategies:
     pairs, choice : array
         Pairs of the rank, and the candidate of each.
     total_ns : int
-        Time of all their tasks.
+        Total duration of the tasks of these pairs, in ns.
     bound_ns : float
-        No choice that fits takes less.
+        Lower bound of ``total_ns`` over all choices that fit, in ns.
     """
 
     pairs: IntArray
@@ -54,9 +54,9 @@ class StrategyChooser:
     Parameters
     ----------
     graph : TaskGraph
-        With candidates.
+        A graph with candidates.
     tables : Tables, optional
-        Of another chooser of the same graph.
+        Tables of another chooser of the same graph.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class StrategyChooser:
         return StrategyChooser(self.graph, self.params, self.tables)
 
     def choose(self, sequence: IntArray, rounds: int | None = None) -> int:
-        """Choose for a sequence of all tasks that all ranks can follow; return the makespan that results.
+        """Choose for a topological sequence of all tasks; return the resulting makespan.
 
-        `choice` then gives what was chosen. Where that exceeds a limit of device or host, as it may where the sequence
-        does not fit with the minimum-memory candidates either, returns `codes.DEADLOCK`.
+        `choice` then returns the chosen candidates. If they exceed a limit of device or host, return `codes.DEADLOCK`.
+        This can happen only if the sequence does not fit with the minimum-memory candidates either.
         """
         scratch = self._orders, self._counts
         makespan, fits = interruptible(
@@ -85,7 +85,7 @@ class StrategyChooser:
         return int(makespan) if fits else self._judged(sequence, int(makespan))
 
     def _judged(self, sequence: IntArray, makespan: int) -> int:
-        """A makespan, or `codes.DEADLOCK` where the choice does not fit: memory held for no time does not count."""
+        """Return the makespan, or `codes.DEADLOCK` if the choice does not fit, ignoring bytes held for no time."""
         rank = self.graph.rank[sequence]
         orders = tuple(sequence[rank == r] for r in range(self.graph.num_ranks))
         return codes.DEADLOCK if check(self.graph, Schedule(orders, self.choice())) else makespan
@@ -133,7 +133,10 @@ class StrategyChooser:
 
 
 class PacedChooser:
-    """A chooser of strategies as thorough as the time allows, since large graphs may take as long as the search."""
+    """A chooser of strategies that is as thorough as time allows.
+
+    For large graphs, a thorough choice may take as long as the search.
+    """
 
     def __init__(self, graph: TaskGraph, meter: Meter, params: StrategyParams) -> None:
         self.meter, self.params, self.chooser = meter, params, StrategyChooser(graph, params)
@@ -160,8 +163,10 @@ class PacedChooser:
         return self._cost(rounds) * quick_s / max(seconds, 1e-9)
 
     def turns(self, left: float) -> int:
-        """How many turns fit into a part of the budget: each ends with a choice, and searches for as long at least,
-        the only one for what time there is.
+        """Return how many turns fit into a part of the budget.
+
+        Each turn ends with a choice and searches for at least as long. If there is only one turn, it searches for the
+        remaining time.
         """
         if self.share <= 0:
             return 1_000_000
@@ -174,7 +179,7 @@ class PacedChooser:
         return self.params.large_cost if rounds == self.params.large_rounds else self.params.cost
 
     def _rounds(self) -> int | None:
-        """Of the Lagrangian; None: as many as the size of the graph asks for, where no clock is in the way."""
+        """Return the number of Lagrangian rounds. None: without a time limit, it depends on the size of the graph."""
         seconds = self.meter.watch.seconds
         if seconds is None:
             return None
@@ -196,7 +201,7 @@ def choose_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategie
 
 
 def total_ns(time: IntArray, choice: IntArray) -> int:
-    """Nanoseconds of all pairs under a choice; ``time`` has a row for each."""
+    """Return the total time of all pairs under a choice, in ns. ``time`` has a row for each pair."""
     return int(time[np.arange(len(choice)), choice].sum())
 
 

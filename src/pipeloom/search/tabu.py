@@ -1,4 +1,4 @@
-"""Tabu search on the order of every rank's tasks, from the incumbent (`pipeloom.search.kernels.tabu`)."""
+"""Tabu search on the order of tasks of every rank, from the incumbent (`pipeloom.search.kernels.tabu`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tour:
 
     def __init__(self, search: Search, seed: int) -> None:
         params = search.params.tabu
-        # What moves together: a microbatch, also where memory does not matter and all is one component.
+        # Microbatches move as a whole, even if memory does not matter and all tasks are one component.
         self.component_of_task = np.unique(search.graph.microbatch, return_inverse=True)[1]
         span = float(search.packed.work.max()) / (int(self.component_of_task.max()) + 1)
         num_tasks = search.graph.num_tasks

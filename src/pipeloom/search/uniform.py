@@ -1,7 +1,8 @@
 """Uniform settings of graphs with candidates: the same candidate for all pairs, as a start of the search.
 
-DIP begins with the minimum-memory strategies and uses faster ones where the finished order leaves memory
-(`dip.txt` §5.2). But an order for these strategies holds as many microbatches as fit and leaves no memory.
+DIP begins with the minimum-memory strategies and chooses faster ones where the final order leaves free memory
+(`dip.txt` §5.2). However, an order for these strategies keeps as many microbatches in flight as fit, so it leaves no
+memory free.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pipeloom.taskgraph.candidates import (
 def uniform_settings(graph: TaskGraph) -> list[int]:
     """Return the Pareto set of uniform settings in time and bytes, fastest first.
 
-    Only settings that every pair has count, and where the host has a limit, those that keep off it.
+    Only settings that every pair has count. If the host has a limit, only settings without host bytes count.
     """
     if graph.candidates is None:
         return [0]
@@ -50,7 +51,7 @@ def downhill(pareto: list[int], makespan: Callable[[int], float]) -> int | None:
     pareto : list of int
         Settings, fastest first.
     makespan : callable
-        Of a setting, in nanoseconds; infinite where it does not fit. Called at most once for each.
+        Return the makespan of a setting in ns, or infinity if it does not fit. Called at most once for each setting.
     """
     known: dict[int, float] = {}
 

@@ -1,4 +1,4 @@
-"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards, later ranks delaying more weight gradients."""
+"""Zero-bubble H1 (Qi et al. 2024): 1F1B with split backwards. Later ranks delay more weight gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pipeloom.timeline import Schedule
 
 
 def zero_bubble_h1(graph: TaskGraph, most_behind: int | None = None) -> Schedule:
-    """Run p - r forwards ahead on rank r of p, then I, W and F by turns, W being r microbatches behind I.
+    """Run p - r forwards ahead on rank r of p, then alternate I, W and F, with W r microbatches behind I.
 
-    Every rank then holds p microbatches at most, from their F to their W: as much as 1F1B's first rank. A backward
-    that is not split is an I without W.
+    Every rank then holds at most p microbatches between F and W, like the first rank of 1F1B. A backward that is not
+    split counts as an I without W.
 
     Parameters
     ----------
     most_behind : int, optional
-        Microbatches that W may be behind I at most, since with recomputation much memory waits for W.
+        Maximum number of microbatches between I and W. With recomputation, much memory is held until W.
 
     Raises
     ------
@@ -28,11 +28,11 @@ def zero_bubble_h1(graph: TaskGraph, most_behind: int | None = None) -> Schedule
     p, m = graph.num_ranks, chain.num_microbatches
     stages = len(chain.rank_of_stage)
     if len(set(chain.rank_of_stage)) < stages:
-        raise InputError("layout", "has ranks of several stages, zero-bubble H1 takes one")
+        raise InputError("layout", "has ranks with several stages, but zero-bubble H1 needs one stage per rank")
     order: list[list[int]] = [[] for _ in range(p)]
     for stage, rank in enumerate(chain.rank_of_stage):
         forward = [chain.forward.get((stage, i), []) for i in range(m)]
-        # A W directly follows its I in a chain; here they part.
+        # A W directly follows its I in a chain. Here the two are separated.
         backward = [chain.backward.get((stage, i), []) for i in range(m)]
         weight = [[t for t in tasks if graph.weight_of[graph.pair[t]] == t] for tasks in backward]
         inputs = [[t for t in tasks if t not in late] for tasks, late in zip(backward, weight, strict=True)]

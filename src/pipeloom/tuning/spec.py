@@ -17,7 +17,7 @@ Precompute = Literal["off", "frozen", "all"]
 
 
 class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is tuned for every batch. The defaults are the fastest settings.
+    """Selection of the techniques that tune every batch. The defaults are the fastest settings.
 
     No technique changes what is computed, only when.
     """

@@ -193,6 +193,25 @@ class CompoundGain:
         return Figure(100 * (gain / over - 1), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How much higher one throughput is than another, in per cent."""
+
+    cell: Cell
+    over: Cell | None = None
+    """None if ``cell`` is already a ratio."""
+
+    @property
+    def part(self) -> str:
+        """The part of the first cell."""
+        return self.cell.part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """Return the number."""
+        over = 1.0 if self.over is None else self.over.number(records).value
+        return Figure(100 * (self.cell.number(records).value / over - 1), 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A claim of a paper, and which of our figures answer it."""

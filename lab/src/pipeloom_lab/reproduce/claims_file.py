@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeloom.report.figures import Axis, Mark, bar_figure
-from pipeloom_lab.reproduce.claims import Cell, Claim, CompoundGain, Minimum, OwnFigure, Quantity
+from pipeloom_lab.reproduce.claims import Cell, Claim, CompoundGain, Minimum, OwnFigure, Quantity, Speedup
 from pipeloom_lab.reproduce.part import Figure, read_data
 from pipeloom_lab.reproduce.record import Record
 
@@ -41,6 +41,17 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
+class Gains:
+    """How much faster Pipeloom is on the models of a paper, in per cent; the paper's bars in the index's figure."""
+
+    groups: Sequence[str]
+    baseline: Sequence[Quantity]
+    """Gains over the fastest baseline, one per group."""
+    system: Sequence[Quantity]
+    """Gains over the paper's own system."""
+
+
+@dataclass(frozen=True, slots=True)
 class PaperClaims:
     """Everything that the claims file of a paper declares, in its order."""
 
@@ -49,19 +60,21 @@ class PaperClaims:
     """What we set out to reach, judged as claims are."""
     own: tuple[OwnFigure, ...]
     opening: Opening
+    gains: Gains
 
 
 @functools.cache
 def paper_claims(paper: str) -> PaperClaims:
     """Read the claims file of a paper."""
     tables = read_data(f"{paper}/claims")
-    opening = tables["opening"]
+    opening, gains = tables["opening"], tables["gains"]
     bars = {name: _quantities(each) for name, each in opening["bars"].items()}
     return PaperClaims(
         tuple(_claim(fields) for fields in tables["claims"]),
         tuple(_claim(fields) for fields in tables["goals"]),
         tuple(OwnFigure(**fields | {"ours": _quantities(fields["ours"])}) for fields in tables["own"]),
         Opening(**opening | {"bars": bars}),
+        Gains(gains["groups"], _quantities(gains["baseline"]), _quantities(gains["system"])),
     )
 
 
@@ -80,6 +93,8 @@ def _quantity(fields: dict[str, Any]) -> Quantity:
     if "gains" in fields:
         gains, over = (tuple(_cell(each) for each in fields[name]) for name in ("gains", "over"))
         return CompoundGain(gains, over)
+    if "speedup" in fields:
+        return Speedup(_cell(fields["speedup"]), _cell(fields["over"]) if "over" in fields else None)
     return _cell(fields)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from pipeloom.report import markdown_table
+from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.reproduce.claims import (
     SUBJECTS,
     VERDICTS,
+    Cause,
     Claim,
     Judgment,
     MissingCellError,
@@ -17,7 +20,7 @@ from pipeloom_lab.reproduce.claims import (
     quantities_text,
 )
 from pipeloom_lab.reproduce.claims_file import paper_claims
-from pipeloom_lab.reproduce.part import PAPERS, Part, parts_of, read_data
+from pipeloom_lab.reproduce.part import PAPERS, Figure, Part, parts_of, read_data
 from pipeloom_lab.reproduce.record import Record
 
 Records = Mapping[str, Mapping[str, Record]]
@@ -56,25 +59,63 @@ def own_figures(records: Records) -> dict[str, tuple[OwnFigure, str, str]]:
     return found
 
 
-def index_page(records: Records) -> str:
-    """Return the page."""
+def gains_of(records: Records) -> Figure | None:
+    """Draw how much faster Pipeloom is, model by model of all papers; None if a number is not recorded."""
+    texts = read_data("pages")["gains"]
+    groups, bars = list[str](), {texts["baseline"]: list[float](), texts["system"]: list[float]()}
+    for paper in PAPERS:
+        gains, mine = paper_claims(paper).gains, records.get(paper, {})
+        groups += gains.groups
+        for values, quantities in zip(bars.values(), (gains.baseline, gains.system), strict=True):
+            try:
+                values += [quantity.number(mine).value for quantity in quantities]
+            except LookupError:
+                return None
+    return Figure("gains", texts["title"], bar_figure(groups, bars, y=Axis(texts["axis"]), values=".1f"))
+
+
+def index_page(records: Records, gains: Figure | None = None) -> str:
+    """Return the page, which opens with a figure of the gains."""
     found = judged_claims(records)
     texts = read_data("pages")
-    blocks = [texts["index_head"].strip(), "## How many", _tally(found), texts["rules"].strip()]
-    blocks += ["## What was missed", _misses(found)]
-    blocks += ["## What we set out to reach", _goals(records)]
-    for paper, title in PAPERS.items():
-        columns = ("claim", "where", "paper", "ours", "of", "verdict", "why", "command")
-        rows = [_row(paper, one) for one in found[paper]]
-        blocks += [f"## {title}", markdown_table(columns, rows, words=True)]
+    blocks = [texts["index_head"].strip()]
+    if gains is not None:
+        blocks.append(f"![{gains.title}]({gains.name}.svg)\n\n*{gains.title}.* {texts['gains']['caption'].strip()}")
+    for lines in texts["gains"]["lines"]:
+        blocks += [lines["head"], "\n".join(f"- {_line(line, records)}" for line in lines["lines"])]
+    blocks += ["## All claims", _summary(found)]
+    columns = ("claim", "paper", "ours", "verdict", "why", "where", "subject", "command")
+    rows = [_row(paper, one) for paper, each in found.items() for one in each]
+    blocks += [markdown_table(columns, rows, words=True)]
+    blocks += [texts["rules"].strip(), "**Counts**", _tally(found), _causes(found), texts["commands"].strip()]
+    blocks += ["## Goals", texts["goals"].strip(), _goals(records)]
     own = [
         (f'<a id="{name}"></a>{figure.text}', text, f"`{command}`")
         for name, (figure, text, command) in own_figures(records).items()
     ]
     table = markdown_table(("figure", "ours", "command"), own, words=True)
-    blocks += ["## Our own figures", "No paper claims these.", table]
-    blocks += ["## When each was made", _makings(records)]
+    blocks += ["## Our own figures", "The papers do not claim these figures.", table]
+    blocks += ["## When each part was recorded", _makings(records), texts["limitations"].strip()]
     return "\n\n".join(blocks) + "\n"
+
+
+def _line(line: Mapping[str, str], records: Records) -> str:
+    """Return a gain in words, whose figures link to their claim."""
+    paper, _, name = line["claim"].partition("-")
+    claims = paper_claims(paper)
+    known = {each.name: each.ours for each in claims.claims} | {each.name: each.ours for each in claims.own}
+    try:
+        figures = line["figures"].format(*(quantity.number(records.get(paper, {})) for quantity in known[name]))
+    except LookupError:
+        figures = "not made"
+    return f"[{figures}](#{line['claim']}) {line['text']}"
+
+
+def _summary(found: Mapping[str, list[Judgment]]) -> str:
+    """Return one sentence with the number of claims by verdict."""
+    every = [one.verdict for each in found.values() for one in each]
+    counts = ", ".join(f"{every.count(verdict)} {verdict}" for verdict in VERDICTS)
+    return f"{len(every)} claims: {counts}. [How claims are judged](#how-claims-are-judged) explains the columns."
 
 
 def _goals(records: Records) -> str:
@@ -122,7 +163,8 @@ def _makings(records: Records) -> str:
 def _row(paper: str, one: Judgment) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
-    return name, claim.where, claim.paper, one.ours, claim.subject, one.verdict, one.reason, f"`{one.command}`"
+    why = f"*{claim.cause}*: {one.reason}" if claim.cause else one.reason
+    return name, claim.paper, one.ours, one.verdict, why, claim.where, claim.subject, f"`{one.command}`"
 
 
 def _tally(found: Mapping[str, list[Judgment]]) -> str:
@@ -137,14 +179,12 @@ def _tally(found: Mapping[str, list[Judgment]]) -> str:
     return markdown_table(("claims", "number", *VERDICTS), rows)
 
 
-def _misses(found: Mapping[str, list[Judgment]]) -> str:
-    lines = []
-    for verdict in ("not reached", "not made"):
-        names = [
-            f"- [{one.claim.text}](#{paper}-{one.claim.name}): {one.claim.paper}, ours {one.ours} ({one.claim.subject})"
-            for paper, each in found.items()
-            for one in each
-            if one.verdict == verdict
-        ]
-        lines.append(f"{verdict.capitalize()}:\n\n" + ("\n".join(names) or "- none"))
-    return "\n\n".join(lines)
+def _causes(found: Mapping[str, list[Judgment]]) -> str:
+    """Return the table of causes of claims that were not reached or only partly, by paper."""
+    causes = [cause for cause in get_args(Cause) if cause]
+    rows = list[tuple[str, ...]]()
+    for paper, title in PAPERS.items():
+        missed = [one.claim.cause for one in found[paper] if one.verdict in ("partly", "not reached")]
+        counts = (str(missed.count(cause)) for cause in (*causes, ""))
+        rows.append((title, str(len(missed)), *counts))
+    return markdown_table(("partly or not reached", "number", *causes, "other, see *why*"), rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.io import make_folder, write_text
-from pipeloom_lab.reproduce.index import index_page
+from pipeloom_lab.reproduce.index import gains_of, index_page
 from pipeloom_lab.reproduce.page import long_tables, opening_of, paper_page
 from pipeloom_lab.reproduce.part import PAPERS, Options, Part, parts_of
 from pipeloom_lab.reproduce.provenance import source_commit
@@ -181,12 +181,15 @@ def write_pages(out: Path, paper: str) -> None:
 
 
 def page_files(records: Mapping[str, Mapping[str, Record]], paper: str) -> dict[str, str]:
-    """Return all files that records determine, by path: a paper's page, its long tables, and the index."""
+    """Return all files that records determine, by path: a paper's page and long tables, and the index."""
     mine = records[paper]
     files = {f"{paper}/{name}": text for one in mine.values() for name, text in long_tables(one).items()}
     if (opening := opening_of(paper, mine)) is not None:
         files[f"{paper}/{opening.name}.svg"] = opening.svg
-    return files | {f"{paper}.md": paper_page(paper, mine, opening), "index.md": index_page(records)}
+    gains = gains_of(records)
+    if gains is not None:
+        files[f"{gains.name}.svg"] = gains.svg
+    return files | {f"{paper}.md": paper_page(paper, mine, opening), "index.md": index_page(records, gains)}
 
 
 def _jobs(paper: str, parts: Sequence[Part], options: Options) -> list[Job]:

@@ -63,13 +63,13 @@ def block_bounds(strategy: str, num_layers: int, with_loss: bool = False) -> Bou
 def kept_casts(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[object]:
     """Return a context for an iteration under autocast in which weights are cast once for all passes.
 
-    Torch drops the casts of weights at the end of the outermost autocast region. Without this one, each pass would cast
-    them again, and each microbatch in flight would hold a copy of the weights for its backward.
+    Torch drops the casts of weights at the end of the outermost autocast region. Without this region, each pass would
+    cast them again, and each microbatch in flight would hold a copy of the weights for its backward.
     """
     if autocast is None:
         return nullcontext()
     kind = device.type
-    # It changes nothing else for code inside.
+    # The region keeps all other autocast settings.
     return torch.autocast(
         kind,
         torch.get_autocast_dtype(kind),
@@ -89,7 +89,7 @@ class ChunkStreams:
     gives : frozenset of str
         Streams emitted by its layers and taken by other chunks.
     first : int
-        Number of its first layer within the module ``module``, for messages.
+        Number of its first layer within the module ``module``, for error messages.
     """
 
     takes: Mapping[int, tuple[str, ...]]
@@ -126,7 +126,7 @@ class _Block:
     first: int = 0
     """Number of its first layer within the chunk."""
     edge: GradientEdge | Tensor | None = None
-    """End of its graph. Except for a loss, the output itself is not held, because the graph holds what it needs."""
+    """End of its graph. Only a loss is held itself; for other outputs, the graph holds the tensors that it needs."""
     emitted: dict[str, Tensor] | None = None
     """Streams of its layers while it runs."""
     loss: Tensor | None = None
@@ -156,7 +156,7 @@ class ChunkActivation:
     device: torch.device
     context: dict[str, Any]
     autocast: torch.dtype | None = None
-    """Precision of autocast regions, in forward and recomputation. None uses no autocast."""
+    """Precision of autocast regions, in forward and recomputation. None: no autocast."""
     ports: ChunkStreams = NO_STREAMS
     streams: dict[str, Tensor] | None = None
     """Streams that its layers take from other chunks and earlier blocks, as leaves."""
@@ -171,7 +171,7 @@ class ChunkActivation:
     offloaded_bytes: int = 0
 
     def forward(self, layers: Sequence[Layer], bounds: Bounds, inputs: tuple[Any, ...], trained: bool) -> Tensor:
-        """Run all layers, and return the last one's output without its graph.
+        """Run all layers, and return the output of the last one without its graph.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class ChunkActivation:
         inputs : tuple
             Arguments of the first layer.
         trained : bool
-            False saves nothing, because there will be no backward.
+            Whether a backward follows. False: save nothing for it.
         """
         if not trained:
             whole = _Block(layers, inputs, "keep")
@@ -198,7 +198,7 @@ class ChunkActivation:
             output = self._forward(block)
             if block.emitted is not None or block.loss is not None:
                 self._leave(block)
-            # Without a graph it is unknown whether a gradient flows. Requiring one costs nothing.
+            # Without a graph, it is unknown whether a gradient flows. Requiring a gradient has no cost.
             flows = output.is_floating_point() if block.missing else block.edge is not None
             self.blocks.append(block)
         if output is None:
@@ -263,14 +263,13 @@ class ChunkActivation:
         Parameters
         ----------
         keeps_casts : bool
-            Whether casts of weights may be kept for later passes. Not if they are made without a graph, because a
-            later pass would lose its gradient, nor under selective recomputation, which must not run more
+            Whether casts of weights may be kept for later passes. False if they are made without a graph, because a
+            later pass would lose its gradient. Also False under selective recomputation, which must not run more
             operations than the forward.
         """
         if self.autocast is None:
             return self._call(block, block.inputs)
-        # Torch keeps casts of all leaves. Views prevent this for inputs, whose casts must be freed with their
-        # microbatch.
+        # Torch keeps casts of all leaves. Casts of inputs must be freed with their microbatch, so pass views of inputs.
         inputs = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in block.inputs)
         with torch.autocast(self.device.type, self.autocast, cache_enabled=keeps_casts):
             return self._call(block, inputs)
@@ -301,7 +300,7 @@ class ChunkActivation:
         return found
 
     def _taken(self, block: _Block, number: int) -> dict[str, Tensor]:
-        """Return the streams for a layer: as emitted within the block, else leaves."""
+        """Return the streams for a layer: tensors emitted within the block, or leaves for other streams."""
         streams_of_layer = {}
         streams = self.streams or {}
         for name in self.ports.takes[number]:
@@ -309,7 +308,7 @@ class ChunkActivation:
                 streams_of_layer[name] = block.emitted[name]
                 continue
             leaf = streams[name]
-            # As for inputs under autocast.
+            # Under autocast, pass a view, as for inputs.
             streams_of_layer[name] = leaf.view_as(leaf) if self.autocast is not None and leaf.requires_grad else leaf
         return streams_of_layer
 
@@ -348,9 +347,10 @@ class ChunkActivation:
     def _roots(
         self, block: _Block, flowing: Tensor | None, arrived: dict[str, Tensor] | None
     ) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
-        """Return the ends of a block's graph that have a gradient, and the gradients: output, streams, losses.
+        """Return the ends of a block's graph that have a gradient, and their gradients.
 
-        A loss is its own end, because autograd checks an edge more expensively than a scalar.
+        The ends are the output, streams and losses. A loss is passed as a tensor, because autograd checks a scalar
+        faster than an edge.
         """
         ends: list[GradientEdge | Tensor] = []
         gradients: list[Tensor] = []
@@ -373,7 +373,7 @@ class ChunkActivation:
         return ends, gradients
 
     def backward(self, gradient: Tensor, arrived: dict[str, Tensor] | None = None) -> None:
-        """Run the whole backward. Accumulates gradients of weights, and leaves those of inputs in their ``.grad``.
+        """Run the whole backward. It accumulates the gradients of weights and leaves those of inputs in ``.grad``.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The executor runs one rank's actions of any plan in order, over any transport."""
+"""The executor, which runs the actions of one rank in order, for any plan and any transport."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Executor:
     Parameters
     ----------
     model : Model
-        The model. Only the layers of this rank's chunks are used. They are moved to ``device``, and get weights if
-        they are on ``meta``.
+        The model. Only the layers of the chunks of this rank are used. They are moved to ``device``. Layers on ``meta``
+        get weights.
     options : ExecutorOptions
         Gradient sums over ranks, precision, timeout, random numbers.
 
@@ -129,7 +129,7 @@ class Executor:
 
     @property
     def held_before(self) -> frozenset[str]:
-        """Names of tied parameters that an earlier rank holds too, where they count."""
+        """Names of tied parameters that an earlier rank holds too. They are counted there."""
         return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
 
     @cached_property
@@ -166,7 +166,7 @@ class Executor:
         return [parameter for _, parameter in self.trained_parameters()]
 
     def prepare(self, plan: ExecutionPlan | RankPlan, packing: Packing) -> LinkedPlan:
-        """Link the plan's actions of this rank to their units and messages. May be done ahead of `run_linked`.
+        """Link the actions of this rank to their units and messages. This can be done ahead of `run_linked`.
 
         Raises
         ------
@@ -182,8 +182,9 @@ class Executor:
         samples: Sequence[Any],
         *,
         optimizer_step: Callable[[], None] | None = None,
-        normaliser: float | None = None,
+        normalizer: float | None = None,
         counts: bool = True,
+        normaliser: float | None = None,
     ) -> StepResult:
         """Run one iteration. Gradients are added to ``.grad`` of the parameters.
 
@@ -196,20 +197,20 @@ class Executor:
         samples : sequence
             The user's samples in the order of ``packing.batch``.
         optimizer_step : callable or None
-            Called by OPTIMIZER_STEP. None does nothing.
-        normaliser : float or None
-            Number of targets of the global batch. None is the sum over ``samples``. Required with replicas.
+            Called by OPTIMIZER_STEP. None: no step.
+        normalizer : float or None
+            Number of targets of the global batch. None: the sum over ``samples``. Required with replicas.
         counts : bool
-            False if another replica runs these samples too and contributes their gradients. Here they are zero
-            then.
+            Whether these samples contribute to the gradients. False if another replica runs the same samples.
 
         Raises
         ------
         ExecutionError
             The iteration failed. The error names rank, step and action.
         """
+        divisor = normaliser if normalizer is None else normalizer
         return self.run_linked(
-            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
+            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normalizer=divisor, counts=counts
         )
 
     def run_linked(
@@ -218,25 +219,24 @@ class Executor:
         samples: Sequence[Any],
         *,
         optimizer_step: Callable[[], None] | None = None,
-        normaliser: float | None = None,
+        normalizer: float | None = None,
         counts: bool = True,
     ) -> StepResult:
         """Run a plan linked by `prepare`, as `run` does."""
         if len(samples) != len(linked.packing.batch.samples):
             raise ExecutionError(
-                f"rank {self.rank}: {len(samples)} samples were given, the plan is for "
-                f"{len(linked.packing.batch.samples)}"
+                f"rank {self.rank}: got {len(samples)} samples, but the plan is for {len(linked.packing.batch.samples)}"
             )
         if linked.was_run:
-            raise ExecutionError(f"rank {self.rank}: a linked plan runs once; prepare it anew")
+            raise ExecutionError(f"rank {self.rank}: the linked plan has already run; call `prepare` again")
         linked.was_run = True
-        if normaliser is None:
-            normaliser = count_targets(self.model, samples)
-        if not 0 < normaliser < float("inf"):
+        if normalizer is None:
+            normalizer = count_targets(self.model, samples)
+        if not 0 < normalizer < float("inf"):
             raise ExecutionError(
-                f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
+                f"rank {self.rank}: the batch has {normalizer} {self.model.targets}; give it at least one"
             )
-        each = 1.0 / normaliser if counts else 0.0
+        each = 1.0 / normalizer if counts else 0.0
         iteration = self.iteration_type(self, linked, samples, optimizer_step, each)
         if self.forward_seeds is not None:
             self.forward_seeds.begin(linked.plan.iteration, linked.packing)
@@ -262,7 +262,7 @@ class Executor:
             linked.unlink()
             iteration.close()
         return StepResult(
-            iteration.loss_sum, normaliser, linked.actions, moments, *dataclasses.astuple(iteration.counts)
+            iteration.loss_sum, normalizer, linked.actions, moments, *dataclasses.astuple(iteration.counts)
         )
 
     def _where(self, linked: LinkedPlan, step: int) -> str:
@@ -276,7 +276,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _check_layout(model: Model, layout: Layout) -> None:
-    """Raise `InputError` for a layout of another model."""
+    """Raise `InputError` if the layout belongs to another model."""
     names = [module.name for module in model.modules]
     if [module.name for module in layout.modules] != names:
         raise InputError("layout.modules", f"are {[m.name for m in layout.modules]}, the model has {names}")

@@ -34,28 +34,29 @@ class ExecutorOptions:
     """Options of an `Executor`."""
 
     reduce_gradients: ReduceGradients | None = None
-    """Called by REDUCE_GRAD with a chunk's number and layers. Begins to sum their gradients over all processes that
-    hold the chunk, see `all_reduce_gradients`. Its result is waited for before OPTIMIZER_STEP."""
+    """Called by REDUCE_GRAD with the number and layers of a chunk. It begins to sum their gradients over all processes
+    that hold the chunk; see `all_reduce_gradients`. OPTIMIZER_STEP waits for the result."""
     autocast: torch.dtype | None = None
     """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
     resulting dtypes. Weights are cast once per iteration for all forwards that save them."""
     timeout_s: float | None = None
-    """On a GPU, an iteration fails if it reaches no further action within this many seconds. None waits forever. On the
-    CPU the transport's own timeout bounds its waits."""
+    """On a GPU, an iteration fails if it does not reach its next action within this many seconds. None: no limit. On
+    the CPU, the timeout of the transport limits its waits."""
     sum_tied: SumOver | None = None
-    """Sums gradients of parameters that layers on several ranks share, see `sums_over_ranks`. Required for models with
+    """Sums gradients of parameters that layers on several ranks share; see `sums_over_ranks`. Required if the model has
     such parameters."""
     random_seed: int | None = 0
-    """Seed of random numbers in layers. They depend on it, the iteration, the samples and the layers, but not on the
-    plan. The same on all ranks. None draws from the process's generator in the order of the plan."""
+    """Seed of random numbers in layers, the same on all ranks. The numbers depend on the seed, the iteration, the
+    samples and the layers, but not on the plan. None: draw from the generator of the process in the order of the plan.
+    """
     workers: int = 2
-    """Number of threads that load samples of a `Dataset` ahead. 0 loads without threads."""
+    """Number of threads that load samples of a `Dataset` ahead. 0: load without threads."""
     tensor_group: dist.ProcessGroup | None = None
     """The tensor-parallel ranks of this pipeline rank, if the layout uses encoder data parallelism over them."""
 
 
 class RankParts(Protocol):
-    """Everything that an iteration uses of its rank. `Executor` implements it."""
+    """The parts of a rank that an iteration uses. `Executor` implements this protocol."""
 
     model: Model
     layout: Layout
@@ -70,7 +71,7 @@ class RankParts(Protocol):
     has_shards: bool
     """Whether any parameter is sharded over other processes."""
     flops: FlopCounts | None
-    """Counts the operations of forwards. None does not count."""
+    """Counts the operations of forwards. None: they are not counted."""
 
     @property
     def transport(self) -> Transport:
@@ -92,7 +93,7 @@ class GradientSync:
         self.gathered: set[int] = set()
         """Chunks whose parameters are gathered."""
         self.earlier = self._take_earlier()
-        """Gradients from before the iteration, with their parameters. They are not summed over ranks again."""
+        """Existing gradients from before the iteration, with their parameters. They are not summed over ranks again."""
         self.finished = False
 
     def _take_earlier(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -291,9 +292,9 @@ class Iteration:
         unit.pass_output(output if unit.share is None else unit.share.whole_output(output))
 
     def _own_output(self, unit: UnitState, activation: ChunkActivation, inputs: tuple[Any, ...]) -> Tensor:
-        """Return this rank's rows of the output of a chunk with encoder data parallelism.
+        """Return the rows of this rank in the output of a chunk with encoder data parallelism.
 
-        Without instances, nothing runs.
+        If the rank has no instances, the layers do not run.
         """
         assert unit.share is not None
         assert unit.stated is not None
@@ -303,8 +304,8 @@ class Iteration:
         output = activation.forward(self.here.layers[unit.key[0]], unit.bounds, inputs, unit.role.trained)
         if activation.losses:
             raise ExecutionError(
-                f"a layer of module {unit.role.module.name!r} emits a loss of its rank's instances "
-                f"alone; give [layout.modules.{unit.role.module.name}] on_tensor_ranks = 'divided'"
+                f"a layer of module {unit.role.module.name!r} emits a loss of only the instances of its "
+                f"rank; set on_tensor_ranks = 'divided' in [layout.modules.{unit.role.module.name}]"
             )
         return output
 
@@ -362,8 +363,8 @@ class Iteration:
         return part, _NO_CONTEXT if context is None else context
 
     def _inputs(self, unit: UnitState, part: Part | None) -> tuple[Any, ...]:
-        """Return the arguments of the first layer: the user's inputs on a module's first chunk,
-        transferred tensors, streams.
+        """Return the arguments of the first layer: inputs by the user's function in the first chunk of a module, then
+        transferred tensors, then streams.
         """
         role = unit.role
         upstream = unit.take_upstream(self.device) if unit.arrived or unit.groups else ()
@@ -425,7 +426,7 @@ class Iteration:
     # ---------------------------------------------------------------- after the microbatches
 
     def close(self) -> None:
-        """Cancel loads that are not needed anymore."""
+        """Cancel loads that are no longer needed."""
         if self.loads is not None:
             self.loads.close()
 

@@ -1,4 +1,4 @@
-"""LinkedPlan: one rank's actions of one plan, linked to the units and messages that they use."""
+"""LinkedPlan: the actions of one rank, linked to the units and messages that they use."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ from pipeloom.runtime.model.encoder_dp import ChunkInput, EncoderDataParallel, I
 from pipeloom.runtime.model.model import Model, Module, torch_dtype
 from pipeloom.spec import Layout, TensorShape, Workload
 
-# Shapes depend on few numbers and recur. The limit bounds the cache in a run with ever new lengths.
+# Shapes depend on few numbers and recur. The limit bounds the cache if lengths keep changing.
 _MAX_KNOWN_SHAPES = 50_000
 
 
 @dataclass(slots=True, eq=False)
 class LinkedPlan:
-    """Actions and the argument of each: a `UnitState`, a `MessageState`, a chunk number, or None. Runs once."""
+    """Actions and their arguments. It can run only once.
+
+    The argument of an action is a `UnitState`, a `MessageState`, a chunk number, or None.
+    """
 
     plan: RankPlan
     packing: Packing
@@ -67,7 +70,7 @@ class ChunkShapes:
     def __init__(self, model: Model, layout: Layout) -> None:
         self._shapes = boundary_shapes(model.spec, layout)
         self._known: list[dict[tuple[int, ...], ShapeDtype]] = [{} for _ in layout.chunks]
-        """By chunk, then by numbers of instances and tokens, or by lengths for shapes that depend on them."""
+        """By chunk, then by the numbers of instances and tokens, or by the lengths if the shape depends on them."""
         self._by_lengths = [
             not model.module(chunk.module).spec.flat_layers[chunk.layers[1]].output.is_simple for chunk in layout.chunks
         ]
@@ -99,7 +102,7 @@ class ChunkShapes:
 
 
 class Linker:
-    """Links plans of one layout for one rank. Holds everything that does not change between iterations."""
+    """Links plans of one layout for one rank. It holds all data that do not change between iterations."""
 
     def __init__(self, layout: Layout, model: Model, rank: int, encoder_dp: EncoderDataParallel) -> None:
         self.layout, self.rank, self.encoder_dp = layout, rank, encoder_dp
@@ -174,8 +177,8 @@ class Linker:
         """
         if plan.layout != self.digest or plan.num_ranks != self.layout.num_ranks:
             raise ExecutionError(
-                f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, this one is {self.digest} on "
-                f"{self.layout.num_ranks}; make a plan for this layout"
+                f"the plan is for layout {plan.layout} on {plan.num_ranks} ranks, but this layout is {self.digest} on "
+                f"{self.layout.num_ranks} ranks; make a plan for this layout"
             )
         self.shapes.limit()
         own_plan = plan if isinstance(plan, RankPlan) else rank_plan(plan, self.layout, self.rank, joins=joins)
@@ -230,7 +233,7 @@ class _Link:
         """Messages by verb of the post, producer, consumer if it is named, and stream."""
 
     def linked(self) -> LinkedPlan:
-        # This loop over all actions dominates the cost of linking, so names are bound outside of it.
+        # This loop over all actions dominates the cost of linking, so attributes are looked up outside of it.
         linker, states, number_of = self.linker, self.states, self.linker.number_of
         actions = self.plan.actions
         arguments: list[Any] = []
@@ -269,7 +272,7 @@ class _Link:
         if microbatch >= self.num_microbatches:
             raise ExecutionError(f"'{action_text(action)}': the batch has no such microbatch")
         role = self.linker.roles[chunk]
-        # Also computed for the last chunk, where it is not used, to detect a part that does not exist.
+        # The last chunk does not use the shape, but computing it detects a part that does not exist.
         stated: ShapeDtype | None = self._stated(key)
         part, share = None, self._share(key) if role.module.name in self.linker.encoder_dp.names else None
         if role.needs_part and (share is None or share.instances[1]):
@@ -331,7 +334,7 @@ class _Link:
         return groups
 
     def _outlets(self, key: Key, state: UnitState) -> None:
-        """Make a unit's outlets for streams before anything is connected to them."""
+        """Make the outlets of a unit for streams. Consumers are connected later."""
         chunk, microbatch, sub = key
         workload = self.packing.microbatches[microbatch].parts[state.role.column][sub].workload
         transfers = self.routes.out_of(Unit(*key))
@@ -363,7 +366,7 @@ class _Link:
         return self.linker.shapes.of(transfer.producer.chunk, workload, transfer.stream)
 
     def _cuts(self, transfers: Sequence[BoundaryTransfer]) -> list[tuple[int, int] | None] | None:
-        """Return the rows of a producer's output that each consumer takes. None if all take all."""
+        """Return the rows of a producer's output that each consumer takes. None if all consumers take all rows."""
         if all(transfer.piece is None for transfer in transfers):
             return None
         cuts: list[tuple[int, int] | None] = []
@@ -423,7 +426,7 @@ class _Link:
 
     @staticmethod
     def _outlet(state: UnitState, crossing: _Crossing) -> Outlet:
-        """Return the outlet of a unit that crosses the boundary."""
+        """Return the outlet of a unit that a transfer uses."""
         return state.outlets[crossing.stream] if crossing.stream and state.outlets else state
 
     def _take(self, state: UnitState, place: int, crossing: _Crossing) -> None:
@@ -442,7 +445,7 @@ class _Link:
             state.local_producers.append((place, outlet, crossing.place_out))
 
     def _message(self, state: UnitState, place: int, crossing: _Crossing, other: int, receives: bool) -> None:
-        """Make this rank's end of a message with the rank of another chunk, and of its gradient's message."""
+        """Make this rank's end of a message with the rank of another chunk, and its end of the gradient's message."""
         producer, gradient, _, target, cut, stream, sibling = crossing
         peer = self.linker.layout.chunks[other].rank
         shape, dtype = self._stated(producer) if cut is None else cut
@@ -460,7 +463,7 @@ class _Link:
         """Return the message of an action."""
         message = self.messages.get((action.verb.post, key, action.target, action.stream))
         if message is None:
-            raise ExecutionError(f"'{action_text(action)}' is no message of rank {self.linker.rank}")
+            raise ExecutionError(f"'{action_text(action)}' is not a message of rank {self.linker.rank}")
         if action.shape is not None and (
             action.shape != message.shape or torch_dtype(action.dtype) != message.dtype or action.peer != message.peer
         ):

@@ -15,8 +15,8 @@ from pipeloom.runtime.model.model import Part
 class Loader:
     """The loading threads of a rank.
 
-    It uses threads rather than processes. Decoding and resizing release the interpreter's lock, loaded data need not be
-    copied, and this process has the sizes already.
+    Threads suffice because decoding and resizing release the interpreter lock. Unlike with processes, loaded data need
+    not be copied.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Loader:
             self._pool = None
 
     def begin(self, linked: LinkedPlan, samples: Sequence[Any]) -> Loads | None:
-        """Start loading for a plan. Returns None if there is nothing to load."""
+        """Start loading for a plan. Return None if no sample has to be loaded."""
         if not any(isinstance(sample, LazySample) for sample in samples):
             return None
         if self.workers and self._pool is None:
@@ -44,7 +44,7 @@ class Loader:
 
 
 class Loads:
-    """Parts of one iteration that are being loaded. Only a few are loaded ahead.
+    """Parts of one iteration that are being loaded, a few of them ahead.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ class Loads:
 
     def __init__(self, pool: ThreadPoolExecutor | None, linked: LinkedPlan, samples: Sequence[Any], ahead: int) -> None:
         self._pool, self._packing, self._samples, self._ahead = pool, linked.packing, samples, ahead
-        # In the order of their forwards. If several units take one part, the first one loads it.
+        # Parts in the order of their forwards. If several units take one part, the first one loads it.
         self._upcoming = iter(dict.fromkeys(unit.part for unit in linked.units if unit.part is not None))
         self._loading: dict[PartState, tuple[Part, dict[int, Future[Any]]]] = {}
         self._load_ahead()
 
     def take(self, state: PartState) -> Part:
-        """Return a loaded part. Waits for it if necessary."""
+        """Return a loaded part; wait for it if necessary."""
         if self._pool is None:
             return load_part(self._make(state), state.module.name, state.contents, state.loss)
         while state not in self._loading:
@@ -72,7 +72,7 @@ class Loads:
         return with_loaded(part, {place: future.result() for place, future in futures.items()})
 
     def close(self) -> None:
-        """Cancel loads that are not needed anymore."""
+        """Cancel loads that are no longer needed."""
         for _, futures in self._loading.values():
             for future in futures.values():
                 future.cancel()

@@ -1,4 +1,4 @@
-"""Ways in which a block of layers holds what its backward needs: kept, offloaded to the host, or partly recomputed."""
+"""Memory strategies for the tensors that the backward of a block needs: offloading and selective recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeloom.runtime.model.sharding import awaited, is_dtensor, local_part, sto
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-# Expensive to compute and small to keep. Everything else, such as norms and activations, is recomputed.
+# Operations whose results are expensive to compute and small to keep. All other results are recomputed.
 _KEPT_OPERATIONS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -59,7 +59,7 @@ class SelectiveRecompute:
     def forward(self) -> AbstractContextManager[Any]:
         """Return a context for the forward. Expensive results are kept, and autograd saves nothing."""
         stack = ExitStack()
-        # With gradients enabled, so that the recomputation runs the same operations.
+        # Gradients are enabled so that the forward runs the same operations as the recomputation.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(lambda _: None, _never))
         stack.enter_context(self._forward)
@@ -103,7 +103,7 @@ class _CopiesBeforeChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _never(_: Any) -> Tensor:
-    raise AssertionError("this graph is thrown away")
+    raise AssertionError("this graph is never used")
 
 
 class _Saved(NamedTuple):
@@ -127,7 +127,7 @@ class _SavedShard(NamedTuple):
 
 
 class _Storage:
-    """A storage on the device, on the host, or back again."""
+    """A storage that is on the device, on the host, or on the device again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: Tensor | None = tensor.detach()
@@ -139,7 +139,7 @@ class _Storage:
         self.loaded: torch.cuda.Event | None = None
 
     def offload(self) -> None:
-        """Copy to the host and release the device's memory."""
+        """Copy the storage to the host and release its device memory."""
         if self.here is None:
             return
         if self.here._version != self.version:
@@ -153,7 +153,7 @@ class _Storage:
         self.here = None
 
     def load(self) -> None:
-        """Begin to copy it back to the device. May be called repeatedly."""
+        """Begin to copy the storage back to the device. Repeated calls have no effect."""
         if self.here is not None or self.back is not None:
             return
         assert self.host is not None
@@ -179,7 +179,7 @@ class _Storage:
 
 
 def cast_leaf(tensor: Tensor) -> int:
-    """Return the id of the leaf that a tensor, or its base, is a cast of. 0 if there is none."""
+    """Return the id of the leaf of which a tensor, or its base, is a cast. Return 0 if it is no cast."""
     source = tensor._base if tensor._is_view() and tensor._base is not None else tensor
     node = source.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -194,11 +194,11 @@ class OffloadedTensors:
     Parameters
     ----------
     held_anyway : iterable
-        Tensors that stay on the device in any case, so that moving them frees nothing: weights, the block's inputs,
-        the module's context.
+        Tensors that stay on the device in any case, so that moving them frees no memory: weights, the inputs of the
+        block, and the context of the module.
     under_autocast : bool
-        Whether casts of these tensors stay as well, because autocast keeps them for the iteration. Without
-        autocast, a cast is a layer's own and made for every microbatch.
+        Whether casts of these tensors stay as well, because autocast keeps them for the iteration. Without autocast, a
+        layer makes its own casts for every microbatch.
     """
 
     def __init__(self, held_anyway: Iterable[Any], under_autocast: bool = False) -> None:
@@ -218,14 +218,14 @@ class OffloadedTensors:
         for storage in self._storages.values():
             storage.offload()
             self.num_bytes += storage.num_bytes
-        # The addresses may now be reused.
+        # Forget the addresses, since other tensors may now reuse them.
         self._away, self._storages = list(self._storages.values()), {}
 
     def load(self) -> None:
         """Begin to bring all saved tensors back."""
         for storage in self._away:
             storage.load()
-        # The graph holds the storages for as long as it needs them.
+        # The graph keeps the storages alive as long as it needs them.
         self._away = []
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:

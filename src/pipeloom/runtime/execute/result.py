@@ -39,15 +39,15 @@ class StepResult:
     Attributes
     ----------
     loss_sum : float
-        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``. 0.0 on
-        ranks without the last chunk.
-    normaliser : float
+        Sum of the losses that this rank computed, before division by ``normalizer``. 0.0 on ranks without the last
+        chunk.
+    normalizer : float
         Number of targets of the global batch, by which the gradients are divided.
     actions : tuple of Action
         The actions in the order in which they ran.
     moments_ns : sequence of int
-        Start of the first action, then the end of each action, which is the start of the next. Nanoseconds on the
-        host's monotonic clock.
+        Start of the first action, then the end of each action, which is the start of the next one. In ns on the
+        monotonic clock of the host.
     num_recomputed : int
         Number of layers that ran a second time.
     offloaded_bytes : int
@@ -55,7 +55,7 @@ class StepResult:
     """
 
     loss_sum: float
-    normaliser: float
+    normalizer: float
     actions: tuple[Action, ...]
     moments_ns: Sequence[int]
     num_recomputed: int
@@ -64,8 +64,13 @@ class StepResult:
     received_bytes: int
 
     @property
+    def normaliser(self) -> float:
+        """Return ``normalizer``. Deprecated name; removed in the next release."""
+        return self.normalizer
+
+    @property
     def times(self) -> tuple[ActionTime, ...]:
-        """When every action ran, in order, including waits. Computed on access."""
+        """Times of all actions in order, including waits. Computed on access."""
         return tuple(
             ActionTime(a.verb, a.chunk, a.microbatch, a.sub_microbatch, begin, end)
             for a, begin, end in zip(self.actions, self.moments_ns, self.moments_ns[1:], strict=False)
@@ -73,7 +78,7 @@ class StepResult:
 
     @property
     def compute_times(self) -> tuple[ActionTime, ...]:
-        """Times of F, B, I and W in the rank's order. These correspond to the tasks of a schedule."""
+        """Times of F, B, I and W in the order of the rank. These correspond to the tasks of a schedule."""
         return tuple(t for t in self.times if t.verb.is_compute)
 
     @property
@@ -84,29 +89,29 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Report of one iteration. Loss and norm are of all replicas, everything else is of this one.
+    """Report of one iteration. Loss and norm are those of all replicas; other fields are those of this replica.
 
     Attributes
     ----------
     answer, batch, measured
         Set only on the first rank of a pipeline.
     measured : Measured or None
-        When every action of every rank ran.
+        Times of all actions of all ranks.
     correction : Correction
         The correction with which the plan was made.
     replicas : tuple of Correction
-        Corrections of all replicas, on all ranks, as known when the iteration ended and before it was learned from.
-        Without links.
+        Corrections of all replicas at the end of the iteration, before its times were used. They have no links. Set on
+        all ranks.
     learning_rate : float or None
         Learning rate of this rank's first parameter group. None if it trains no parameters.
     num_tokens : int
         Number of tokens in the sequences of the batch of all replicas.
     step_s : float
-        Wall time of the iteration in seconds, including reading ahead, the plan and the optimizer.
+        Wall time of the iteration in seconds, including reading ahead, waiting for the plan and the optimizer.
     flops : float
-        Operations of the model's forward and backward over all replicas. 0 if they are not counted.
+        Operations of forward and backward of the model over all replicas. 0 if they are not counted.
     mfu : float or None
-        Model FLOPs utilization: ``flops`` over what all devices could compute in the wall time. None if unknown.
+        Model FLOPs utilization: ``flops`` divided by the peak FLOPs of all devices in the wall time. None if unknown.
     num_skipped : int
         Number of damaged samples that were skipped.
     """
@@ -142,9 +147,9 @@ class StepReport:
 
 # Weight of the newest iteration in the moving average of measured over planned time.
 _RATE = 0.1
-# A rank's speed is the median of this many iterations, so that a single one has no effect, and 1 if it is this close to
-# the speed of most ranks. Two slow iterations therefore change it. The next plan is already on its way by then, so the
-# fourth iteration is the first one to be planned with it.
+# The speed of a rank is the median of _SPEEDS iterations, so that a single slow iteration has no effect. If it differs
+# by at most _ALIKE from the speed of most ranks, it counts as 1. Two slow iterations therefore change the speed. The
+# next iteration has already been planned by then, so the fourth iteration is the first one planned with the new speed.
 _SPEEDS = 3
 _ALIKE = 0.1
 
@@ -156,21 +161,21 @@ def gather_times(
     group: dist.ProcessGroup | None = None,
     ahead_ns: int = 0,
 ) -> Measured | None:
-    """Gather the measured times of a pipeline on its first rank. Returns None on others. All ranks call it together.
+    """Gather the measured times of a pipeline on its first rank. Return None on other ranks. All ranks must call it.
 
     Parameters
     ----------
     plan : ExecutionPlan or RankPlan
-        Plan of all ranks where times are needed. Elsewhere this rank's plan is enough.
+        Plan of all ranks on the rank that needs the times. On other ranks, the plan of the rank suffices.
     own_ns : sequence of int
-        Moments of this rank, see `StepResult`.
+        Moments of this rank; see `StepResult`.
     cpu_ns : int
-        Processor time of the thread that ran the actions in nanoseconds. -1 if another device computed.
+        CPU time of the thread that ran the actions, in ns. -1 if another device computed.
     group : ProcessGroup or None
-        The pipeline. None is the default group.
+        The pipeline. None: the default group.
     ahead_ns : int
-        Nanoseconds by which this rank's clock is ahead of the first rank's. 0 on one host, where all ranks share
-        the monotonic clock. See `SharedClock`.
+        Time in ns by which the clock of this rank is ahead of that of the first rank. 0 on one host, where all ranks
+        share the monotonic clock. See `SharedClock`.
     """
     longest = plan.longest if isinstance(plan, RankPlan) else max(map(len, plan.ranks))
     block = torch.zeros((longest + 1, 2), dtype=torch.int64)
@@ -180,7 +185,7 @@ def gather_times(
     on_root = dist.get_rank(group) == 0
     blocks = [torch.zeros_like(block) for _ in range(plan.num_ranks)] if on_root else None
     dist.gather(block, blocks, group=group, group_dst=0)
-    # Tensor-parallel ranks do the same things, and only one of them has the whole plan.
+    # Tensor-parallel ranks run the same actions, and only one of them has the whole plan.
     if blocks is None or isinstance(plan, RankPlan):
         return None
     counts = [len(actions) for actions in plan.ranks]
@@ -214,22 +219,25 @@ class _Times(NamedTuple):
         return _Times(names, measured_ns, planned / factors[:, :, None] / np.array(used.of_ranks(len(plan.ranks))))
 
     def slowness(self, factors: Mapping[str, tuple[float, float]] | None) -> FloatArray:
-        """Return the slowdown of each rank relative to most ranks, using the modules' factors. None: not known yet."""
+        """Return the slowdown of each rank relative to most ranks.
+
+        ``factors`` are those of the modules. None: they are not known yet.
+        """
         ones = np.ones(self.measured_ns.shape[-1])
         if factors is None:
-            # The time of a module on a rank may be due to either. It is attributed to the module first.
+            # A long time may be due to the module or to the rank. It is attributed to the module first.
             return ones
         known = np.array([factors.get(name, (1.0, 1.0)) for name in self.names])
         expected, measured = (known[:, :, None] * self.predicted_ns).sum(axis=(0, 1)), self.measured_ns.sum(axis=(0, 1))
         ran = (expected > 0) & (measured > 0)
         ratio = np.divide(measured, expected, out=ones, where=ran)
-        # The lower median, so that of two ranks the faster one counts as normal.
+        # Use the lower median, so that the faster one of two ranks counts as normal.
         most = np.sort(ratio[ran])[(int(ran.sum()) - 1) // 2] if ran.any() else 1.0
         return np.where(ran, ratio / most, 1.0)
 
 
 class ReplicaCorrections:
-    """Corrections of all replicas, known to all ranks through sums over all ranks. Each first rank fills one row.
+    """Corrections of all replicas, shared by sums over all ranks. The first rank of each replica fills one row.
 
     Attributes
     ----------
@@ -243,7 +251,7 @@ class ReplicaCorrections:
         self._shape = layout.parallelism.data, 2 * len(self._names) + layout.num_ranks
 
     def row(self, here: Membership, correction: Correction) -> torch.Tensor:
-        """Return this rank's summand, one-dimensional."""
+        """Return the one-dimensional summand of this rank."""
         rows = torch.zeros(self._shape, dtype=torch.float64)
         if here.is_planner_rank:
             factors = [factor for name in self._names for factor in correction.modules.get(name, (1.0, 1.0))]
@@ -264,14 +272,14 @@ class ReplicaCorrections:
 
 
 class Calibration:
-    """What a rank learns of costs in training: its own replica's corrections, and those of all replicas.
+    """Corrections of costs that a rank learns in training, of its own replica and of all replicas.
 
-    All ranks of the default group make one together.
+    All ranks of the default group must construct it together.
 
     Attributes
     ----------
     calibrator : Calibrator
-        Learns on the first rank of each replica.
+        The calibrator, which learns on the first rank of each replica.
     replicas : ReplicaCorrections
         Corrections of all replicas, on all ranks.
     """
@@ -288,7 +296,7 @@ class Calibration:
     def resume(
         self, known: Correction, num_measured: int, learned: Calibrator | None = None, *, same_layout: bool
     ) -> None:
-        """Continue from the corrections of a checkpoint, or from ``learned`` if it is given."""
+        """Continue from the corrections of a checkpoint, or from ``learned`` if it is not None."""
         # Speeds of ranks do not carry over to another layout, nor links to other hosts.
         slowness = known.slowness if same_layout else ()
         links = known.links if known.hosts == self._hosts else ()
@@ -301,9 +309,10 @@ class Calibration:
 
 
 class Calibrator:
-    """Learns how measured times compare with predicted ones.
+    """Learns corrections of predicted times from measured times.
 
-    Factors of modules and messages are moving averages over iterations, speeds of ranks are medians of the last few.
+    Factors of modules and links are moving averages over iterations. Speeds of ranks are medians of the last few
+    iterations.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
-"""Split backward: gradients of a graph's inputs first, those of its weights later, without repeated computation.
+"""Split backward: compute the gradients of the inputs of a graph first and those of its weights later.
 
 The first half runs only nodes on a path from the output to an input. If such a node also leads to weights, its incoming
-gradient is stored. In the second half the node runs again with that gradient for its weights alone, so that the matrix
+gradient is stored. In the second half, the node runs again with this gradient, but only for its weights. The matrix
 products of the first half are not repeated.
 """
 
@@ -19,10 +19,10 @@ from pipeloom.runtime.model.sharding import storage_address
 
 
 def run_backward(ends: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run the whole backward from the ends of a graph, each with a gradient of its shape, into ``.grad`` of all leaves.
+    """Run the whole backward from the ends of a graph and accumulate gradients into ``.grad`` of all leaves.
 
-    Like `torch.autograd.backward`, but without its checks of edges and gradients one by one in Python, which take as
-    long as the engine for a small graph. The engine checks shapes itself.
+    Each end has a gradient of its shape. This does the same as `torch.autograd.backward` without its Python checks of
+    each edge and gradient, which take as long as the engine for a small graph. The engine checks shapes itself.
     """
     if all(type(each) is Tensor for each in gradients):
         # Arguments: ends, gradients, do not retain, no graph of the backward, no inputs (all leaves).
@@ -52,13 +52,13 @@ class _Junction:
     def cut(
         self, towards_children: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Stop the flow towards inputs, where it would reach a shared weight a second time."""
+        """Stop gradients towards inputs, since they would reach a shared weight a second time."""
         return tuple(
             None if leaf else gradient for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
         )
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """Run the node, and the nodes between it and its weights, for the weights alone."""
+        """Run the node and the nodes between it and its weights, only for the weights."""
         edges = [(i, g) for i, g in enumerate(self.gradients) if g is not None]
         if not edges:
             return (None,) * len(self.weights)
@@ -68,7 +68,7 @@ class _Junction:
                 tuple(GradientEdge(self.node, i) for i, _ in edges),
                 self.weights,
                 tuple(g for _, g in edges),
-                # Nodes may be behind two junctions. All are freed with the graph afterwards.
+                # A node may be behind two junctions. The whole graph is freed afterwards.
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -90,7 +90,7 @@ class DeferredWeights:
         if self.whole is not None:
             ends, gradients, weights = self.whole
             if weights:
-                # Nodes behind junctions are needed once more.
+                # The junctions run nodes of this graph again.
                 again = bool(self.junctions)
                 weight_gradients = torch.autograd.grad(ends, weights, gradients, retain_graph=again, allow_unused=True)
                 _accumulate(weights, weight_gradients, gradients)
@@ -107,11 +107,11 @@ def backward_inputs(
     Parameters
     ----------
     ends : sequence of GradientEdge
-        Ends of the graph: its output, and everything else with a gradient.
+        Ends of the graph: its output, and its streams and losses with a gradient.
     gradients : sequence of torch.Tensor
         Gradient of each end.
     leaves : sequence of torch.Tensor
-        Inputs that need a gradient. Without any, all work is deferred.
+        Inputs that need a gradient. If there are none, all work is deferred.
     """
     order, leads_to_leaf, weights_behind = _survey([end.node for end in ends], leaves)
     whole = None
@@ -140,7 +140,7 @@ def backward_inputs(
             remove()
     for leaf, gradient in zip(leaves, leaf_gradients, strict=True):
         if gradient is not None:
-            # Never in place, because a sum of several leaves gives each of them the same tensor.
+            # Do not add in place, because autograd gives the summands of a sum the same gradient tensor.
             leaf.grad = gradient.detach() if leaf.grad is None else leaf.grad + gradient.detach()
     return DeferredWeights(junctions, whole)
 
@@ -195,7 +195,7 @@ def _variable(node: Node) -> Tensor | None:
 def _accumulate(
     weights: Sequence[Tensor], gradients: Sequence[Tensor | None], arrived: Sequence[Tensor | None]
 ) -> None:
-    """Add to ``.grad``. Each weight gets its own tensor, because autograd gives two added weights the same one."""
+    """Add gradients to ``.grad``. Each weight gets its own tensor, because autograd gives summands the same tensor."""
     others: set[int] | None = None
     with torch.no_grad():
         for weight, gradient in zip(weights, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Units and messages of one iteration on one rank, with the tensors that wait in them."""
+"""Units and messages of one iteration on one rank, and the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -61,13 +61,16 @@ class ChunkRole:
 
 @dataclass(slots=True, eq=False)
 class PartState:
-    """Data of one part of a microbatch for a module. Made on first use and released after the last chunk here."""
+    """Data of one part of a microbatch for a module.
+
+    It is created on first use and released after the last chunk of the module on this rank.
+    """
 
     module: Module
     microbatch: int
     sub_microbatch: int
     own: Rows | None = None
-    """Instances of this rank under encoder data parallelism. None is all instances."""
+    """Instances of this rank under encoder data parallelism. None: all instances."""
     num_users: int = 0
     contents: bool = False
     """Whether the module's first layer runs here, so that contents are loaded."""
@@ -87,7 +90,7 @@ def part_of(state: PartState, packing: Packing, samples: Sequence[Any]) -> Part:
 
 
 class Outlet:
-    """A tensor that a unit passes to others, its output or a stream, and the gradients that come back.
+    """A tensor that a unit passes to other units, its output or a stream, and the gradients that come back.
 
     Attributes
     ----------
@@ -136,7 +139,7 @@ class Outlet:
         if len(self.gradients) == 1 and not self.cuts:
             only, self.gradients[0] = self.gradients[0], None
             if only is None:
-                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+                raise ExecutionError("the gradient of its output has not arrived; verify the plan")
             return only
         total: Tensor | None = None
         if self.cuts or not self.gradients:
@@ -147,7 +150,7 @@ class Outlet:
             total = torch.zeros(shape, dtype=dtype, device=device)
         for place, gradient in enumerate(self.gradients):
             if gradient is None:
-                raise ExecutionError("the gradient it takes has not arrived; verify the plan")
+                raise ExecutionError("a gradient of its output has not arrived; verify the plan")
             self.gradients[place] = None
             cut = self.cuts[place] if self.cuts else None
             if total is None:
@@ -174,16 +177,16 @@ class StreamOutlet(Outlet):
 
 @dataclass(slots=True, eq=False)
 class UnitState(Outlet):
-    """One chunk's work on one (sub-)microbatch, and the tensors that wait for it or for others.
+    """The work of one chunk on one (sub-)microbatch, with its inputs and with outputs that other units need.
 
     A unit is itself the outlet of its output.
 
     Attributes
     ----------
     groups : list of (places, shape, whether a gradient flows back), or None
-        At a module boundary and with streams: the transfers that form each upstream argument, in order, then each
-        stream. A group is empty if the microbatch has nothing for it. None inside a module without streams, where
-        the transferred tensor is the one upstream argument.
+        At a module boundary and with streams: the transfers that form each upstream argument, in order, and then those
+        that form each stream. A group is empty if the microbatch has no data for it. None inside a module without
+        streams, where the transferred tensor is the only upstream argument.
     rows : list of int
         Rows of each transferred tensor, by place, if there are groups.
     arrived : list
@@ -233,7 +236,7 @@ class UnitState(Outlet):
     def activation_now(self) -> ChunkActivation:
         """The activation between F and the end of the backward."""
         if self.activation is None:
-            raise ExecutionError("its forward was not run, or its backward was run before")
+            raise ExecutionError("its forward has not run, or its backward has already run")
         return self.activation
 
     def take_upstream(self, device: torch.device) -> tuple[Tensor, ...]:
@@ -246,7 +249,7 @@ class UnitState(Outlet):
             whole = self._take(0)
             if not trained:
                 return (whole.detach() if share is None else share.cut(0, whole),)
-            # It was detached or received for this unit alone, so no other unit uses it.
+            # The tensor was detached or received only for this unit, so no other unit uses it.
             self.leaves = leaves = ((whole if share is None else share.cut(0, whole)).requires_grad_(),)
             return leaves
         arguments = []
@@ -266,7 +269,7 @@ class UnitState(Outlet):
     def _take(self, place: int) -> Tensor:
         piece = self.arrived[place]
         if piece is None:
-            raise ExecutionError("what it takes has not arrived; verify the plan")
+            raise ExecutionError("its input has not arrived; verify the plan")
         self.arrived[place] = None
         return piece
 
@@ -384,7 +387,7 @@ class MessageState:
         else:
             tensor = self.outlet.take_to_send(self.place)
         if tensor is None:
-            raise ExecutionError("what it sends was not computed yet; verify the plan")
+            raise ExecutionError("the tensor to send has not been computed yet; verify the plan")
         return tensor
 
     def deliver(self) -> None:

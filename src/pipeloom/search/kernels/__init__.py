@@ -1,7 +1,7 @@
 """Compiled loops of the search: dual-queue list scheduling, and local search around it.
 
-List scheduling (`dip.txt` §5.2) goes through time. Of all ranks that could start something, it takes the one that
-could start first, and there chooses between the best forward and the best backward that are ready. Where
-memory is limited, a task that would not fit, or after which some begun component could no longer finish, is passed
-over (`banker`). Nothing here allocates; `Scratch` holds what it writes.
+List scheduling (`dip.txt` §5.2) advances through time. Each step takes the rank that could start a task first and
+chooses between its best ready forward and its best ready backward. If memory is limited, it skips tasks that do not fit
+and tasks after which a started component could no longer finish (`banker`). The kernels allocate no memory; they write
+to the arrays of `Scratch`.
 """

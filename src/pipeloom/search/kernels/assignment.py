@@ -1,8 +1,7 @@
-"""Compiled annealing of an assignment and an order together, on one list of all tasks.
+"""Compiled joint annealing of an assignment and an order, on one list of all tasks.
 
-A rank runs its tasks in the order in which they stand in the list, which always respects every edge. A move gives a
-pair that may be anywhere to another rank, or moves a task in the list between what it waits for and what waits
-for it.
+The list always respects every edge. Each rank runs its tasks in list order. A move assigns a free pair to another rank,
+or moves a task in the list between its predecessors and its successors.
 """
 
 from __future__ import annotations
@@ -24,10 +23,24 @@ REJECTED = -1
 class AssignmentArrays(NamedTuple):
     """Arrays that annealing reads and writes, int64.
 
-    ``home`` is the rank of every pair; ``listed`` the order, ``place`` its inverse. ``before`` are the predecessors
-    in compressed rows, with their delays in columns, of which ``column`` says which holds for any two ranks;
-    ``after`` the successors. ``duration`` is by task and rank. ``own`` are the free pairs; ``tasks`` has F, B or I,
-    and W of every pair (-1: none).
+    Attributes
+    ----------
+    home : array, shape (num_pairs,)
+        Rank of every pair.
+    listed, place : array, shape (num_tasks,)
+        The list of tasks, and its inverse.
+    duration : array, shape (num_tasks, num_ranks)
+        Duration of every task on every rank, in ns.
+    before_start, before : array
+        Predecessors in compressed rows.
+    delay, column : array
+        Delay of every predecessor, in ns, under each of several columns, and the column for any two ranks.
+    after_start, after : array
+        Successors in compressed rows.
+    own : array
+        The free pairs, which may run on any rank.
+    tasks : array, shape (num_pairs, 3)
+        F, B or I, and W of every pair; -1 if it has none.
     """
 
     home: Array
@@ -73,7 +86,7 @@ def retime(d: AssignmentArrays, limit: int) -> Any:
         if end + d.tail[task] >= limit or d.allocated[rank] + d.at_start[task] > d.capacity[rank]:
             return REJECTED
         d.allocated[rank] += d.at_start[task] + d.at_end[task]
-        # A split backward may leave more for its weight gradient than it frees.
+        # A split backward may hold more bytes for its weight gradient than it frees.
         if d.allocated[rank] > d.capacity[rank]:
             return REJECTED
         d.end[task] = end
@@ -116,9 +129,9 @@ def wander(d: AssignmentArrays, task: int, random: Array) -> Any:
 
 @allocating
 def anneal(d: AssignmentArrays, state: Array, random: Array, terms: Terms) -> int:
-    """Try changes and keep those that do not increase the makespan much; return how many were tried.
+    """Try changes and keep those that increase the makespan only slightly or not at all; return the number tried.
 
-    ``state`` is the current and the best makespan; ``best_home`` and ``best_listed`` get what gave the best.
+    ``state`` holds the current and the best makespan. ``best_home`` and ``best_listed`` receive the best solution.
     """
     moved, origin = np.empty(3, np.int64), np.empty(3, np.int64)
     pairs, homes = np.empty(2, np.int64), np.empty(2, np.int64)

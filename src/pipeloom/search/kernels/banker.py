@@ -9,10 +9,10 @@ from pipeloom.search.packed import PackedGraph
 
 
 class Bank(NamedTuple):
-    """Pointers to what the banker reads and writes; see `bank`.
+    """Pointers to the arrays that the banker reads and writes; see `bank`.
 
-    ``free`` to ``ready`` are arrays of list scheduling (`Scratch` or `Ranks`), the others of `PackedGraph`. ``size``
-    are its ``bytes``.
+    ``free`` to ``ready`` point to arrays of list scheduling (`Scratch` or `Ranks`), the others to arrays of
+    `PackedGraph`. ``size`` points to its ``bytes``.
     """
 
     free: Any
@@ -66,9 +66,9 @@ def open_bank(k: Bank, p: PackedGraph) -> None:
 def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
     """Return whether every started component can still finish after a task that takes memory.
 
-    Its own component must be able to finish with what is free; if not at once, then after other components have
-    finished and given back what they hold. The components left over are then as they were before the task, with more
-    free, so they need no second look. A component that has been passed is marked by a negative number in ``active``.
+    The component of the task must be able to finish with the free memory, either at once or after other components have
+    finished and freed their memory. The remaining components are then as they were before the task, with more free
+    memory, so they need no further check. A negative number in ``active`` marks a component that has finished here.
     """
     free, available, demand, allocated, active = k.free, k.available, k.demand, k.allocated, k.active
     num_ranks = k.num_ranks
@@ -116,7 +116,7 @@ def can_finish(k: Bank, cell: int, rank: int, num_active: int) -> bool:
 
 @inlined
 def scan_demand(k: Bank, cell: int, row: int) -> int:
-    """Return the peak of a component on a rank above what it holds, after a task, along its reference order."""
+    """Return the peak of a component on a rank after a task, in bytes above those it holds, in reference order."""
     allocated = 0
     most = 0
     for i in range(k.scan_start[row], k.scan_start[row + 1]):

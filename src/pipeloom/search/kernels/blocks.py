@@ -1,4 +1,4 @@
-"""An order of tasks for every rank, measured: starts, tails, bytes held, and a longest path through it."""
+"""Measurements of an order of tasks for every rank: starts, tails, held bytes, and a longest path."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Blocks(NamedTuple):
     order, place : array, shape (num_tasks,)
         Tasks rank after rank, and the inverse.
     row : array, shape (num_ranks + 1,)
-        The order of rank r stands at ``row[r]`` to ``row[r + 1]``.
+        The order of rank r is at ``row[r]`` to ``row[r + 1]``.
     start, tail : array, shape (num_tasks,)
-        Longest path up to a task, and from its end to the end of all.
+        Longest path to the start of a task, and from its end to the end of the schedule, in ns.
     released, left : array, shape (num_tasks,)
-        The same without the task's neighbours on its rank.
+        The same without the neighbors of the task on its rank.
     level : array, shape (num_tasks,)
-        Bytes that the rank holds before what is at each place.
+        Bytes that the rank holds before the task at each place.
     trial : array, shape (num_tasks,)
-        Scratch: starts under a move that is judged.
+        Scratch: starts under a move that is being evaluated.
     sorted, turn : array, shape (num_tasks,)
-        All tasks in an order that all ranks can follow, and the inverse.
+        A topological order of all tasks, and the inverse.
     waiting : array, shape (num_tasks,)
-        Scratch: predecessors left.
+        Scratch: number of remaining predecessors.
     path : array, shape (num_tasks,)
         Places along a longest path, from its end.
     window : array, shape (2,)
-        Only tasks from the first of these turns to before the second move; see `open_window`.
+        Range of turns. Only tasks in it move; see `open_window`.
     begin : array, shape (num_ranks,)
-        Where in the order every rank's part of the window begins.
+        Place where the part of every rank in the window begins.
     before_start, before, before_delay : array
         Predecessors in compressed rows.
     """
@@ -69,8 +69,8 @@ class Blocks(NamedTuple):
 class BlockPointers(NamedTuple):
     """Pointers to the arrays of `Blocks` and of its graph; see `block_pointers`.
 
-    A function that gets arrays counts references to each of them, which took two thirds of the tabu search's time.
-    ``task`` has rows of `COLUMNS` entries, ``successor`` of two.
+    A function with array arguments counts references to each array, which took two thirds of the time of tabu search.
+    Rows of ``task`` have `COLUMNS` entries, and rows of ``successor`` have two.
     """
 
     task: Any
@@ -182,7 +182,7 @@ def measure(p: PackedGraph, b: Blocks) -> int:
         waiting[number] = p.waiting[number]
         released[number] = 0
         start[number] = 0
-    # Waiting counts one less than the predecessors left, once the task before on the rank is done.
+    # `waiting` is one less than the number of remaining predecessors once the previous task of the rank is done.
     for r in range(len(row) - 1):
         level = 0
         for i in range(row[r], row[r + 1]):
@@ -231,17 +231,17 @@ def measure(p: PackedGraph, b: Blocks) -> int:
 
 @callee
 def open_window(s: BlockPointers, low: int, high: int) -> int:
-    """Restrict moves to the tasks of some turns; return the longest path through them.
+    """Restrict moves to a range of turns; return the longest path through its tasks.
 
-    A start depends only on what comes before, and a tail only on what comes after: while the window is open, starts
-    before it and tails behind it stay right. The others are made right here, as far as this window needs them.
+    A start depends only on earlier tasks and a tail only on later tasks. While the window is open, starts before it and
+    tails after it therefore remain valid. This function updates the others as far as the window needs them.
     """
     old_low, old_high = s.window[0], s.window[1]
     s.window[0] = low
     s.window[1] = high
     forwards(s, old_high)
     backwards(s, 0, old_low - 1)
-    # The window shall be a stretch of time. Any order by starts that keeps ties can be followed.
+    # The window should be an interval of time. A stable sort by starts is still a topological order.
     for i in range(low + 1, high):
         number = s.sorted[i]
         at = i
@@ -330,9 +330,9 @@ def forwards(s: BlockPointers, first: int) -> int:
 def remeasure(s: BlockPointers, source: int, goal: int) -> int:
     """Return the longest path through the window after a task has moved, if the move creates no cycle.
 
-    If all is in the window, that is the same as `measure`.
-    In the order that all ranks can follow, only the task and what depends on it (or what it depends on, if it moved
-    ahead) must change places with the others up to the one that it passed last.
+    If all tasks are in the window, the result is the same as that of `measure`. In the topological order, only tasks
+    between the moved task and the last task that it passed change places. The moved task and its successors among them
+    go behind the others; if it moved ahead, the moved task and its predecessors go before the others.
     """
     order, row, place = s.order, s.row, s.place
     moved, marked, count = order[goal], s.waiting, 0
@@ -405,9 +405,9 @@ def longest_path(s: BlockPointers, makespan: int, random: Array) -> int:
         after = -1
         seen = 0
         if at > s.row[rank_of(s, number)]:
-            neighbour = s.order[at - 1]
-            if s.start[neighbour] + length_of(s, neighbour) == begin:
-                after = neighbour
+            neighbor = s.order[at - 1]
+            if s.start[neighbor] + length_of(s, neighbor) == begin:
+                after = neighbor
                 seen = 1
         if s.released[number] == begin:
             for e in range(s.before_start[number], s.before_start[number + 1]):

@@ -1,8 +1,8 @@
-"""List scheduling of an order of tasks per rank, taken as priorities: what is ready and admitted first goes first.
+"""List scheduling with the order of tasks on each rank as priorities: the first ready and admitted task runs first.
 
-Whereas `decode` knows priorities of groups, here every task has its own place in its rank's order. Without a
-memory limit, an order that list scheduling returned comes back as it was. One that was changed, or that stems from the
-reverse of the graph, is mended: memory is respected, and gaps are filled with what is ready.
+`decode` uses priorities of groups; here, every task has its own priority. Without a memory limit, an order that list
+scheduling returned does not change. An order that was modified, or that comes from the reversed graph, is repaired: the
+result satisfies the memory limit, and ready tasks fill the gaps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Array = npt.NDArray[Any]
 
 
 class Ranks(NamedTuple):
-    """What list scheduling writes, int64; see `make_ranks`.
+    """Arrays that list scheduling writes, int64; see `make_ranks`.
 
-    ``row``: the order of rank r stands at ``row[r]`` to ``row[r + 1]``. ``bits`` are ready tasks by place in
-    that order, ``late`` those that will be ready at a known time (time and task). ``start`` are the starts.
+    The order of rank r is at ``row[r]`` to ``row[r + 1]``. ``bits`` has one bit per place in that order, which is set
+    if the task is ready. ``late`` holds the tasks that will be ready at a known time, as pairs of time and task.
+    ``start`` holds the starts.
     """
 
     row: Array
@@ -52,7 +53,7 @@ class Ranks(NamedTuple):
 
 
 def make_ranks(packed: PackedGraph) -> Ranks:
-    """Return arrays for list scheduling of one problem; one set per thread."""
+    """Return the arrays of one thread for list scheduling of one problem."""
     num_tasks, num_ranks, num_components = len(packed.waiting), len(packed.capacity), len(packed.demand)
     per_rank = np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks)
     row = np.zeros(num_ranks + 1, np.int64)
@@ -101,9 +102,9 @@ def decode_by_rank(
     order, place : array, shape (num_tasks,)
         Tasks rank after rank, the most urgent first, and the inverse.
     made : array, shape (num_tasks,)
-        Gets the order in which they ran, likewise.
+        Receives the order in which the tasks ran, rank after rank.
     lookahead : int
-        How many ready tasks may be refused memory before the rank waits.
+        Maximum number of ready tasks that may lack memory before the rank waits.
     """
     task, successor, row, waiting, start = p.task, p.successor, s.row, s.waiting, s.start
     bits, num_ready, soonest, key, free_at = s.bits, s.num_ready, s.soonest, s.key, s.free_at
@@ -130,7 +131,7 @@ def decode_by_rank(
             last_rank = first_rank
             reach = lookahead
             if first == NEVER:
-                # Memory holds every rank up; the banker has a task somewhere behind the first ones.
+                # Every rank waits for memory. The banker always admits some task behind the first ones.
                 first_rank = 0
                 last_rank = num_ranks - 1
                 reach = num_tasks
@@ -204,8 +205,8 @@ def decode_by_rank(
 
 @callee
 def begin_by_rank(p: PackedGraph, s: Ranks, shift: int) -> None:
-    """Begin list scheduling: nothing has run, and tasks without predecessors are expected at once."""
-    # One by one: an assignment to all of an array takes long to compile, for it tests shapes.
+    """Begin list scheduling: no task has run, and tasks without predecessors are expected at once."""
+    # Element by element, because whole-array assignments test shapes and take long to compile.
     for r in range(len(s.key)):
         for word in range(s.bits.shape[1]):
             s.bits[r, word] = 0

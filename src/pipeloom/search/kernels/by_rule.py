@@ -1,6 +1,6 @@
 """List scheduling by a priority rule: each task has a key, and a rank may wait briefly for a task with a lower key.
 
-`pipeloom.layout.cooptimise.kernels.run` does this for equal microbatches; this module does it for any task graph.
+`pipeloom.layout.cooptimize.kernels.run` does this for equal microbatches; this module does it for any task graph.
 Limits on pairs in flight and headroom for later chunks are soft here: a limit that would stall all ranks is ignored.
 The banker decides what fits into memory, so nothing deadlocks.
 """
@@ -25,7 +25,7 @@ REACH = 256
 
 
 class Priorities(NamedTuple):
-    """A rule written out for the tasks and chunks of a graph, int64. Chunks are numbered by rank, in model order.
+    """A rule applied to the tasks and chunks of a graph, int64. Chunks are numbered by rank, in model order.
 
     Attributes
     ----------
@@ -34,7 +34,8 @@ class Priorities(NamedTuple):
     key, wait : array, shape (num_tasks,)
         Sort key, lowest first; and how many ns a rank may wait for the task. Negative: the rank does not wait.
     chunk, flight, take : array, shape (num_tasks,)
-        The chunk of each task; what the task adds to the number of pairs in flight and to the bytes held there.
+        The chunk of each task, and the change that the task makes to its number of pairs in flight and to its held
+        bytes.
     chunk_row : array, shape (num_ranks + 1,)
         Chunks of rank r are ``chunk_row[r]`` to ``chunk_row[r + 1]``.
     limit, later : array, shape (num_chunks,)
@@ -74,11 +75,11 @@ def update_headroom(p: PackedGraph, w: Priorities, rank: int) -> None:
     used = int64(0)
     for chunk in range(w.chunk_row[rank], w.chunk_row[rank + 1]):
         used += w.held[chunk]
-    room = int64(NEVER)
+    headroom = int64(NEVER)
     chunk = w.chunk_row[rank + 1] - 1
     while chunk >= w.chunk_row[rank]:
-        room = min(room, p.capacity[rank] - used - w.later[chunk])
-        w.headroom[chunk] = room
+        headroom = min(headroom, p.capacity[rank] - used - w.later[chunk])
+        w.headroom[chunk] = headroom
         used -= w.held[chunk]
         chunk -= 1
 

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 def decode(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
     """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED` at ``bound``.
 
-    ``s.run`` gets the cells of tasks in the order in which they were scheduled.
+    ``s.run`` receives the cells of the tasks in the order in which they were scheduled.
     """
     if rule == UNLIMITED:
         return decode_unlimited(p, s, policy, weights, bound)
@@ -35,16 +35,17 @@ def decode(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, loo
 
 @inlined
 def urgent_of(choice: Array) -> Any:
-    """Number of backward groups that compete with forwards."""
+    """Return the number of backward groups that compete with forwards."""
     return choice[URGENT] if len(choice) > URGENT else ALL_URGENT
 
 
 @kernel
 def evaluate(p: PackedGraph, s: Scratch, order: Array, choice: Array, bound: int) -> int:
-    """`arrange`, then `decode`; ``choice`` is policy, weights, rule, lookahead and perhaps the urgent backwards.
+    """Run `arrange` and `decode`.
 
-    ``s.sequence`` gets the tasks in the order in which they were scheduled (on each rank its running order), unless
-    list scheduling ended early.
+    ``choice`` holds policy, weights, rule, lookahead and optionally the number of urgent backward groups.
+    ``s.sequence`` receives the tasks in the order in which they were scheduled, unless list scheduling ended early.
+    On each rank, this is the running order.
     """
     arrange(p, s, order, urgent_of(choice))
     makespan = decode(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], bound)
@@ -62,7 +63,7 @@ def change_policy(p: PackedGraph, choice: Array, random: Array) -> None:
     elif what == 1 and choice[RULE] != UNLIMITED:
         choice[LOOKAHEAD] = 1 + draw(random) % 4
     elif what == 1 and len(choice) > URGENT:
-        # Mostly a few more or fewer than now.
+        # The change is mostly small.
         urgent = min(choice[URGENT], p.num_groups[1]) + draw(random) % 17 - 8
         if draw(random) % 8 == 0:
             urgent = draw(random) % (p.num_groups[1] + 1)
@@ -95,7 +96,7 @@ def climb(p: PackedGraph, s: Scratch, w: Walk, backup: Array, terms: Terms, move
                 mutate_microbatch(p, order, backup, random)
             else:
                 mutate(p, order, backup, random)
-        # The change before may have been taken back; then the positions are still those of the rejected order.
+        # If the previous change was rejected, the positions are still those of the rejected order.
         arrange(p, s, order, urgent_of(choice))
         limit = state[0] + 1 + allowance(terms, random)
         makespan = decode_limited(p, s, choice[POLICY], choice[WEIGHTS], choice[RULE], choice[LOOKAHEAD], limit)

@@ -27,9 +27,9 @@ class Two(NamedTuple):
     Attributes
     ----------
     orders, choices : array, shape (2, ...)
-        The changed ones.
+        The two changed orders and choices.
     made : array, shape (2, 2)
-        Their makespans, and how much worse they may be.
+        Makespan of each, and its allowed increase over the current makespan, in ns.
     """
 
     orders: Array
@@ -41,7 +41,7 @@ class Two(NamedTuple):
 def climb_two(p: PackedGraph, one: Scratch, two: Scratch, w: Walk, t: Two, terms: Terms, moves: Moves) -> int:
     """Local search from an order: keep changes that are not worse. Return the number of evaluations.
 
-    Of two changes of the same order the second is compared with what the first has left.
+    Both changes start from the same order. The second is compared with the result of the first.
     """
     order, choice, state, random = w.order, w.choice, w.state, w.random
     orders, choices, made = t.orders, t.choices, t.made

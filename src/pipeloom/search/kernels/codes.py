@@ -1,4 +1,4 @@
-"""Numbers that stand for choices and outcomes of list scheduling."""
+"""Codes of the choices and results of list scheduling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ DEADLOCK, ABORTED = -1, -2
 
 # Which kind runs first when a forward and a backward are ready.
 ALTERNATE, BACKWARD_FIRST, FORWARD_FIRST = 0, 1, 2
-# When a weight gradient runs: when nothing else is ready, or at once.
+# When a weight gradient runs: if no other task is ready, or at once.
 WEIGHT_LAST, WEIGHT_AT_ONCE = 0, 1
 # Which tasks may take memory: all, those that fit (DIP's rule), or those after which all components can finish.
 UNLIMITED, FITS, BANKER = 0, 1, 2

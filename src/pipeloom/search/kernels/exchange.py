@@ -1,4 +1,4 @@
-"""Exchanges between two pairs' memory strategies: one steps down so that the other can step up."""
+"""Exchanges of memory between two pairs: one takes a smaller candidate so that the other can take a larger one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_LIMIT = 1 << 62
 
 @kernel
 def exchange(o: Options, w: Work) -> None:
-    """Give any two pairs the candidates with the least total time, until no two can be improved.
+    """Choose for any two pairs the candidates with the least total time, until no two can be improved.
 
-    Changes the choice in ``w.best``, which fits, and ``w.allocated`` with it.
+    Updates the choice in ``w.best``, which must fit, and ``w.allocated``.
     """
-    choice, allocated, spare = w.best, w.allocated, w.spare
+    choice, allocated, headroom = w.best, w.allocated, w.spare
     activation, gradient, span = o.activation, o.gradient, o.span
-    turn = w.move  # rounds in which a pair is still to be tried
+    turn = w.move  # remaining rounds in which to try a pair
     num_pairs = len(choice)
     for i in range(num_pairs):
         turn[i] = 1
@@ -33,13 +33,13 @@ def exchange(o: Options, w: Work) -> None:
                 if turn[i] + turn[j] == 0 or span[i, BEGIN] > span[j, END] or span[j, BEGIN] > span[i, END]:
                     continue
                 for x in range(9):
-                    spare[x] = NO_LIMIT
+                    headroom[x] = NO_LIMIT
                 first, last = min(span[i, BEGIN], span[j, BEGIN]), max(span[i, END], span[j, END])
                 for k in range(first, last + 1):
                     x, held = phase(k, span[i], activation[i, choice[i]], gradient[i, choice[i]])
                     y, other = phase(k, span[j], activation[j, choice[j]], gradient[j, choice[j]])
-                    spare[3 * x + y] = min(spare[3 * x + y], o.capacity[k] - allocated[k] + held + other)
-                a, b = best_two(o, i, j, spare, choice)
+                    headroom[3 * x + y] = min(headroom[3 * x + y], o.capacity[k] - allocated[k] + held + other)
+                a, b = best_two(o, i, j, headroom, choice)
                 if a == choice[i] and b == choice[j]:
                     continue
                 moved = True
@@ -58,7 +58,10 @@ def exchange(o: Options, w: Work) -> None:
 
 @callee
 def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int, int]:
-    """What a pair is in at a place (0 neither, 1 before its gradient, 2 after), and the bytes it holds there."""
+    """Return the phase of a pair at a place and the bytes it holds there.
+
+    The phase is 1 up to its input gradient, 2 after it, and 0 outside of the span of the pair.
+    """
     if place < span[BEGIN] or place > span[END]:
         return 0, 0
     if place <= span[GRADIENT]:
@@ -67,11 +70,11 @@ def phase(place: int, span: Array, activation: int, gradient: int) -> tuple[int,
 
 
 @callee
-def best_two(o: Options, i: int, j: int, spare: Array, choice: Array) -> tuple[int, int]:
-    """The candidates of pairs i and j that take the least time together within what is spare.
+def best_two(o: Options, i: int, j: int, headroom: Array, choice: Array) -> tuple[int, int]:
+    """Return the candidates of pairs i and j that fit and take the least total time.
 
-    ``spare``: least bytes free for the two, by three times the phase of i plus the phase of j. Neither takes more of
-    the host.
+    ``headroom`` holds the smallest number of free bytes for the two, by three times the phase of i plus the phase of j.
+    Neither candidate takes more host memory than the current one.
     """
     one, two, activation, gradient = o.time[i], o.time[j], o.activation, o.gradient
     best_a, best_b = choice[i], choice[j]
@@ -80,10 +83,10 @@ def best_two(o: Options, i: int, j: int, spare: Array, choice: Array) -> tuple[i
         held, kept = activation[i, a], gradient[i, a]
         if o.host[i, a] > o.host[i, choice[i]]:
             continue
-        if one[a] >= best or held > spare[3] or kept > spare[6]:
+        if one[a] >= best or held > headroom[3] or kept > headroom[6]:
             continue
-        most = min(spare[1], min(spare[4] - held, spare[7] - kept))
-        most_after = min(spare[2], min(spare[5] - held, spare[8] - kept))
+        most = min(headroom[1], min(headroom[4] - held, headroom[7] - kept))
+        most_after = min(headroom[2], min(headroom[5] - held, headroom[8] - kept))
         for b in range(len(two)):
             if o.host[j, b] > o.host[j, choice[j]]:
                 continue

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
-    """`arrange` with all backwards urgent."""
+    """Run `arrange` with all backwards urgent."""
     arrange(p, s, order, ALL_URGENT)
 
 
@@ -24,8 +24,8 @@ def expand(p: PackedGraph, s: Scratch, order: Array) -> None:
 def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
     """Turn an order of groups (forward groups, then backward groups) into positions of segments in their class.
 
-    A group's segments follow one another; its weight gradients take the order of their backward groups. Only
-    the first ``urgent`` backward groups compete with forwards; those behind begin at a new bit of the summary.
+    The segments of a group are consecutive. Weight gradients have the order of their backward groups. Only the first
+    ``urgent`` backward groups compete with forwards. The others begin at a new bit of the summary.
     """
     at, position, base = pointer(s.at), pointer(s.position), pointer(p.base)
     group_start, group_segment = pointer(p.group_start), pointer(p.group_segment)
@@ -34,9 +34,9 @@ def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
     for i in range(p.num_groups[0]):
         group = order[i]
         for k in range(group_start[group], group_start[group + 1]):
-            segment = group_segment[k]
-            at[place] = base[segment]
-            position[segment] = place
+            pass_id = group_segment[k]
+            at[place] = base[pass_id]
+            position[pass_id] = place
             place += 1
     second = s.sizes[SECOND]
     third = s.sizes[THIRD]
@@ -49,12 +49,12 @@ def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
             s.sizes[NUM_URGENT] = place // unit
         group = order[p.num_groups[0] + i]
         for k in range(group_start[group], group_start[group + 1]):
-            segment = group_segment[k]
-            at[second + place] = base[segment]
-            position[segment] = place
+            pass_id = group_segment[k]
+            at[second + place] = base[pass_id]
+            position[pass_id] = place
             place += 1
         for k in range(p.weight_start[group], p.weight_start[group + 1]):
-            segment = p.weight_segment[k]
-            at[third + weight] = base[segment]
-            position[segment] = weight
+            pass_id = p.weight_segment[k]
+            at[third + weight] = base[pass_id]
+            position[pass_id] = weight
             weight += 1

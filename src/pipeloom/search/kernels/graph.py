@@ -1,4 +1,4 @@
-"""Compiled loops over a task graph, to prepare a search."""
+"""Compiled loops over a task graph that prepare a search."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def walk(
     stacks: Array,
     order: Array,
 ) -> None:
-    """Write the tasks into ``order``, part after part, depth first and with backwards as soon as they can.
+    """Write the tasks into ``order``, part after part, depth first and with backwards as early as possible.
 
-    ``members[member_start[j]:member_start[j + 1]]`` are the tasks of part j, ascending. ``waiting``, numbers of
-    predecessors, is used up. ``stacks`` is scratch of two rows, as long as all tasks: forwards, and all else.
-    Of what one task sets free, weight gradients come first, and lower numbers before higher ones.
+    ``members[member_start[j]:member_start[j + 1]]`` are the tasks of part j in ascending order. ``waiting`` holds the
+    numbers of predecessors and is overwritten. ``stacks`` is scratch of shape (2, num_tasks), for forwards and for
+    other tasks. Among tasks that become ready at once, weight gradients come first, then lower numbers.
     """
     done = 0
     opened, top = np.empty(stacks.shape[1], np.int64), np.zeros(2, np.int64)
@@ -82,7 +82,7 @@ def walk(
 
 @kernel
 def depths(
-    segment: Array,
+    pass_id: Array,
     microbatch: Array,
     module: Array,
     segment_class: Array,
@@ -93,9 +93,9 @@ def depths(
 ) -> Array:
     """Compute the longest chain of segments of the same microbatch, module and class before each segment."""
     for task in topological:
-        here = segment[task]
+        here = pass_id[task]
         for e in range(start[task], start[task + 1]):
-            other = segment[predecessor[e]]
+            other = pass_id[predecessor[e]]
             if (
                 other != here
                 and microbatch[other] == microbatch[here]
@@ -132,7 +132,7 @@ def mark_implied(
             if reached[task]:
                 for e in range(successor_start[task], successor_start[task + 1]):
                     other = successor[e]
-                    # Doubled edges between the two do not imply each other.
+                    # Duplicate edges between the same two tasks do not imply each other.
                     if position[other] <= last and not (task == source[edge] and other == successor[edge]):
                         reached[other] = True
         implied[edge] = reached[successor[edge]]

@@ -40,9 +40,10 @@ from pipeloom.search.scratch import NODE_SHIFT, Scratch
 
 @inlined
 def admit(b: QueuePointers, k: Bank, place: int, rule: int, reach: int, num_active: int) -> Any:
-    """Return the first of a queue's first ``reach`` tasks that may take memory.
+    """Find the first task that is admitted among the first ``reach`` tasks of a queue.
 
-    Its cell (-1: none is admitted), its position, and whether one would fit but leave some component unable to finish.
+    Return its cell (-1 if none is admitted), its position, and whether some task would fit but leave a component unable
+    to finish.
     """
     rank = place >> 2
     which = place & 3
@@ -92,8 +93,8 @@ def take_out(b: QueuePointers, place: int, position: int) -> None:
 def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: int, lookahead: int, bound: int) -> int:
     """Return the makespan of the positions in ``s``, `DEADLOCK`, or `ABORTED`; see `decode`.
 
-    Of a rank's classes in turn, the first ``lookahead`` tasks are tried; a rank where none is admitted waits
-    until something arrives or, where other ranks are in the way, is freed.
+    For each class of a rank in turn, the first ``lookahead`` tasks are tried. If none is admitted, the rank waits until
+    a task becomes ready or, if components on other ranks block it, until they free memory.
     """
     if not clear(p, s, bound):
         return ABORTED
@@ -118,7 +119,7 @@ def decode_limited(p: PackedGraph, s: Scratch, policy: int, weights: int, rule: 
         last_rank = rank
         reach = lookahead
         if first >= NEVER:
-            # Memory holds every rank up. The banker always has a task somewhere, behind the first ones.
+            # Every rank waits for memory. The banker always admits some task behind the first ones.
             if rule != BANKER:
                 return DEADLOCK
             first_rank = 0

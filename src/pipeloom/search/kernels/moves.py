@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @callee
 def mutate(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
-    """Swap two groups or move a run of them, mostly by a few places. ``backup`` is a copy of the order."""
+    """Swap two groups or move a run of groups, mostly by a few places. ``backup`` is a copy of the order."""
     num_forward = p.num_groups[0]
     low = 0
     size = num_forward
@@ -55,7 +55,7 @@ def mutate(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
 
 @callee
 def mutate_microbatch(p: PackedGraph, order: Array, backup: Array, random: Array) -> None:
-    """Exchange all groups of two microbatches, or move those of one beside those of another."""
+    """Exchange all groups of two microbatches, or move the groups of one microbatch beside those of the other."""
     num_forward = p.num_groups[0]
     owner = p.group_microbatch
     a = draw(random) % num_forward
@@ -85,7 +85,7 @@ def mutate_microbatch(p: PackedGraph, order: Array, backup: Array, random: Array
         for i in range(low, high):
             left += owner[backup[i]] == other
         if left == 0:
-            # The other has no backward: there is nothing to move beside.
+            # The other microbatch has no backward to move beside.
             continue
         at = low
         for i in range(low, high):

@@ -40,11 +40,11 @@ class Perturbation(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A schedule under change, int64: see `make_table`.
+    """The current and the best schedule, int64; see `make_table`.
 
-    ``current`` and ``best`` are orders, rank after rank, and ``when`` the starts of the current one; ``component_row``,
-    ``component_task`` the tasks of every component in compressed rows. ``state`` is the current and the best makespan,
-    ``random`` the state of the random numbers.
+    ``current`` and ``best`` are orders, rank after rank. ``when`` holds the starts of the current order.
+    ``component_row`` and ``component_task`` are the tasks of every component in compressed rows. ``state`` holds the
+    current and the best makespan, and ``random`` the state of the random numbers.
     """
 
     current: Array
@@ -86,7 +86,7 @@ def make_table(order: Array, when: Array, makespan: int, component_of_task: Arra
 def perturb(
     p: PackedGraph, reverse: PackedGraph, s: Ranks, mirror: Ranks, t: Table, perturbation: Perturbation, terms: Terms
 ) -> int:
-    """Perturb and repair the schedule in the table; return the number of passes, which ``terms`` limits.
+    """Perturb and repair the schedule in the table; return the number of passes. ``terms`` limits this number.
 
     A perturbation shifts starts by about ``perturbation.span``. List scheduling of the resulting order then alternates
     between the reversed graph, which puts tasks as late as possible, and the graph itself, until one result is short
@@ -122,7 +122,7 @@ def perturb(
                 break
             backwards = not backwards
         if makespan < 0 or makespan >= limit:
-            continue  # no pass shortened it enough, or none is left
+            continue  # no pass shortened it enough, or no passes remain
         state[0] = makespan
         assign(t.current, t.made)
         if backwards:
@@ -169,10 +169,10 @@ def shift_starts(p: PackedGraph, t: Table, span: float) -> None:
     else:
         begin = t.when[draw(random) % len(t.when)]
         end = begin + 4 * span * (draw(random) % 1024) / 1024
-        jolt = span * (draw(random) % 1024) / 1024
+        amplitude = span * (draw(random) % 1024) / 1024
         for number in range(len(t.shifted)):
             if begin <= t.when[number] and t.when[number] < end:
-                t.shifted[number] += np.int64(jolt * ((draw(random) % 1024) / 1024 - 0.5))
+                t.shifted[number] += np.int64(amplitude * ((draw(random) % 1024) / 1024 - 0.5))
     assign(t.made, t.current)
     num_tasks = len(t.made)
     for i in range(1, num_tasks):

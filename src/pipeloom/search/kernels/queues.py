@@ -1,11 +1,11 @@
-"""Ready queues, expected tasks and clocks of list scheduling: the steps that all variants share.
+"""Ready queues, expected tasks and clocks of list scheduling. All variants share these steps.
 
-A rank has a queue of ready tasks per class (0 F, 1 B or I, 2 W): a bit per position, and a summary with a bit
-per word, so that the first is found by counting trailing zeros twice. A task that will be ready at a known
-time, when its last predecessor ends, is *expected*. Usually there is one at most per queue, which has its own
-place in ``node``; what comes beside it goes into the rank's row of ``late``.
+Each rank has one queue of ready tasks per class (0 F, 1 B or I, 2 W). A queue has one bit per position, and its summary
+has one bit per word, so that counting trailing zeros twice finds the first task. A task is *expected* if it will be
+ready at a known time, because all its predecessors have started. Usually, each queue expects at most one task, which
+has its own entry in ``node``. Further expected tasks go into the row of the rank in ``late``.
 
-The functions that are inlined read pointers (`pipeloom.compiled.pointer`), which `queue_pointers` collects.
+Inlined functions read pointers (`pipeloom.compiled.pointer`), which `queue_pointers` collects.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Array = npt.NDArray[Any]
 trailing_zeros: Any = numbers.trailing_zeros
 
 FREE, LAST_KIND, SLACK, NUM_LATE = 0, 1, 2, 3
-"""Of a rank in ``node``: when it is free, the kind it ran last, how long it may still idle, tasks in ``late``."""
+"""Entries of a rank in ``node``: the end of its last task, the kind of that task, its remaining allowed idle time, and
+its number of tasks in ``late``."""
 SUMMARY, TIME, MASK, WORD, BLOCKED, LATE = 4, 8, 12, 16, 20, 21
-"""By class: the queue's summary; when the expected task is ready, its bit and its word. ``TIME + 3`` is the
-earliest time in ``late``. `BLOCKED`: the rank waits for
-memory that another rank's task may make safe to take. `LATE`: where its row of ``late`` begins."""
+"""Further entries. By class: the summary of the queue; and the ready time, bit and word of the expected task.
+``TIME + 3`` is the earliest time in ``late``. `BLOCKED`: whether the rank waits for memory that a task of another rank
+may make safe to take. `LATE`: where the row of the rank in ``late`` begins."""
 
 JOIN = (1 << JOIN_BITS) - 1
 PLACE = (1 << PLACE_BITS) - 1
@@ -37,11 +38,11 @@ SEGMENT_SHIFT = JOIN_BITS + PLACE_BITS
 
 
 class QueuePointers(NamedTuple):
-    """Pointers to what list scheduling reads and writes, and the sizes of its fields; see `queue_pointers`.
+    """Pointers to the arrays that list scheduling reads and writes, and the sizes of its fields; see `queue_pointers`.
 
-    ``bits`` to ``ready`` are arrays of `Scratch` (``where`` its positions), ``record`` to ``base`` of `PackedGraph`.
-    ``never`` is later than any time and fits beside a rank in a key; ``urgent`` masks the part of a backward queue's
-    summary that competes with forwards.
+    ``bits`` to ``ready`` point to arrays of `Scratch` (``where`` to its positions). ``record``, ``extra`` and ``base``
+    point to arrays of `PackedGraph`. ``never`` is later than any time and can still be packed with a rank into a key.
+    ``urgent`` masks the part of the summary of a backward queue that competes with forwards.
     """
 
     bits: Any
@@ -106,7 +107,7 @@ def enqueue(b: QueuePointers, place: int, position: int) -> None:
 
 @inlined
 def first_key(b: QueuePointers) -> Any:
-    """Return the lowest key; four at a time, so that comparisons are independent."""
+    """Return the lowest key. It takes four keys at a time, so that comparisons are independent."""
     key = b.key
     w, x, y, z = key[0], key[1], key[2], key[3]
     for i in range(4, b.num_keys, 4):
@@ -141,8 +142,10 @@ def take_late(b: QueuePointers, rank: int, now: int) -> None:
 
 @inlined
 def take_expected(b: QueuePointers, rank: int, which: int, now: int) -> Any:
-    """Move the expected task of a class into its queue if it is ready; return the queue's summary and when the
-    next one is expected. Without branches, which could not be foreseen.
+    """Move the expected task of a class into its queue if it is ready.
+
+    Return the summary of the queue and the ready time of the next expected task. The code has no branches, because the
+    processor could not predict them.
     """
     node = b.node
     row = rank << NODE_SHIFT
@@ -195,9 +198,9 @@ def take_first(b: QueuePointers, queue: int, word: int, summary: int) -> Any:
 
 @inlined
 def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) -> None:
-    """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last one.
+    """Update a successor that a predecessor allows to start at ``when``; queue or expect it after the last predecessor.
 
-    ``settled``: no rank will look at its queues for an earlier time. ``keep``: note in ``ready`` when it is ready.
+    No rank reads its queues for a time before ``settled``. If ``keep``, write the ready time into ``ready``.
     """
     node, joins = b.node, b.joins
     join = (link >> PLACE_BITS) & JOIN
@@ -212,10 +215,10 @@ def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) ->
         rank = place >> 2
         row = rank << NODE_SHIFT
         column = row + (place & 3)
-        segment = link >> SEGMENT_SHIFT
-        position = int64(b.where[segment])
+        pass_id = link >> SEGMENT_SHIFT
+        position = int64(b.where[pass_id])
         if keep:
-            b.ready[int64(b.base[segment]) + rank] = when
+            b.ready[int64(b.base[pass_id]) + rank] = when
         free_at = node[row + FREE]
         b.key[rank] = min(b.key[rank], max(free_at, when) << b.rank_bits | rank)
         other = node[column + TIME]
@@ -257,9 +260,9 @@ def pass_on_all(b: QueuePointers, cell: int, end: int, settled: int, keep: bool)
 
 @callee
 def clear(p: PackedGraph, s: Scratch, bound: int) -> bool:
-    """Begin list scheduling; return whether the bound can be met at all."""
+    """Begin list scheduling; return whether it can meet the bound at all."""
     node, key, joins, bits, join_waiting = s.node, s.key, s.joins, s.bits, p.join_waiting
-    # No time on a clock is as late; what is packed with a rank still fits.
+    # Later than any time, but small enough to be packed with a rank into one integer.
     never = NEVER >> s.sizes[RANK_BITS]
     b = queue_pointers(p, s)
     for i in range(len(bits)):

@@ -27,7 +27,7 @@ def fill_allocated(o: Options, choice: Array, allocated: Array) -> None:
         allocated[span[i, GRADIENT] + 1] += gradient[i, choice[i]] - activation[i, choice[i]]
         allocated[span[i, END] + 1] -= gradient[i, choice[i]]
     if o.host_begin < len(o.capacity):
-        # Behind the last place of the rank all is given back, so sums for the host begin with nothing.
+        # After the last place of the rank all memory is free, so the running sums for the host begin at 0.
         for i in range(len(choice)):
             allocated[o.host_begin + span[i, BEGIN]] += o.host[i, choice[i]]
             allocated[o.host_begin + span[i, GRADIENT] + 1] -= o.host[i, choice[i]]
@@ -53,31 +53,31 @@ def change(o: Options, choice: Array, allocated: Array, i: int, j: int) -> None:
 
 @callee
 def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
-    """Return the faster candidate of pair i that fits and has the most value by the prices; (0, -1): none."""
+    """Return the gain and number of the best faster candidate of pair i that fits, by the prices; (0, -1) if none."""
     time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
     allocated = w.allocated
-    spare = np.int64(1) << 62
+    headroom = np.int64(1) << 62
     for k in range(span[i, BEGIN], span[i, GRADIENT] + 1):
-        spare = min(spare, capacity[k] - allocated[k])
-    spare_after = np.int64(1) << 62
+        headroom = min(headroom, capacity[k] - allocated[k])
+    headroom_after = np.int64(1) << 62
     for k in range(span[i, GRADIENT] + 1, span[i, END] + 1):
-        spare_after = min(spare_after, capacity[k] - allocated[k])
+        headroom_after = min(headroom_after, capacity[k] - allocated[k])
     on_host = o.host_begin < len(capacity)
-    spare_host = np.int64(1) << 62
+    headroom_host = np.int64(1) << 62
     if on_host:
         for k in range(o.host_begin + span[i, BEGIN], o.host_begin + span[i, GRADIENT] + 1):
-            spare_host = min(spare_host, capacity[k] - allocated[k])
+            headroom_host = min(headroom_host, capacity[k] - allocated[k])
     gain, found = 0.0, -1
     for j in range(time.shape[1]):
         saved = time[i, now] - time[i, j]
         more = activation[i, j] - activation[i, now]
         after = gradient[i, j] - gradient[i, now]
-        if saved <= 0 or (more > 0 and more > spare) or (after > 0 and after > spare_after):
+        if saved <= 0 or (more > 0 and more > headroom) or (after > 0 and after > headroom_after):
             continue
         cost = w.price[i] * max(0, more)
         if on_host:
             host = o.host[i, j] - o.host[i, now]
-            if host > 0 and host > spare_host:
+            if host > 0 and host > headroom_host:
                 continue
             cost += w.host_price[i] * max(0, host)
         worth = saved / (1.0 + cost)
@@ -90,8 +90,8 @@ def best_move(o: Options, w: Work, i: int, now: int) -> tuple[float, int]:
 def repair(o: Options, w: Work, choice: Array) -> None:
     """Make a choice fit, then use the remaining memory.
 
-    Place by place, pairs that are held where too much is held step down, the cheapest per byte first, at
-    worst to their minimum-memory candidate; then, the best first as the prices have it, whatever fits steps up.
+    At each place that exceeds its capacity, pairs take smaller candidates, the cheapest per byte first, at worst their
+    minimum-memory candidate. Then pairs take faster candidates as long as these fit, the best by the prices first.
     """
     time, activation, gradient, span, lean = o.time, o.activation, o.gradient, o.span, o.lean
     allocated, gain, move = w.allocated, w.gain, w.move
@@ -124,8 +124,8 @@ def repair(o: Options, w: Work, choice: Array) -> None:
     for i in range(num_pairs):
         gain[i], move[i] = best_move(o, w, i, choice[i])
     while True:
-        # A step up saves time, so this ends. What fits only becomes less, so what a pair was once worth is a bound of
-        # what it is worth now: the first in line is looked at again, and goes ahead if it stays first.
+        # Each step saves time, so the loop ends. Free memory only decreases, so an old gain of a pair is an upper bound
+        # of its current gain. The pair with the largest gain is evaluated again and steps up if its gain is unchanged.
         top = 0
         for i in range(1, num_pairs):
             if gain[i] > gain[top]:
@@ -141,7 +141,7 @@ def repair(o: Options, w: Work, choice: Array) -> None:
 
 @callee
 def leave_host(o: Options, allocated: Array, choice: Array) -> None:
-    """Move pairs off the host at places where it is overfull, the cheapest per byte first."""
+    """Move pairs off the host at places that exceed its capacity, the cheapest per byte first."""
     time, host, span = o.time, o.host, o.span
     for place in range(len(o.capacity) - o.host_begin):
         k = o.host_begin + place
@@ -173,7 +173,7 @@ def total_of(choice: Array, time: Array) -> int:
 def lagrangian(o: Options, w: Work, ascent: Ascent) -> float:
     """Write the best choice into ``w.best``; return a lower bound of the total time of any choice that fits.
 
-    From `Ascent.thorough_rounds` on, ``o.capacity`` is lowered to what candidates can fill.
+    With at least `Ascent.thorough_rounds` rounds, it also lowers ``o.capacity`` to sums that candidates can reach.
     """
     time, trial, allocated = o.time, w.trial, w.allocated
     scale = 0.0
@@ -217,9 +217,10 @@ def lagrangian(o: Options, w: Work, ascent: Ascent) -> float:
 
 @callee
 def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower: float) -> float:
-    """Subgradient ascent of the multipliers; return the best bound, improve ``w.best`` by repaired choices.
+    """Run subgradient ascent of the multipliers; improve ``w.best`` by repaired choices and return the best bound.
 
-    ``scale``: time between the slowest and the fastest choice; ``step``: first step; ``lower``: bound known before.
+    ``scale`` is the difference between the slowest and the fastest choice, in ns. ``step`` is the first step, and
+    ``lower`` the bound known so far.
     """
     time, activation, gradient, span, capacity = o.time, o.activation, o.gradient, o.span, o.capacity
     best, trial, allocated, multiplier, running = w.best, w.trial, w.allocated, w.multiplier, w.running
@@ -287,9 +288,9 @@ def ascend(o: Options, w: Work, ascent: Ascent, scale: float, step: float, lower
 
 @kernel
 def lay_out(t: Tables, d: Workspace, order: Array, rank: int) -> int:
-    """Places of a rank's tasks in its order, spans of its pairs, and capacities; return how many of these there are.
+    """Write the places of the tasks of a rank, the spans of its pairs, and capacities; return the number of capacities.
 
-    Where a rank stages something, the capacities are those of a rank that does.
+    If the rank stages data, its staging memory is subtracted from the capacities.
     """
     num_places = len(order)
     for k in range(num_places):
@@ -312,7 +313,10 @@ def lay_out(t: Tables, d: Workspace, order: Array, rank: int) -> int:
 
 @callee
 def choose_way(t: Tables, d: Workspace, order: Array, rank: int, staying: bool, ascent: Ascent) -> tuple[float, bool]:
-    """Choose for a rank whose pairs keep off the host, or may offload; the bound, and whether the choice fits."""
+    """Choose for a rank, with pairs that stay off the host (``staying``) or may offload.
+
+    Return the bound and whether the choice fits.
+    """
     a, b, n = t.rank_start[rank], t.rank_start[rank + 1], len(order)
     places = lay_out(t, d, order, rank)
     time, activation, gradient = t.time[a:b], t.activation[a:b], t.gradient[a:b]
@@ -345,10 +349,12 @@ def choose_way(t: Tables, d: Workspace, order: Array, rank: int, staying: bool, 
 
 @kernel
 def choose_rank(t: Tables, d: Workspace, order: Array, rank: int, ascent: Ascent) -> tuple[float, bool]:
-    """Write the choice of a rank's pairs (rows of the tables) into ``d.choice``; return the bound, and whether it fits.
+    """Write the choice of the pairs of a rank (rows of the tables) into ``d.choice``; return the bound, and whether the
+    choice fits.
 
-    Where a rank stages something if a pair offloads, there are two ways: all pairs keep off the host and have all of
-    the room, or they may offload in what is left. The one that takes less time is chosen, of those that fit.
+    If the rank needs staging memory as soon as a pair offloads, two ways are tried. Either all pairs stay off the host
+    and have the whole capacity, or they may offload and the staging memory is reserved. The faster way that fits is
+    chosen.
     """
     if not t.stays[rank]:
         return choose_way(t, d, order, rank, False, ascent)
@@ -397,8 +403,7 @@ def finish(t: Tables, d: Workspace, sequence: Array) -> int:
 def choose_all(
     t: Tables, d: Workspace, sequence: Array, orders: Array, counts: Array, ascent: Ascent
 ) -> tuple[int, bool]:
-    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan under them, and whether
-    they fit.
+    """Choose the strategies of all ranks for a sequence of all tasks; return the makespan and whether they fit.
 
     ``orders``, of shape (num_ranks, num_tasks), and ``counts`` are scratch.
     """

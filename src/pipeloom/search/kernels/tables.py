@@ -1,4 +1,6 @@
-"""Arrays of the choice of memory strategies: candidates, what one rank's choice reads, and what it writes."""
+"""Arrays of the choice of memory strategies: all candidates, and the arrays that the choice for one rank reads and
+writes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ Array = npt.NDArray[Any]
 FORWARD_PART, BACKWARD_PART, WEIGHT_PART = range(3)
 """Columns of ``Tables.tasks`` and of the last axis of ``Tables.parts``: F, B or I, W."""
 BEGIN, GRADIENT, END = range(3)
-"""Columns of spans, which are places in a rank's order: a pair holds its activations from ``BEGIN`` to ``GRADIENT``,
-both included, and from there to ``END`` what its weight gradient needs."""
+"""Columns of spans, which are places in the order of a rank. A pair holds its activations from ``BEGIN`` to
+``GRADIENT`` inclusive, and the bytes for its weight gradient from there to ``END``."""
 
 
 class Tables(NamedTuple):
@@ -21,35 +23,34 @@ class Tables(NamedTuple):
     Attributes
     ----------
     pair : array, shape (num_pairs,)
-        The graph's number of every row.
+        Pair of the graph in each row.
     rank_start : array, shape (num_ranks + 1,)
-        Rows of rank r: ``rank_start[r]`` to ``rank_start[r + 1]``.
+        Rows of rank r are ``rank_start[r]`` to ``rank_start[r + 1]``.
     time, activation, gradient : array, shape (num_pairs, num_options)
-        Total nanoseconds; bytes until the end of B or I; bytes from there to the end of W.
+        Total time in ns; bytes held until the end of B or I; bytes held from there to the end of W.
     parts : array, shape (num_pairs, num_options, 3)
-        Nanoseconds of F, of B or I, and of W.
+        Times of F, of B or I, and of W, in ns.
     lean : array, shape (num_pairs,)
+        Minimum-memory candidate of each pair.
     tasks : array, shape (num_pairs, 3)
-        F, B or I, W; -1 where there is none.
-    capacity : array, shape (num_ranks,)
+        F, B or I, and W; -1 if the pair has none.
     host : array, shape (num_pairs, num_options)
-        Bytes on the host until the end of B or I.
+        Bytes held on the host until the end of B or I.
     host_capacity : array, shape (num_ranks,)
-        -1: no limit.
+        Capacity of the host in bytes; -1 if it has no limit.
     staging : array, shape (num_ranks,)
-        Taken off the capacity where a pair offloads.
+        Bytes subtracted from the capacity if a pair offloads.
     stays : array, shape (num_ranks,)
-        Whether a rank stages something, and every pair of it can keep off the host.
+        Whether the rank needs staging memory and all its pairs can stay off the host.
     staying : array, shape (num_pairs, num_options)
-        Candidates that keep off the host: those that do not are replaced by one that does. Where nothing is staged, of
-        no rows; and so are the next.
+        Candidates that stay off the host. A candidate that does not is replaced by one that does. If no rank needs
+        staging memory, this field and the next three have no rows.
     staying_time, staying_activation, staying_gradient : array, shape (num_pairs, num_options)
-        Of these.
+        Times and bytes of these candidates.
     edge_rank, edge_source, edge_target, edge_bytes : array
         Edges that hold bytes.
-    rank, duration : array, shape (num_tasks,)
-        Durations under no choice in particular.
-    predecessor_start, predecessor, predecessor_delay : array
+    duration : array, shape (num_tasks,)
+        Durations in ns. Those of the tasks of pairs are replaced by the times of the chosen candidates.
     """
 
     pair: Array
@@ -81,7 +82,7 @@ class Tables(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Arrays that choices write, for all ranks; one set per thread."""
+    """Arrays that choices write, for all ranks. Each thread has one set."""
 
     place: Array
     capacity: Array
@@ -111,15 +112,14 @@ class Options(NamedTuple):
     time, activation, gradient : array, shape (num_pairs, num_options)
         As in `Tables`.
     lean : array, shape (num_pairs,)
-        Candidates that hold the least; a choice of these fits.
+        Minimum-memory candidates, which fit together.
     span : array, shape (num_pairs, 3)
         Columns as above.
     capacity : array, shape (num_places,)
-        Most bytes that the pairs may hold at each place; where the host has a limit, the same for it follows, place by
-        place.
-    host : array, shape (num_pairs, num_options)
+        Maximum number of bytes that the pairs may hold at each place of the rank. If the host has a limit, its maxima
+        follow, place by place.
     host_begin : int
-        Place from which ``capacity`` is the host's.
+        Index from which ``capacity`` is that of the host.
     """
 
     time: Array
@@ -138,14 +138,14 @@ class Work(NamedTuple):
     Attributes
     ----------
     best, trial : array, shape (num_pairs,)
-        The best choice so far, and one that is tried.
+        The best choice so far, and the trial choice.
     allocated, multiplier, running : array, shape (num_places + 1,)
-        Bytes held under a choice, price of a byte, sum of the prices before, at every place.
+        At every place: bytes held under a choice, price of a byte, and sum of the prices of earlier places.
     price, host_price, gain, move : array, shape (num_pairs,)
         Scratch.
     spare : array, shape (9,)
         Scratch.
-    sums : array, shape (3, most sums)
+    sums : array, shape (3, maximum number of sums)
         Scratch.
     """
 
@@ -163,7 +163,7 @@ class Work(NamedTuple):
 
 
 class Ascent(NamedTuple):
-    """How thorough the Lagrangian method is; see `pipeloom.search.params.StrategyParams`."""
+    """Parameters of the Lagrangian method; see `pipeloom.search.params.StrategyParams`."""
 
     rounds: int
     thorough_rounds: int

@@ -1,12 +1,12 @@
-"""Compiled tabu search on the order of every rank's tasks: moves to the ends of critical blocks.
+"""Compiled tabu search on the order of tasks of every rank: moves to the ends of critical blocks.
 
-A block is a run of tasks of one rank on a longest path, each right after the one before. A schedule is shorter only if
-on each longest path some task comes before its block's first or behind its last one (Grabowski, Nowicki and Zdrzalka
-1986); so these are the moves. Each is judged by an estimate that looks at the tasks passed alone (Balas and
-Vazacopoulos 1998). The best one that is not forbidden is made, also if the schedule becomes longer, and is not undone
-for some time. Where that leads to nothing better, starts are shifted as in `pipeloom.search.kernels.perturb`, and it
-begins again from what comes of that. In large graphs only a window of tasks moves at a time, so that not all must be
-timed after a move, and it begins again in another window.
+A block is a run of consecutive tasks of one rank on a longest path. A schedule can become shorter only if, on each
+longest path, some task moves before the first or behind the last task of its block (Grabowski, Nowicki and Zdrzalka
+1986). These are the moves. An estimate of each move considers only the tasks that it passes (Balas and Vazacopoulos
+1998). The search makes the best move that is not forbidden, even if the schedule becomes longer, and forbids the
+reverse move for some time. If it finds no improvement, it shifts starts as in `pipeloom.search.kernels.perturb` and
+restarts from the result. In large graphs, only tasks in a window move, so that not all tasks must be timed after a
+move, and a restart opens another window.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ Array = npt.NDArray[Any]
 FORBIDDEN = 1 << 16
 """Number of entries of the table of forbidden moves; a power of two."""
 BEST, NOW, SINCE, LOCAL, HOME, OPENED, LOW, HIGH = range(1, 9)
-"""Entries of ``Tour.state`` after the current makespan: the best one; moves made; when the last restart or its best
-was; the best since; that of the order from which restarts go; windows opened; between which turns the order may differ
-from the best."""
+"""Entries of ``Tour.state``. Entry 0 is the current makespan. The others are the best makespan; the number of moves;
+the move of the last restart or of the best schedule since; the best makespan since; the makespan of the order from
+which restarts begin; the number of windows opened; and the range of turns in which the order may differ from the best.
+"""
 GOLDEN = 0.6180339887498949
-"""Steps of so much of a circle come everywhere about equally often; where windows lie side by side, of a window: then
-the next sweep's borders are elsewhere than this one's."""
+"""Distance between consecutive windows, as a fraction of all tasks, so that windows are evenly spread. If windows are
+adjacent, it is a fraction of a window, so that the borders of the next sweep differ from those of this one."""
 SIDE_BY_SIDE = 10_000
-"""Tasks from which on they do: to time all that lies between two windows again would take longer than the moves."""
+"""Minimum number of tasks for adjacent windows. Timing all tasks between two distant windows would take longer than the
+moves."""
 
 
 class Rules(NamedTuple):
-    """How tabu search goes on; see `pipeloom.search.params.TabuParams`.
+    """Parameters of tabu search; see `pipeloom.search.params.TabuParams`.
 
-    ``span``: nanoseconds of a shift, about; ``width``: tasks of a window, at most.
+    ``span`` is the typical shift of a start in ns, and ``width`` the maximum number of tasks in a window.
     """
 
     tenure: int
@@ -74,13 +76,12 @@ class Tour(NamedTuple):
 
     Attributes
     ----------
-    state : array, shape (9,)
     best : array, shape (num_tasks,)
-        All tasks in an order that all ranks can follow.
+        All tasks in a topological order of the best schedule.
     local, home : array, shape (num_tasks,)
-        The same, of which only the part in the window counts.
+        Orders of which only the part in the window is used.
     forbidden : array, shape (FORBIDDEN,)
-        Until which move one task may not come before another again, by a hash of the two.
+        Number of the move until which one task may not come before another again, by a hash of the two.
     """
 
     state: Array
@@ -100,16 +101,16 @@ def make_tour(b: Blocks, makespan: int) -> Tour:
 
 @inlined
 def slot(first: int, second: int) -> Any:
-    """Where the table says until when ``first`` may not come before ``second``."""
+    """Return the entry of the table of forbidden moves for ``first`` before ``second``."""
     return (first * 40503 + second * 9973) & (FORBIDDEN - 1)
 
 
 @callee
 def later(s: BlockPointers, i: int, j: int, most: int) -> int:
-    """Estimated makespan where the task at place ``i`` moves behind that at ``j``, at most ``most`` + 1.
+    """Return the estimated makespan if the task at place ``i`` moves behind the task at ``j``, at most ``most`` + 1.
 
-    `DEADLOCK` where memory forbids it, or where something that waits for the task may be before the one at ``j``. If
-    ``most`` is not `NEVER`, all from ``i`` to ``j`` must run without a gap.
+    Return `DEADLOCK` if memory forbids the move, or if a successor of the task may run before the task at ``j``. If
+    ``most`` is not `NEVER`, the tasks from ``i`` to ``j`` must run without a gap.
     """
     order, row = s.order, s.row
     moved, last = order[i], order[j]
@@ -121,7 +122,7 @@ def later(s: BlockPointers, i: int, j: int, most: int) -> int:
     if j + 1 < row[rank + 1]:
         after = length_of(s, order[j + 1]) + s.tail[order[j + 1]]
     after = max(s.left[moved], after)
-    # The moved task ends no sooner than if the others ran without a gap.
+    # The moved task ends no earlier than if the others ran without a gap.
     whole = s.start[last] + length_of(s, last) - s.start[moved]
     if max(end, s.released[order[i + 1]]) + whole + after > most:
         return most + 1
@@ -152,7 +153,7 @@ def later(s: BlockPointers, i: int, j: int, most: int) -> int:
 
 @callee
 def earlier(s: BlockPointers, i: int, j: int, most: int) -> int:
-    """Estimated makespan where the task at place ``j`` moves before that at ``i``; likewise."""
+    """Return the estimated makespan if the task at place ``j`` moves before the task at ``i``; see `later`."""
     order, row = s.order, s.row
     first, moved = order[i], order[j]
     rank = rank_of(s, moved)
@@ -195,7 +196,7 @@ def earlier(s: BlockPointers, i: int, j: int, most: int) -> int:
 
 @callee
 def is_forbidden(s: BlockPointers, forbidden: Any, now: int, source: int, goal: int) -> bool:
-    """Return whether a move would undo a recent one, by a pointer to ``Tour.forbidden``."""
+    """Return whether a move would undo a recent one. ``forbidden`` points to ``Tour.forbidden``."""
     moved = s.order[source]
     if source < goal:
         for k in range(source + 1, goal + 1):
@@ -263,16 +264,16 @@ def slide(s: BlockPointers, tour: Tour, width: int) -> None:
 
 @inlined
 def patience(rules: Rules, tour: Tour, num_tasks: int) -> Any:
-    """Moves without anything better after which it restarts: fewer as long as windows have not been everywhere."""
+    """Return the number of moves without improvement after which to restart. It is lower in the first sweeps."""
     sweeps = tour.state[OPENED] * rules.width // num_tasks
     return rules.patience * min(sweeps + 1, rules.sweeps) // rules.sweeps
 
 
 @callee
 def restart(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: Rules, terms: Terms) -> None:
-    """Go on from the home, which is what was found since the last restart if that is not much longer.
+    """Restart from the home order, in another window or, if one window contains all tasks, with shifted starts.
 
-    From there to another window; or if all tasks are in one, starts are shifted.
+    The best order since the last restart becomes the home order, unless it is much longer.
     """
     state, random, s = tour.state, t.random, block_pointers(p, b)
     note(s, tour)
@@ -298,7 +299,7 @@ def copy_window(s: BlockPointers, source: Any, target: Any) -> None:
 
 @callee
 def note(s: BlockPointers, tour: Tour) -> None:
-    """Note the best schedule since the last restart, if it is the best of all by what is known of the window."""
+    """Save the best schedule since the last restart if it is the best so far, judged by the window."""
     state = tour.state
     if state[LOCAL] < state[BEST]:
         state[BEST] = state[LOCAL]
@@ -323,14 +324,14 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
         best = NEVER
         source = -1
         goal = -1
-        spare = 0
+        num_forbidden = 0
         ties = 0
         if state[NOW] - state[SINCE] <= patience(rules, tour, s.num_tasks):
             length = longest_path(s, state[0], random)
             begins = length > 0 and follows(order[path[length - 1]], s.released, s.start)
             ends = length > 0 and follows(order[path[0]], s.left, s.tail)
             last = 0
-            # The path runs back in time: a block begins at its last task.
+            # The path goes back in time, so a block begins with its last task.
             while last < length:
                 first = last
                 while first + 1 < length and path[first + 1] == path[first] - 1 and on_one_rank(s, path[first]):
@@ -339,7 +340,7 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
                 j = path[last]
                 for k in range(1, min(j - i, rules.reach) + 1):
                     for backwards in range(2):
-                        # Nothing is gained before the first block or behind the last one.
+                        # A move before the first block or behind the last one gains nothing.
                         early = first < length - 1 or begins
                         if backwards == 1 and (not early or j == i + 1):
                             continue
@@ -356,9 +357,9 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
                         if guess == DEADLOCK:
                             continue
                         if guess > best or (guess >= state[BEST] and is_forbidden(s, forbidden, state[NOW], one, two)):
-                            # Where all is forbidden, one of it is drawn.
-                            spare += 1
-                            if best == NEVER and draw(random) % spare == 0:
+                            # If all moves are forbidden, draw one of them.
+                            num_forbidden += 1
+                            if best == NEVER and draw(random) % num_forbidden == 0:
                                 source = one
                                 goal = two
                             continue
@@ -387,7 +388,7 @@ def tabu(p: PackedGraph, b: Blocks, ranks: Ranks, t: Table, tour: Tour, rules: R
 
 @inlined
 def follows(number: int, alone: Any, all_in_all: Any) -> Any:
-    """Whether a path goes on outside of the window by something else than the task's rank."""
+    """Return whether a path continues beyond a task by an edge of the graph rather than by the order of its rank."""
     return 0 < all_in_all[number] == alone[number]
 
 

@@ -14,16 +14,17 @@ Array = npt.NDArray[Any]
 
 
 class Terms(NamedTuple):
-    """The length of a local search, and how much worse a change may be.
+    """The length of a local search and the accepted increase of the makespan.
 
     Attributes
     ----------
     temperature : float
-        A change is kept if it is no worse than the current makespan by more than this times an exponential variate,
-        which is drawn first so that the evaluation can stop early; 0: nothing worse.
+        A change is accepted if it increases the makespan by at most this temperature, in ns, times an exponential
+        variate. The variate is drawn first so that the evaluation can stop early. 0: no increase.
     target : int
-        Makespan at which to stop.
+        Makespan at which to stop, in ns.
     num_evaluations : int
+        Maximum number of evaluations.
     """
 
     temperature: float
@@ -32,7 +33,15 @@ class Terms(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Which changes of a group order are made: one in so many of the policy, of sixteen so many of microbatches."""
+    """Frequencies of changes of a group order.
+
+    Attributes
+    ----------
+    switch_every : int
+        One in this many changes concerns the policy. 0: none.
+    whole_microbatches : int
+        This many sixteenths of the other changes concern whole microbatches.
+    """
 
     switch_every: int
     whole_microbatches: int
@@ -44,10 +53,11 @@ class Walk(NamedTuple):
     Attributes
     ----------
     order, choice : array
-        The current one.
+        The current order and choice.
     best_order, best_choice : array
+        The best order and choice.
     state : array, shape (2,)
-        The current and the best makespan.
+        The current and the best makespan, in ns.
     random : array, shape (1,)
         State of the random numbers.
     """

@@ -1,8 +1,8 @@
-"""Tighter capacities for the choice of memory strategies: what no sum of candidates can fill is of no use.
+"""Tighter capacities for the choice of memory strategies: memory that no sum of candidates can use is removed.
 
-Candidates come in steps, so at a place where a few large pairs are held, the most that they can hold together may
-be well below the rank's capacity. Whoever lowers the capacity to that loses no choice, but the Lagrangian bound,
-which fills every place with fractions of candidates, rises.
+Candidates have discrete sizes. At a place where a few large pairs are held, the largest sum that fits may be well below
+the capacity of the rank. Lowering the capacity to this sum excludes no choice. It raises the Lagrangian bound, which
+fills every place with fractions of candidates.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ Array = npt.NDArray[Any]
 
 @kernel
 def tighten(o: Options, w: Work, most_steps: int) -> None:
-    """Lower ``o.capacity`` where it has a price, the dearest first, to what candidates can fill.
+    """Lower ``o.capacity`` at places with a price, the highest first, to the largest sum of candidates that fits.
 
     Parameters
     ----------
-    o : Options
     w : Work
-        ``allocated`` is what a choice that fits holds, ``multiplier`` the price of a byte; ``running`` and ``sums``
-        are scratch.
+        ``allocated`` holds the bytes of a choice that fits, and ``multiplier`` the price of a byte. ``running`` and
+        ``sums`` are scratch.
     most_steps : int
-        Steps of merging, over all places.
+        Maximum number of merge steps, over all places.
     """
     activation, gradient, span, capacity = o.activation, o.gradient, o.span, o.capacity
     price, sums = w.running, w.sums
@@ -75,14 +74,14 @@ def largest(amounts: Array) -> Any:
 
 @callee
 def spread(sums: Array, size: int, amounts: Array, least: int, most: int) -> tuple[int, int]:
-    """Add each of the amounts to each of the sums; keep in ``sums[0]``, rising, those from ``least`` to ``most``.
+    """Add each amount to each sum; keep those from ``least`` to ``most`` in ``sums[0]``, in increasing order.
 
     Returns
     -------
     int
-        How many there are; 0 if they are too many.
+        Number of sums; 0 if the array is too small for them.
     int
-        Steps taken.
+        Number of steps.
     """
     made = 0
     steps = 0
@@ -92,7 +91,7 @@ def spread(sums: Array, size: int, amounts: Array, least: int, most: int) -> tup
             repeated |= amounts[other] == amounts[j]
         if repeated:
             continue
-        # Merge what has been made, sums[1], with the sums by this amount, into sums[2].
+        # Merge the sums made so far, sums[1], with those of this amount into sums[2].
         a, b, count = 0, 0, 0
         while b < size and sums[0, b] + amounts[j] < least:
             b += 1

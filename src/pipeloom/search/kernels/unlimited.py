@@ -1,7 +1,7 @@
-"""List scheduling without memory limits, alone or two side by side.
+"""List scheduling without memory limits, of one order or of two orders side by side.
 
-What a step takes is waiting for what the step before has written. Of two runs side by side, one waits while the
-other goes on, so that both together take about one and a half times as long as one.
+Each step spends most of its time waiting for data that the previous step has written. If two runs are interleaved, one
+proceeds while the other waits, so both together take about one and a half times as long as one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 
 class Policy(NamedTuple):
-    """Which class goes first where several are ready, as numbers for arithmetic without branches."""
+    """Which class runs first if several are ready, as numbers for arithmetic without branches."""
 
     weight_at_once: bool
     alternate: int
@@ -50,9 +50,9 @@ def policy_of(policy: int, weights: int) -> Any:
 
 @inlined
 def step(done: int, b: QueuePointers, policy: Policy) -> Any:
-    """Start one task at the least key: its rank is free then, and everything in its queues is ready.
+    """Start one task at the lowest key. Its rank is free at that time, and all tasks in its queues are ready.
 
-    Its end; `ABORTED` if the rank has been idle too long for the bound.
+    Return its end, or `ABORTED` if the rank has been idle too long for the bound.
     """
     node = b.node
     first = first_key(b)
@@ -72,7 +72,7 @@ def step(done: int, b: QueuePointers, policy: Policy) -> Any:
         soonest = min(soonest, when)
     slack = node[row + SLACK] - (now - node[row + FREE])
     node[row + SLACK] = slack
-    # Which class, without branches: all ones for a backward.
+    # Select the class without branches: all ones for a backward.
     last_kind = node[row + LAST_KIND]
     turn = (policy.alternate & ~last_kind) | policy.backward_first
     turn &= int64(backward & b.urgent != 0)
@@ -103,7 +103,7 @@ def step(done: int, b: QueuePointers, policy: Policy) -> Any:
     end = now + b.record[2 * cell]
     node[row + FREE] = end
     b.run[done] = cell
-    # A queue that is not empty: at its end. Else when something is expected.
+    # If a queue is not empty, the rank continues at the end of this task. Otherwise it waits for an expected task.
     soonest &= -int64((rest | summary) == 0)
     b.key[rank] = max(end, soonest) << b.rank_bits | rank
     pass_on_all(b, cell, end, now, False)
@@ -134,7 +134,7 @@ def decode_unlimited(p: PackedGraph, s: Scratch, policy: int, weights: int, boun
 def decode_two(
     p: PackedGraph, one: Scratch, two: Scratch, choices: Array, bound: int, other_bound: int
 ) -> tuple[int, int]:
-    """`decode_unlimited` of two orders side by side; ``choices`` are a row of policy and weights for each."""
+    """Run `decode_unlimited` on two orders side by side. ``choices`` has a row with policy and weights for each."""
     alive = clear(p, one, bound)
     other_alive = clear(p, two, other_bound)
     policy = policy_of(choices[0, POLICY], choices[0, WEIGHTS])

@@ -1,4 +1,4 @@
-"""Compiled loops of tuning: costs of workloads, one 1F1B iteration with encoders by recurrence, search over orders."""
+"""Compiled loops of tuning: costs of workloads, simulation of one 1F1B iteration with encoders, search of orders."""
 
 from __future__ import annotations
 

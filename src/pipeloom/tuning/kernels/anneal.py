@@ -1,4 +1,4 @@
-"""Simulated annealing of order, settings and samples of one batch."""
+"""Simulated annealing of the order, settings and samples of one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_EXTRA = 2
 
 
 class Marginal(NamedTuple):
-    """What one sample adds to a microbatch of average size: the fields of `Chain`, shape (num_samples, ...)."""
+    """Increase of the fields of `Chain` due to one sample in a microbatch of average size, shape (num_samples, ...)."""
 
     tokens: Array
     forward: Array
@@ -90,11 +90,11 @@ def anneal(
     goal: int,
     heat: float,
 ) -> tuple[int, int]:
-    """Search order, settings and samples at once, and leave the best that was seen.
+    """Search order, settings and samples jointly; write the best into the arguments.
 
-    Changes that make the iteration slower are taken too, at first by up to ``heat`` (ns), by less and less until the
-    last of ``evaluations``. Costs in ``chain`` follow the samples by ``marginal``, so they are estimates once samples
-    have moved, and are left as they are in the end. Returns the makespan and the number of runs.
+    Changes that increase the makespan are accepted too, at first by up to ``heat`` ns. The accepted increase falls to 0
+    at the last of ``evaluations``. When samples move, the costs in ``chain`` change by ``marginal`` and become
+    estimates. They are not restored at the end. Return the makespan and the number of runs.
     """
     num_microbatches = len(order)
     num_samples = len(bin_of)
@@ -105,17 +105,17 @@ def anneal(
     for i in range(num_samples):
         used[bin_of[i]] += marginal.tokens[i]
         count[bin_of[i]] += 1
-    spare, changed = order.copy(), settings.copy()
+    trial, changed = order.copy(), settings.copy()
     best_order, best_settings, best_bins = order.copy(), settings.copy(), bin_of.copy()
     present = best
     done = 0
     while done < evaluations and best > goal:
-        spare[:] = order
+        trial[:] = order
         changed[:] = settings
         out, come, source, target = -1, -1, 0, 0
         kind = below(state, 12)
         if kind < 7 and tune_samples and num_microbatches > 1:
-            # A sample moves to another microbatch, or two change places.
+            # Move a sample to another microbatch, or exchange two samples.
             out = below(state, num_samples)
             source = bin_of[out]
             target = order[_place(state, num_microbatches, ends)]
@@ -138,15 +138,15 @@ def anneal(
             if a == b:
                 continue
             if kind == 9:
-                spare[a], spare[b] = order[b], order[a]
+                trial[a], trial[b] = order[b], order[a]
             else:
                 moved = order[a]
                 step = 1 if b > a else -1
                 k = a
                 while k != b:
-                    spare[k] = order[k + step]
+                    trial[k] = order[k + step]
                     k += step
-                spare[b] = moved
+                trial[b] = moved
         elif kind == 10:
             changed[EXTRA] = below(state, MOST_EXTRA + 1)
         elif tune_early:
@@ -155,14 +155,14 @@ def anneal(
                 changed[LATE] = below(state, 2)
         left = 1.0 - done / evaluations
         ceiling = present + int(heat * left * left * uniform(state))
-        makespan, _ = run(chain, spare, changed, scratch, ceiling + 1)
+        makespan, _ = run(chain, trial, changed, scratch, ceiling + 1)
         done += 1
         if makespan == INFEASIBLE or makespan > ceiling:
             if out >= 0:
                 _exchange(chain, marginal, source, target, out, come, -1)
             continue
         present = makespan
-        order[:] = spare
+        order[:] = trial
         settings[:] = changed
         if out >= 0:
             bin_of[out] = target

@@ -1,4 +1,4 @@
-"""Costs of one packed batch as arrays, for the loops of tuning, and the arrays that these write."""
+"""Costs of one packed batch as arrays that the loops of tuning read, and the arrays that they write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class Chain(NamedTuple):
     ----------
     forward, backward, activation : array, shape (num_microbatches, num_ranks)
     delay : array, shape (num_microbatches, num_ranks)
-        Seconds of the message between rank p and p + 1, the same forward and back; the last column is 0.
+        Duration of the message between ranks p and p + 1 in either direction. The last column is 0.
     part_start : array, shape (num_microbatches + 1,)
         Encoder parts of microbatch m are ``part_start[m]`` to ``part_start[m + 1]``.
     part_forward, part_backward, part_bytes, part_output : array, shape (num_parts,)
-        ``part_bytes`` are activations: until the end of the part's backward, or of its forward where it is frozen.
-        ``part_output`` are the embeddings, held until the backbone's forward has read them.
+        ``part_bytes`` holds activations until the end of the backward of the part, or of its forward if it is frozen.
+        ``part_output`` holds embeddings until the forward of the backbone has read them.
     static, capacity : array, shape (num_ranks,)
+        Static bytes and memory of every rank.
     trained : bool
         Whether encoder parts have backwards.
     """
@@ -43,7 +44,7 @@ class Chain(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Arrays that a run writes: ends of forwards and backwards, rank 0's events, and the memory that it needs."""
+    """Arrays that a run writes: ends of forwards and backwards, events of rank 0, and the memory that rank 0 needs."""
 
     forward_end: Array
     backward_end: Array

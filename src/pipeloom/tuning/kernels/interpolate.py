@@ -1,4 +1,4 @@
-"""Reading a table of costs at many workloads."""
+"""Interpolation of cost tables at many workloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def interpolate(
     pairs: Array,
     out: Array,
 ) -> None:
-    """Read several `pipeloom.tuning.CostTable` of one grid at many workloads; linear within it and beyond its ends.
+    """Interpolate several `pipeloom.tuning.CostTable` of one grid linearly at many workloads; extrapolate beyond it.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def interpolate(
     per_instance : array, shape (num_tables, num_rows)
     instances, tokens, pairs : array, shape (num_workloads,)
     out : array, shape (num_tables, num_rows, num_workloads)
-        Written; empty workloads cost nothing.
+        Receives the costs. Empty workloads cost nothing.
     """
     num_tables, num_rows = per_instance.shape
     num_nodes = len(nodes)

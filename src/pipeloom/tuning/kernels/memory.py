@@ -1,4 +1,4 @@
-"""The memory of rank 0, where encoder parts run."""
+"""The memory of rank 0, which runs the encoder parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Array = npt.NDArray[Any]
 
 @kernel
 def needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> bool:
-    """Write rank 0's memory at the turn of every microbatch, were nothing run early or late; whether it fits."""
+    """Write the memory of rank 0 at the turn of every microbatch if no encoder part runs early or late.
+
+    Return whether it fits.
+    """
     held = chain.static[0]
     for n in range(len(order)):
         if n - ahead - 1 >= 0:
@@ -44,15 +47,15 @@ def needs_at_turns(chain: Chain, order: Array, ahead: int, needs: Array) -> bool
 
 @kernel
 def held_bytes(chain: Chain, part: int) -> int:
-    """Bytes that an encoder part leaves behind until its microbatch's turn."""
+    """Return the bytes that an encoder part holds between its forward and the turn of its microbatch."""
     return int(chain.part_output[part] + (chain.part_bytes[part] if chain.trained else 0))
 
 
 @kernel
 def fits_early(chain: Chain, order: Array, needs: Array, turn: int, at: int, part: int, used: int) -> bool:
-    """Whether a part of the microbatch at position ``at`` may run when rank 0 is at position ``turn``.
+    """Return whether a part of the microbatch at position ``at`` fits when rank 0 is at position ``turn``.
 
-    ``part`` is the next one to run: all before it, in order, have run.
+    ``part`` is the next part to run. All earlier parts have run.
     """
     if used + chain.part_bytes[part] + chain.part_output[part] > chain.capacity[0]:
         return False

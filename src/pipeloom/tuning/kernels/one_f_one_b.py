@@ -1,9 +1,9 @@
-"""One 1F1B iteration with encoders on the first rank, by recurrence.
+"""Simulation of one 1F1B iteration with encoders on the first rank, by recurrence.
 
-A microbatch passes the backbone's ranks forward and back; before its forward on rank 0 its encoder parts run there, and
-where the encoders are trained, their backwards after its backward there. 1F1B fixes every rank's order but for the
-encoder parts, so one pass over the microbatches gives all times: when rank 0 comes to a backward, the time at which its
-gradient arrives is known already, and with it the idle time before.
+A microbatch passes the ranks of the backbone forward and back. Its encoder parts run on rank 0 before its forward. If
+the encoders are trained, their backwards run on rank 0 after its backward. 1F1B determines the order of every rank
+except for the encoder parts, so one pass over the microbatches gives all times. When rank 0 reaches a backward, the
+arrival time of its gradient is already known, and so is the idle time before it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ Array = npt.NDArray[Any]
 
 INFEASIBLE = -1
 WINDOW = 32
-"""Microbatches ahead at most whose encoder parts run early."""
+"""Maximum number of microbatches by which encoder parts may run early."""
 ENCODE, FORWARD, BACKWARD, ENCODE_BACK = 0, 1, 2, 3
-"""What an event of rank 0 is."""
+"""Kinds of events of rank 0."""
 EXTRA, OVERRUN, EARLY, LATE = 0, 1, 2, 3
-"""Entries of ``settings``: forwards ahead beyond 1F1B's; share of an encoder part, in per cent, by which it may run
-over an idle time; whether encoder forwards run early; whether encoder backwards wait for idle time."""
+"""Entries of ``settings``: the number of forwards ahead in addition to those of 1F1B; the percentage of an encoder part
+that may run beyond an idle interval; whether encoder forwards run early; and whether encoder backwards wait for idle
+time."""
 NUM_SETTINGS = 4
 
 
 @inlined
 def _encode(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
-    """Run an encoder part on rank 0 now, as its event number ``count``; return the next one's."""
+    """Run an encoder part on rank 0 now, as event number ``count``; return the number of the next event."""
     scratch.free[0] += chain.part_forward[part]
     scratch.used[0] += held_bytes(chain, part)
     scratch.events[count, 0], scratch.events[count, 1] = ENCODE, part
@@ -40,7 +41,7 @@ def _encode(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
 
 @inlined
 def _encode_back(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
-    """Run an encoder part's backward on rank 0 now, as its event number ``count``; return the next one's."""
+    """Run the backward of an encoder part on rank 0 now, as event number ``count``; return the number of the next."""
     scratch.free[0] += chain.part_backward[part]
     scratch.used[0] -= chain.part_bytes[part]
     scratch.events[count, 0], scratch.events[count, 1] = ENCODE_BACK, part
@@ -49,9 +50,9 @@ def _encode_back(chain: Chain, scratch: Scratch, part: int, count: int) -> int:
 
 @kernel
 def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: int) -> tuple[int, int]:
-    """Makespan of an order of microbatches, or `INFEASIBLE`; and how many events rank 0 has.
+    """Return the makespan of an order of microbatches, or `INFEASIBLE`, and the number of events of rank 0.
 
-    Gives up, with ``ceiling``, as soon as the makespan cannot be below it. Events are (kind, microbatch or part).
+    Return ``ceiling`` as soon as the makespan cannot be below it. Events are (kind, microbatch or part).
     """
     num_microbatches, num_ranks = chain.forward.shape
     forward_end, backward_end = scratch.forward_end, scratch.backward_end
@@ -60,7 +61,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
     if not needs_at_turns(chain, order, num_ranks - 1 + extra, scratch.needs):
         return INFEASIBLE, 0
     last = num_ranks - 1
-    # Work that a rank has left, and the last microbatch's way home from there.
+    # Remaining work of a rank, plus the backward pass of the last microbatch from there to rank 0.
     left = scratch.left
     home = 0
     for p in range(num_ranks):
@@ -83,7 +84,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
                 m = order[back]
                 arrival = free[p] if p == last else backward_end[back, p + 1] + chain.delay[m, p]
                 if p == 0:
-                    # Idle time before a backward of rank 0, on whose end no other rank depends.
+                    # Fill the idle time before a backward of rank 0. No other rank depends on its end.
                     while free[0] < arrival:
                         while at < num_microbatches and part == chain.part_start[order[at] + 1]:
                             at += 1
@@ -120,7 +121,7 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
             if i < num_microbatches:
                 m = order[i]
                 if p == 0:
-                    # Run parts that have not run early. Delayed backwards run if memory is needed.
+                    # Run parts that have not run early. If memory is short, run delayed backwards first.
                     if at < i:
                         at = i
                         part = chain.part_start[m]
@@ -162,7 +163,10 @@ def run(chain: Chain, order: Array, settings: Array, scratch: Scratch, ceiling: 
 
 @kernel
 def best_of(chain: Chain, orders: Array, settings: Array, scratch: Scratch, ceiling: int) -> tuple[int, int, int]:
-    """Run every order with every row of settings: (makespan, order, settings) of the best, -1s where none is below."""
+    """Run every order with every row of settings; return the best makespan, order and settings.
+
+    If no makespan is below ``ceiling``, return ``ceiling`` and -1 twice.
+    """
     best = ceiling
     best_order = -1
     best_settings = -1

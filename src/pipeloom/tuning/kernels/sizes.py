@@ -1,4 +1,4 @@
-"""Sizes of the groups and encoder parts that a packing makes, in one pass over a batch's sequences."""
+"""Sizes of groups of samples and of encoder parts, in one pass over the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 @kernel
 def sum_sizes(length: Array, owner: Array, home: Array, instances: Array, tokens: Array, pairs: Array) -> None:
-    """Add sequences up by the group of their sample: sequence k belongs to group ``home[owner[k]]``."""
+    """Sum sequences by group of samples. Sequence k belongs to sample ``owner[k]``, and sample i to ``home[i]``."""
     for k in range(len(length)):
         group = home[owner[k]]
         size = float(length[k])
@@ -25,7 +25,10 @@ def sum_sizes(length: Array, owner: Array, home: Array, instances: Array, tokens
 
 @allocating
 def count_parts(owner: Array, bin_of: Array, limit: int, counts: Array) -> Array:
-    """Instances of every microbatch into ``counts``, and where its parts of at most ``limit`` (0: all) begin."""
+    """Write the number of instances of every microbatch into ``counts``; return where its encoder parts begin.
+
+    A part has at most ``limit`` instances. 0: one part per microbatch.
+    """
     for k in range(len(owner)):
         counts[bin_of[owner[k]]] += 1
     start = np.zeros(len(counts) + 1, np.int64)
@@ -48,9 +51,9 @@ def sum_parts(
     tokens: Array,
     pairs: Array,
 ) -> None:
-    """Add instances up by encoder part, cut as `pipeloom.packing.pack` cuts them: sizes differ by at most one.
+    """Sum instances by encoder part. The parts are those of `pipeloom.packing.pack`.
 
-    The first ones of a microbatch have one instance more, where they do not divide evenly.
+    If the instances of a microbatch do not divide evenly, its first parts have one instance more than the others.
     """
     seen = np.zeros(len(counts), np.int64)
     for k in range(len(length)):
