@@ -1,4 +1,4 @@
-"""Choose a layout by planning sampled iterations under many layouts (extends `dip.txt` §4).
+"""Choose a layout by planning sampled iterations under many layouts (extends DIP §4).
 
 The search starts from DIP's rules and changes one sub-microbatch size or number of segments at a time while that
 helps. It also tries other types of layouts: one chain of stages cut by time, and encoders replicated on every rank.
