@@ -27,7 +27,7 @@ from pipeloom.spec.parallelism import Degrees
 TITLE = "Emulator"
 MICROBATCHES = 128
 _TWELVE = {"vision": 12}
-"""Images that go through DIP's encoders together, its own configuration (`dip.txt` Fig. 9), where it is compared."""
+"""Images that go through DIP's encoders together, its own configuration (DIP Fig. 9), where it is compared."""
 
 
 def _cpu_s(run: Callable[[], object]) -> float:

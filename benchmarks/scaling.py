@@ -1,4 +1,4 @@
-"""Search time over the number of microbatches: ours against the exact solvers (`dip.txt` Fig. 12).
+"""Search time over the number of microbatches: ours against the exact solvers (DIP Fig. 12).
 
 Every solver gets the bare problem: first in, first out as its start, no bound, one thread. Its time is that to the
 proof; ours is the time to the schedule that it ended with. Durations are rounded to whole milliseconds, without which

@@ -1,7 +1,8 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
 No circle between files, type-checking imports included. No line kept from the formatter. No test of the product that
-imports the laboratory. No retired word in a document. Outside compiled kernels, no function of more than seven
+imports the laboratory. No retired word in a document. No path in docs/architecture.md that does not exist. No docstring
+that describes a parameter or field that does not exist. Outside compiled kernels, no function of more than seven
 parameters or eighty lines. What a command line declares as an option or argument is not counted as a parameter, since
 every option is one.
 """
@@ -22,6 +23,10 @@ PACKAGES = ("pipeloom", "pipeloom_instances", "pipeloom_lab")
 MOST_PARAMETERS, MOST_LINES = 7, 80
 RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
 """Words of documents that have a standard term instead; see the glossary. Code in them may still have the names."""
+DESCRIBED = re.compile(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n\S|\Z)", re.DOTALL | re.MULTILINE)
+"""The section of a docstring that describes parameters or fields."""
+COMPLETE_BASES = ("NamedTuple", "Protocol", "Enum", "msgspec.Struct")
+"""Bases of a class from which it inherits no field that its docstring describes."""
 GENERATED = ("benchmarks.md", "results/index.md", "results/dip.md", "results/pipetune.md", "results/adaptis.md")
 
 
@@ -100,6 +105,39 @@ def _is_option(default: ast.expr | None) -> bool:
     return isinstance(default, ast.Call) and ast.unparse(default.func) in ("typer.Option", "typer.Argument")
 
 
+def stale_descriptions(path: Path) -> Iterator[str]:
+    """Names in sections of docstrings that are neither a parameter of the function nor a member of the class."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        section = DESCRIBED.search(ast.get_docstring(node) or "")
+        if section is None:
+            continue
+        if isinstance(node, ast.ClassDef):
+            if any(ast.unparse(base).partition("[")[0] not in COMPLETE_BASES for base in node.bases):
+                continue
+            known = _members(node)
+        else:
+            known = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+        entries = re.findall(r"^([*\w]+(?:, [*\w]+)*)(?: :.*)?$", section[1], re.MULTILINE)
+        for name in (name.lstrip("*") for entry in entries for name in entry.split(", ")):
+            if name not in known:
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: describes {name!r}, which does not exist"
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Names that a class declares or sets on ``self``, and parameters of its constructor."""
+    names = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for method in node.body:
+        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names |= {method.name} | {each.attr for each in ast.walk(method) if isinstance(each, ast.Attribute)}
+            if method.name == "__init__":
+                names |= {each.arg for each in ast.walk(method.args) if isinstance(each, ast.arg)}
+    return names
+
+
 def retired_words() -> Iterator[str]:
     """Retired words in the documents, outside code and links."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -112,10 +150,28 @@ def retired_words() -> Iterator[str]:
                 yield f"{page.relative_to(ROOT)}:{number} {word!r} is retired, see docs/glossary.md"
 
 
+def lost_paths() -> Iterator[str]:
+    """Files and folders in the table of docs/architecture.md that do not exist. A file may stand without its folder."""
+    page = ROOT / "docs" / "architecture.md"
+    known = [f"/{path.relative_to(ROOT)}" for folder in ("src", "lab", "tests", "docs") for path in walk(ROOT / folder)]
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        for word in re.findall(r"`([\w./-]+)`", line) if line.startswith("|") else ():
+            if "PAPER" in word or not ("/" in word or word.endswith((".py", ".md"))):
+                continue
+            if not any(path.endswith("/" + word.rstrip("/")) for path in known):
+                yield f"docs/architecture.md:{number} {word!r} does not exist"
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Files and folders of a folder, but for caches."""
+    return (path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts)
+
+
 def problems() -> Iterator[str]:
     """All that is wrong, a line each."""
     yield from circles()
     yield from retired_words()
+    yield from lost_paths()
     for folder in ("src", "lab", "tests", "examples", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -124,6 +180,7 @@ def problems() -> Iterator[str]:
                 if folder == "tests" and "import" in line and "pipeloom_lab" in line:
                     yield f"{path.relative_to(ROOT)}:{number} imports the laboratory"
     for path in sorted(path for source in SOURCES for path in source.rglob("*.py")):
+        yield from stale_descriptions(path)
         if "kernels" not in str(path.relative_to(ROOT)):
             yield from wide_functions(path)
 

@@ -46,7 +46,7 @@ def report(iteration: int, **others: Any) -> Any:
         "mfu": 0.456,
         "fresh": True,
         "lead_s": 12.345,
-        "reason": None,
+        "reason": "",
         "correction": Correction(),
     }
     return SimpleNamespace(**(values | others))
@@ -75,6 +75,16 @@ def test_iterations_fit_into_eighty_columns(terminal: bool) -> None:
             end = heading.index(name) + len(name)
             assert all(line[end : end + 1] == " " for line in reported), name
     assert not any("\u2026" in line for line in lines)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_reason_of_a_fallback_is_shown_whole(terminal: bool) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, width=80, color_system=None, legacy_windows=False)
+    reason = "the planner has missed 3 deadlines in a row after 3 restarts and is disabled"
+    with Progress(console, 99) as progress:
+        progress.show(report(7, fresh=False, reason=reason))
+    assert reason in " ".join(written.getvalue().split())
 
 
 def test_ranks_that_stay_slow_are_reported_once() -> None:

@@ -29,7 +29,7 @@ def durations(layer, workload, part, strategy="keep"):
 
 
 def test_norm_and_linear_by_hand():
-    """The example of `pipeweaver.txt` Fig. 7: a norm and a linear layer, gradients to input and weight apart."""
+    """The example of PipeWeaver Fig. 7: a norm and a linear layer, gradients to input and weight apart."""
     layer = LayerTemplate(m.Sequential((m.Norm("rms"), m.Linear(8, 16, bias=False))), 8, Context(), PLAIN)
     work = Workload((10,))
     assert kinds(layer, "keep", "F") == ["norm", "matmul"]

@@ -61,7 +61,7 @@ def test_combinations_have_the_size_that_the_paper_says(name, billions):
 
 
 def test_layer_times_of_dip_on_one_device_table():
-    """`dip.txt` §2.2 on H800: 10.5 ms and 6.75 ms forward and backward; both imply tensor parallelism 8."""
+    """DIP §2.2 on H800: 10.5 ms and 6.75 ms forward and backward; both imply tensor parallelism 8."""
     placement = Placement(catalog.load_cluster("dip-h800-64"), Degrees(tensor=8))
 
     def seconds(model, work):
@@ -147,7 +147,7 @@ def test_a_small_sweep_ranks_what_fits_first():
 
 @pytest.mark.soak
 def test_the_papers_best_degrees_come_first_or_close():
-    """`dip.txt` Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, images in twelves, with an MFU of 29.7 %."""
+    """DIP Fig. 13: DP8 TP2 PP4 is the best for VLM-M on 64 GPUs, images in twelves, with an MFU of 29.7 %."""
     entries = sweep("vlm-m", "dip-h800-64", sub_microbatch={"vision": 12})
     best = entries[0].iteration_s
     papers = next(e for e in entries if e.degrees == Degrees(tensor=2, pipeline=4, data=8))

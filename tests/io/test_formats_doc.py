@@ -6,13 +6,15 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import pipeloom
 from pipeloom.cli.app import run
-from pipeloom.io import instance_document, schedule_document
+from pipeloom.cost.layers import LayerCost, LayerTable
+from pipeloom.io import batches, instance, instance_document, rule, schedule, schedule_document
 from pipeloom.plan import Verb, from_text, to_text, verify
 from pipeloom.search.params import SearchParams
 from pipeloom.spec import ModelSpec, RankSpec
@@ -48,6 +50,22 @@ def test_example_schedule_answers_the_example_instance(tmp_path: Path) -> None:
     written = schedule_document(graph, stated.schedule, timeline, stated.lower_bound, stated.search)
     assert written == json.loads(schedule.read_text())
     assert written | {"search": None} == TINY_SCHEDULE | {"search": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("instance", (instance._Instance, instance._Tasks, instance._Pairs, instance._Edges)),
+        ("schedule", (schedule._ScheduleFile, schedule.SearchRecord)),
+        ("layers", (LayerTable, LayerCost)),
+        ("rule", tuple(rule._ALWAYS_WRITTEN)),
+        ("batches", tuple(batches._ALWAYS_WRITTEN)),
+    ],
+)
+def test_every_field_of_a_format_is_in_its_section(name: str, kinds: tuple[Any, ...]) -> None:
+    section = DOC.read_text().partition(f"\n## `pipeloom.{name}/1`")[2].partition("\n## ")[0]
+    words = set(re.findall(r"\w+", section))
+    assert {field for kind in kinds for field in kind.__struct_encode_fields__} <= words
 
 
 def test_example_sample_and_candidates() -> None:

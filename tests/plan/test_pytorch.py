@@ -65,8 +65,8 @@ def test_bubbles_overlaps_and_communication_are_understood() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,zero\n", "row 1, column 2: 'zero' is no action"),
-        ("0F\n", "row 1, column 1: '0F' is no action"),
+        ("0F0,zero\n", "row 1, column 2: 'zero' is not an action"),
+        ("0F\n", "row 1, column 1: '0F' is not an action"),
         ("0F9\n", "row 1, column 1: '0F9' is no task of the graph"),
         ("0F0,0I0\n", "build the graph with split backwards"),
         ("0F0,0F0\n", "row 1, column 2: '0F0' comes twice"),

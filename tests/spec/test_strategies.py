@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.spec import STRATEGIES, ChunkStrategy, chunk_strategy, strategy_word
+from pipeloom.spec import STRATEGIES, TRAITS, ChunkStrategy, chunk_strategy, strategy_word
 from pipeloom.spec.strategies import word_strategies
+
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+
+
+def test_every_strategy_has_traits_and_a_row_on_the_page() -> None:
+    assert tuple(TRAITS) == STRATEGIES
+    listed = re.findall(r"^\| `(\w+)`", PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(STRATEGIES)
 
 
 @pytest.mark.parametrize("text", [*STRATEGIES, "recompute:0.5", "recompute:0.17+selective", "offload+recompute"])

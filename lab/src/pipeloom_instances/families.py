@@ -1,4 +1,4 @@
-"""Families of realistic problems, made from a seed: the models of `dip.txt`, uniform pipelines.
+"""Families of realistic problems, made from a seed: the models of DIP, uniform pipelines.
 
 Costs are rough counts of operations and bytes, so that proportions are right: two operations per parameter
 and token forward, twice that backward, a quadratic part for attention; activations in proportion to tokens,
@@ -144,7 +144,7 @@ def _microbatch(of: Family, rng: np.random.Generator) -> tuple[list[_Part], list
         return [], [_Part(second.forward_flops(4096, 2048), second.activation_bytes(4096))]
     first = of.first
     if of.kind == "vlm":
-        # Images of 728 pixels are 2704 patches, and 8192 tokens hold at most 48 of them (`dip.txt` §7.1).
+        # Images of 728 pixels are 2704 patches, and 8192 tokens hold at most 48 of them (DIP §7.1).
         images = min(48, int(rng.exponential(11.0)))
         parts = []
         each = RECOMPUTED_BYTES if of.recompute else ACTIVATION_BYTES

@@ -50,7 +50,7 @@ def _part(name: str, value: str = "17", work: Callable[[], object] = lambda: Non
         work()
         return outcome
 
-    return Part(name, f"Part {name}", "dip.txt Table 1", "emulated", made)
+    return Part(name, f"Part {name}", "DIP Table 1", "emulated", made)
 
 
 def _counted(name: str, seen: list[str]) -> Part:

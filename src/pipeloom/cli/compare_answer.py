@@ -21,6 +21,7 @@ from pipeloom.io.stage_names import megatron_text
 from pipeloom.layout import blocks_of_stages
 from pipeloom.report import seconds_text, share_text, size_text
 from pipeloom.report.table_page import Section, TableSection, TextSection
+from pipeloom.spec import STRATEGIES, TRAITS
 from pipeloom.spec.architecture import PredictionLayer
 from pipeloom.spec.media_tokens import disagreements
 
@@ -268,7 +269,7 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
     chosen = found[OURS].tried[0].name if found[OURS].tried else ""
     gain = "" if row["gain"] is None else f", {gain_text(row['gain'])}"
     host = setting.cluster.offload_bytes
-    strategies = ["keep", "selective", "recompute", *(["offload"] if host else [])]
+    strategies = [each for each in STRATEGIES if host or not TRAITS[each].offloads]
     return [
         f"# Pipeloom: {seconds_text(row['iteration_s'])}{gain}; layout {chosen}, of {len(found[OURS].tried)} tried",
         "[layout]",

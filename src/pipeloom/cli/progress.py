@@ -160,6 +160,7 @@ class Progress:
         self._console, self._total, self._first = console, total, first
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_NUM_ROWS)
         self._fallbacks: list[int] = []
+        self._last_reason = ""
         self._slow: frozenset[int] = frozenset()
         self._slow_reported = self._slow
         self._slow_since = first
@@ -190,6 +191,7 @@ class Progress:
         self._report_speeds(report)
         if not report.fresh:
             self._fallbacks.append(report.iteration)
+            self._last_reason = report.reason
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
         elif (
@@ -230,7 +232,9 @@ class Progress:
         status = Text(f" {self._count}/{self._total} iterations, {elapsed:.0f} s, about {left:.0f} s left; ")
         if self._fallbacks:
             shown = ", ".join(map(str, self._fallbacks[-8:]))
-            status.append(f"{len(self._fallbacks)} on a fallback plan ({shown})", style="yellow")
+            # The table cuts long reasons.
+            last = visible_line(self._last_reason)
+            status.append(f"{len(self._fallbacks)} on a fallback plan ({shown}), the last: {last}", style="yellow")
         else:
             status.append("every plan fresh", style="green")
         # A bar by itself ends without a line break.

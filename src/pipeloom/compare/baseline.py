@@ -1,4 +1,4 @@
-"""Training systems, each timed with the same costs, memory and simulator (`dip.txt` §7.1).
+"""Training systems, each timed with the same costs, memory and simulator (DIP §7.1).
 
 A system chooses its layout once on sampled iterations, and then times any iteration. Systems with one recomputation
 setting per run get the fastest setting that fits for every iteration. This favors them, since a real run must keep a

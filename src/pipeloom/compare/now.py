@@ -18,7 +18,7 @@ from pipeloom.packing import Packing
 from pipeloom.search import StoppingRule, check_group_size, group_sizes, uniform_settings
 from pipeloom.search.schedules import SCHEDULES, Order, ScheduleSettings
 from pipeloom.spec import ChunkStrategy, Layout
-from pipeloom.spec.current_run import CurrentRun
+from pipeloom.spec.current_run import ONE_STAGE, CurrentRun
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import Schedule, lower_bound, simulate, within_limits
@@ -159,7 +159,7 @@ def static_orders(run: CurrentRun, layout: Layout) -> list[Order]:
     ranks = [chunk.rank for chunk in layout.chunks]
     stages = [rank for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank]
     several = len(set(stages)) < len(stages)
-    name = "interleaved" if several and SCHEDULES[run.order].one_stage else run.order
+    name = "interleaved" if several and run.order in ONE_STAGE else run.order
     return SCHEDULES[name].orders(layout.num_ranks, ScheduleSettings(run.group, as_megatron=not _pytorch(run)))
 
 

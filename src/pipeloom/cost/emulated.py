@@ -64,9 +64,9 @@ class EmulatedCosts:
         Candidates of every chunk, the base first.
     split : bool
         Whether to compute costs of split backwards (I and W). Without them, computing costs takes half the time.
-    ladder : Ladder, optional
-        If present, offer mixtures in which each layer of a chunk has its own strategy (`pipeloom.cost.mixtures`)
-        instead of ``strategies``, with ``keep`` first.
+    pareto_steps : ParetoSteps, optional
+        Number of mixtures to offer instead of ``strategies``. In a mixture, each layer of a chunk has its own strategy
+        (`pipeloom.cost.mixtures`). ``keep`` is always the first.
 
     Notes
     -----
@@ -196,7 +196,7 @@ class EmulatedCosts:
         return tuple(found)
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
-        """Return the costs of a ladder of mixtures: those of ``keep``, and the time that each layer's strategy adds."""
+        """Return the costs of the offered mixtures: those of ``keep``, and the time that each layer's strategy adds."""
         assert self.pareto_steps is not None
         found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
         keep = self._stage(chunk).cost(workload, self._parts)

@@ -1,4 +1,4 @@
-"""Mixtures: a different memory strategy for each layer of a chunk (`dip.txt` §5.3).
+"""Mixtures: a different memory strategy for each layer of a chunk (DIP §5.3).
 
 Measured and emulated costs both use this module. The input is the options of each layer, and the output is the Pareto
 set of mixtures in time and bytes. It is exact (a multiple-choice knapsack). Layers with equal options differ only by
@@ -64,7 +64,7 @@ class Mixtures(NamedTuple):
         Number of layers of the group that use each option.
     base : array, shape (6,)
         Amounts if every layer uses its first option.
-    front, free_front : array
+    front, front_without_offload : array
         Pareto set of all mixtures, and of those without offloading, by increasing bytes.
     """
 

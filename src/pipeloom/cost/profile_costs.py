@@ -104,8 +104,10 @@ class ProfileCosts:
         streams = {end.stream: end.output for module in self.model.modules for end in module.emits}
         object.__setattr__(self, "_streams", streams)
         check_strategies("strategies", self.strategies)
-        # Costs of keep and recompute follow from the plain passes.
-        needed: list[str] = [s for s in self.strategies if TRAITS[s].offloads or TRAITS[s].recomputes == "cheap"]
+        # Costs of keeping or recomputing everything follow from the plain passes. All others are measured.
+        needed: list[str] = [
+            s for s in self.strategies if TRAITS[s].offloads or TRAITS[s].recomputes not in ("nothing", "all")
+        ]
         needed += ["split backward"] if self.split_backward else []
         for key in [f"{name}/{layer.kind}" for name, layers in self._layers.items() for layer in layers]:
             if key not in self.profile.layers:
@@ -430,20 +432,21 @@ class _OnWorkload:
 
     def cost(self, strategy: Strategy, split: bool) -> StrategyCost:
         """Return the costs under one strategy."""
+        traits = TRAITS[strategy]
         forward_s, more_s, held, host = self.forward_s, 0.0, self.kept_bytes, 0
-        match strategy:
-            case "keep":
+        match traits.recomputes:
+            case "nothing":
                 pass
-            case "recompute":
-                more_s, held = self.forward_s, self.given_bytes
-            case "selective":
+            case "cheap":
                 forward_s, held = self.selective_s[0], self.selective_bytes
                 more_s = max(0.0, self.selective_s[1] - self.backward_s)
-            case "offload":
-                forward_s, more_s, held = self.forward_s + self.move_s[0], self.move_s[1], self.given_bytes
-                host = self.moved_bytes
-            case _:
-                assert_never(strategy)
+            case "all":
+                more_s, held = self.forward_s, self.given_bytes
+            case unknown:
+                assert_never(unknown)
+        if traits.offloads:
+            forward_s, more_s = forward_s + self.move_s[0], more_s + self.move_s[1]
+            held, host = self.given_bytes, self.moved_bytes
         if not split or self.halves_s is None:
             return StrategyCost(strategy, forward_s, self.backward_s + more_s, held, host_bytes=host)
         inputs_s, weights_s = self.halves_s

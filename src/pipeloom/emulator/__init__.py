@@ -1,4 +1,4 @@
-"""SEMU: the step emulator, from operators to clusters (`pipeweaver.txt` §4, `dip.txt` §6.1)."""
+"""SEMU: the step emulator, from operators to clusters (PipeWeaver §4, DIP §6.1)."""
 
 from pipeloom.emulator.build import Placement, count_parameters, layer_template, local_devices, module_parameters
 from pipeloom.emulator.expand import expand

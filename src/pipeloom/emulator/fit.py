@@ -1,4 +1,4 @@
-"""Calibrate device tables with measured operators (`dip.txt` §7.4; measurements are in `runtime`).
+"""Calibrate device tables with measured operators (DIP §7.4; measurements are in `runtime`).
 
 Each kind of operator gets one efficiency curve for its limiting metric: operations for matrix products, attention and
 scans, network bytes for transfers, memory bytes for all others. The curve is the median share of the peak among

@@ -1,4 +1,4 @@
-"""`OperatorGraph`: operators and tensors on devices, and their emulation (`pipeweaver.txt` §4.1).
+"""`OperatorGraph`: operators and tensors on devices, and their emulation (PipeWeaver §4.1).
 
 Operators are issued in the order in which they are added. This order is topological, because an operator can only refer
 to existing operators and tensors. The graph stores flat arrays; `OperatorGraph.operator` and `OperatorGraph.tensor` are

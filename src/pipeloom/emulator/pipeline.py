@@ -45,7 +45,7 @@ class Stream(NamedTuple):
 
 
 class PipelineModel:
-    """A model's layers on the ranks of a pipeline. Each module is divided over all ranks (`dip.txt` §4).
+    """A model's layers on the ranks of a pipeline. Each module is divided over all ranks (DIP §4).
 
     Parameters
     ----------

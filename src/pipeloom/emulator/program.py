@@ -1,12 +1,7 @@
 """Programs: forward and backward passes of a traced layer under a memory strategy.
 
-The strategy decides which tensors are kept. All others are recomputed: their operator runs again when the backward
-first needs them, once.
-
-- ``keep``: keeps all tensors that the backward reads.
-- ``selective``: drops results of cheap operators (norms, activation functions), whose inputs are kept.
-- ``recompute``: keeps only the layer's input.
-- ``offload``: keeps all of them on the host between forward and backward, over PCIe.
+The strategy (`pipeloom.spec.strategies`) decides which tensors are kept. All others are recomputed: their operator runs
+again when the backward first needs them, once. Offloaded tensors move to the host and back over PCIe.
 """
 
 from __future__ import annotations

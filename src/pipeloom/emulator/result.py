@@ -55,7 +55,7 @@ class EmulatedStep:
         Operations of matrix products (forward, and twice for the backward) over the peak of all devices.
     peak_bytes, static_bytes : per rank
     ranks : per rank
-        Parts of its time, as in `adaptis.txt` Algorithm 1.
+        Parts of its time, as in AdaPtis Algorithm 1.
     fits : bool
         Whether every peak is within the device's usable memory.
     tasks, start_ps, end_ps : per task

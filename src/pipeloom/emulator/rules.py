@@ -1,7 +1,7 @@
 """Rules: rates of devices, and durations of operators from their three metrics.
 
 The duration of an operator is the largest of operations over speed, memory bytes over bandwidth and network bytes over
-throughput, each divided by an efficiency (the inverse of the paper's scaling factor; `dip.txt` §6.1), and at least the
+throughput, each divided by an efficiency (the inverse of the paper's scaling factor; DIP §6.1), and at least the
 launch time. Small matrices and short messages are slow, so an efficiency may depend on the operator's time at the peak.
 A custom rule may replace all of this for one kind of operator.
 """

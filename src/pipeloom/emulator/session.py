@@ -1,4 +1,4 @@
-"""Sessions: calls of reusable subgraphs on real devices, computed incrementally (`pipeweaver.txt` §4.2).
+"""Sessions: calls of reusable subgraphs on real devices, computed incrementally (PipeWeaver §4.2).
 
 A session can be saved as a checkpoint and resumed with new edges. All calls before the first changed one keep their
 results.

@@ -12,7 +12,7 @@ from pipeloom.spec import Sample, Workload
 from pipeloom.spec.architecture import Architecture
 
 ENOUGH = 0.95
-"""Share of the best efficiency that a sub-microbatch must reach (`dip.txt` section 4)."""
+"""Share of the best efficiency that a sub-microbatch must reach (DIP section 4)."""
 
 
 def shares_of_best(num_tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -41,7 +41,7 @@ def smallest_sufficient(efficiency: Sequence[float], share: float = ENOUGH) -> i
 def image_sizes(
     architecture: Architecture, placement: Placement, microbatches: Sequence[Sequence[Sample]]
 ) -> Mapping[str, int]:
-    """Return the images of a sub-microbatch for every module that reads images, by DIP's rule (`dip.txt` section 4).
+    """Return the images of a sub-microbatch for every module that reads images, by DIP's rule (section 4).
 
     Sizes up to the largest microbatch are timed on images of median length.
     """

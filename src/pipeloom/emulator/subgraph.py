@@ -1,4 +1,4 @@
-"""Reusable subgraphs: nested, repeated, replicated, exact (`pipeweaver.txt` §4.2).
+"""Reusable subgraphs: nested, repeated, replicated, exact (PipeWeaver §4.2).
 
 A `Leaf` is a run of operators with known durations on its own (local) devices. A `Composite` is a run of calls of other
 subgraphs. By the timing rule of the kernels, both are max-plus matrices from the times at which devices and inputs are

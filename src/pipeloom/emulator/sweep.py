@@ -1,4 +1,4 @@
-"""Emulate a model on a cluster by name, and sweep the grid of parallelism degrees (`dip.txt` Fig. 13)."""
+"""Emulate a model on a cluster by name, and sweep the grid of parallelism degrees (DIP Fig. 13)."""
 
 from __future__ import annotations
 

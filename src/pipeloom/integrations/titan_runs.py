@@ -16,7 +16,7 @@ from pipeloom.spec.current_run import RunSchedule
 
 TABLES = ("parallelism", "training", "job")
 """Tables that identify a file of torchtitan."""
-_EMULATED = ("gpipe", "1f1b", "interleaved1f1b")
+_EMULATED = tuple(schedule.pytorch for schedule in SCHEDULES.values() if schedule.pytorch)
 """Supported schedules of PyTorch."""
 _FIELDS = frozenset((*READ, *RENAMED, *NOTED, *REFUSED, *unimportant_fields()))
 _PARENTS = frozenset(field[:i] for field in _FIELDS for i, letter in enumerate(field) if letter == ".")

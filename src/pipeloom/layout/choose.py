@@ -1,4 +1,4 @@
-"""Choose a layout by planning sampled iterations under many layouts (extends `dip.txt` §4).
+"""Choose a layout by planning sampled iterations under many layouts (extends DIP §4).
 
 The search starts from DIP's rules and changes one sub-microbatch size or number of segments at a time while that
 helps. It also tries other types of layouts: one chain of stages cut by time, and encoders replicated on every rank.
@@ -117,7 +117,7 @@ class LayoutProblem:
         Return the task graphs of the iterations under a layout. Raises InfeasibleError if the weights do not fit.
     after_s : callable
         Return the seconds that a layout takes after the last backward.
-    dealing : Dealing or None
+    encoder_dp : EncoderDp or None
         Encoder data parallelism to try. None: none is tried.
     """
 

@@ -1,4 +1,4 @@
-"""Modality-aware layouts by DIP's rules: sub-microbatch sizes, segments and chunks (`dip.txt` section 4)."""
+"""Modality-aware layouts by DIP's rules: sub-microbatch sizes, segments and chunks (DIP section 4)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SizeChoice:
 def sub_microbatch_size(
     costs: CostModel, module: str, num_layers: int, lengths: Sequence[int], share: float = ENOUGH
 ) -> SizeChoice:
-    """Find the smallest sub-microbatch that keeps ``share`` of the best efficiency seen (`dip.txt` section 4).
+    """Find the smallest sub-microbatch that keeps ``share`` of the best efficiency seen (DIP section 4).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The layout of a training run, chosen by planning the batches that were profiled (extends `dip.txt` section 4)."""
+"""The layout of a training run, chosen by planning the batches that were profiled (extends DIP section 4)."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import msgspec
 from pipeloom.packing.loads import Loads
 from pipeloom.packing.policies import (
     PackingSpec,
-    Policy,
     assign_bins,
+    balances,
     fill_shares,
     group,
     least_microbatches,
@@ -26,15 +26,8 @@ _GROWTH = 1.16
 _LEVEL_EFFORT = 16
 _LEVEL_GOAL = 1.01
 """Balance that suffices to compare numbers of microbatches: height of the highest bin over the lower bound."""
-_BALANCED: tuple[Policy, ...] = ("balanced", "balanced_encoder", "planned")
-"""Policies that balance a given number of microbatches."""
 _FILLED_SAMPLES = (1, 2)
 """Sizes of full microbatches, in units of the longest sample."""
-
-
-def balances(policy: Policy) -> bool:
-    """Return whether a policy balances a given number of microbatches; samples may then be moved between them."""
-    return policy in _BALANCED
 
 
 def numbers(loads: Loads, spec: PackingSpec) -> tuple[int, ...]:

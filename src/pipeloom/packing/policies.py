@@ -100,6 +100,11 @@ def reads_loads(policy: Policy) -> bool:
     return _POLICIES[policy].reads_loads
 
 
+def balances(policy: Policy) -> bool:
+    """Return whether a policy balances a given number of microbatches; samples may then be moved between them."""
+    return _POLICIES[policy].balances
+
+
 def check_always_packs(entity: str, policy: Policy) -> None:
     """Raise `InputError` if a policy is unknown or may end without a packing.
 
@@ -361,6 +366,8 @@ class _PolicyEntry:
     """Whether the packing depends on anything but the samples' tokens; only then are loads computed from costs."""
     may_fail: bool = False
     """Whether it may fail to pack a batch because it requires a proof; training rejects such policies."""
+    balances: bool = False
+    """Whether it balances a given number of microbatches; samples may then be moved between them."""
 
 
 _POLICIES: dict[Policy, _PolicyEntry] = {
@@ -369,8 +376,8 @@ _POLICIES: dict[Policy, _PolicyEntry] = {
     "random": _PolicyEntry(_random, reads_loads=False),
     "algorithm1": _PolicyEntry(_algorithm1),
     "algorithm1_opened": _PolicyEntry(_algorithm1),
-    "balanced": _PolicyEntry(_balanced),
-    "balanced_encoder": _PolicyEntry(_balanced_encoder),
+    "balanced": _PolicyEntry(_balanced, balances=True),
+    "balanced_encoder": _PolicyEntry(_balanced_encoder, balances=True),
     "exact": _PolicyEntry(_exact, may_fail=True),
-    "planned": _PolicyEntry(_planned),
+    "planned": _PolicyEntry(_planned, balances=True),
 }

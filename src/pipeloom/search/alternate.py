@@ -159,7 +159,7 @@ class _Turns:
     def begin(self) -> _Plan:
         """Choose the strategies for the first search of orders.
 
-        DIP starts from the minimum-memory candidates (`dip.txt` §5.2). Here, the start is the uniform setting that is
+        DIP starts from the minimum-memory candidates (DIP §5.2). Here, the start is the uniform setting that is
         best with static orders, or the strategies found with the layout if they are better. If the result is far from
         the bound, strategies must differ between pairs. It is then often better to find an order for the minimum-memory
         candidates and to choose strategies that use the remaining memory.

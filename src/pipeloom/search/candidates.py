@@ -1,4 +1,4 @@
-"""Candidates of a pair from the strategies of its layers (`dip.txt` §5.3)."""
+"""Candidates of a pair from the strategies of its layers (DIP §5.3)."""
 
 from __future__ import annotations
 

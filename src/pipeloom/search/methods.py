@@ -54,7 +54,7 @@ class Method:
     run : callable
         Search of orders.
     every_rollout : bool
-        Whether strategies are chosen each time an order is decoded (`dip.txt` §5.1). Otherwise the choice alternates
+        Whether strategies are chosen each time an order is decoded (DIP §5.1). Otherwise the choice alternates
         with the search of orders.
     start : callable, optional
         For methods with ``every_rollout``: return a schedule with the strategies for which orders are decoded. None:

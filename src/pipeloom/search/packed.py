@@ -1,7 +1,7 @@
 """A task graph in the form that the kernels read: one row of numbers per task, priority groups, and components.
 
 All segments of a *group* have the same priority. They belong to one module, microbatch and direction and have the same
-depth, so their relative order does not matter (`dip.txt` §5.1). A *component* is a connected part of the graph, usually
+depth, so their relative order does not matter (DIP §5.1). A *component* is a connected part of the graph, usually
 a microbatch. It must be able to finish without the other components.
 """
 

@@ -1,6 +1,6 @@
 """OrderRule: a priority rule that chooses the next task of each rank, for all batches of a layout.
 
-Co-optimization finds such a rule together with a layout (`adaptis.txt` section 4.3, with extensions). Its times are
+Co-optimization finds such a rule together with a layout (AdaPtis section 4.3, with extensions). Its times are
 relative, so that it applies to batches of any size.
 """
 

@@ -41,20 +41,17 @@ class NamedSchedule:
     ----------
     orders : callable
         Return the variants of the schedule for a number of ranks and settings. The fastest variant is used.
-    aliases : tuple of str
-        Names in other programs, in lower case.
+    pytorch : str
+        Name in PyTorch, in lower case. Empty: a torchtitan file with this schedule is an error.
     stages : int
         Default number of stages of each rank.
-    one_stage : bool
-        Whether a rank can have only one stage.
     splits_backward : bool
         Whether input and weight gradients are separate tasks.
     """
 
     orders: Callable[[int, ScheduleSettings], list[Order]]
-    aliases: tuple[str, ...] = ()
+    pytorch: str = ""
     stages: int = 1
-    one_stage: bool = False
     splits_backward: bool = False
 
 
@@ -70,20 +67,20 @@ def _zero_bubble(num_ranks: int, _settings: ScheduleSettings) -> list[Order]:
 
 
 SCHEDULES: dict[RunSchedule, NamedSchedule] = {
-    "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe]),
-    "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], one_stage=True),
-    "interleaved": NamedSchedule(_interleaved, ("interleaved1f1b",), stages=2),
-    "zero_bubble": NamedSchedule(_zero_bubble, one_stage=True, splits_backward=True),
+    "gpipe": NamedSchedule(lambda _ranks, _settings: [gpipe], "gpipe"),
+    "1f1b": NamedSchedule(lambda _ranks, _settings: [one_f_one_b], "1f1b"),
+    "interleaved": NamedSchedule(_interleaved, "interleaved1f1b", stages=2),
+    "zero_bubble": NamedSchedule(_zero_bubble, splits_backward=True),
 }
 """Static schedules by the name used in files and options."""
 
 _NAMES: dict[str, RunSchedule] = {
-    word: name for name, schedule in SCHEDULES.items() for word in (name, *schedule.aliases)
+    word: name for name, schedule in SCHEDULES.items() for word in (name, schedule.pytorch) if word
 }
 
 
 def schedule_name(word: str, entity: str = "schedule") -> RunSchedule:
-    """Return the canonical name of a schedule from its name or an alias. Case does not matter.
+    """Return the name of a schedule from its name here or in PyTorch. Case does not matter.
 
     Raises
     ------

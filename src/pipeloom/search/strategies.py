@@ -1,6 +1,6 @@
 """Memory strategies for a fixed order: the fastest candidates that memory allows, rank by rank.
 
-The memory of a rank depends only on its own order, so each rank is a separate problem (`dip.txt` §5.3): choose one
+The memory of a rank depends only on its own order, so each rank is a separate problem (DIP §5.3): choose one
 candidate per pair with the least total time, such that the held bytes never exceed the capacity of the rank. A
 Lagrangian method solves it and gives a lower bound.
 """

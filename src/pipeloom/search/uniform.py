@@ -1,7 +1,7 @@
 """Uniform settings of graphs with candidates: the same candidate for all pairs, as a start of the search.
 
 DIP begins with the minimum-memory strategies and chooses faster ones where the final order leaves free memory
-(`dip.txt` §5.2). However, an order for these strategies keeps as many microbatches in flight as fit, so it leaves no
+(DIP §5.2). However, an order for these strategies keeps as many microbatches in flight as fit, so it leaves no
 memory free.
 """
 

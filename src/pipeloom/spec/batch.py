@@ -184,7 +184,7 @@ def video_tokens(sample: Sample) -> tuple[int, ...]:
     """Return the tokens of each video: 16 frames per second, one token for 8 frames and 16 x 16 pixels.
 
     MovieGen's auto-encoder compresses by 8 in time and in both directions of space, and its transformer joins 2 x 2
-    latent pixels (`dip.txt` §7.1 uses MovieGen's configuration). A partial token counts as one, and a video has at
+    latent pixels (DIP §7.1 uses MovieGen's configuration). A partial token counts as one, and a video has at
     least one token per 16 x 16 pixels.
 
     Raises

@@ -12,6 +12,9 @@ from pipeloom.spec.parallelism import MIXED_PRECISION, Degrees, StateBytes
 from pipeloom.spec.strategies import ChunkStrategy, Strategy, chunk_strategy
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+"""Static schedules by name; `pipeloom.search.schedules` has the orders."""
+ONE_STAGE: frozenset[RunSchedule] = frozenset(("1f1b", "zero_bubble"))
+"""Schedules for which each rank must have exactly one stage."""
 Stage = Number | dict[str, Number]
 """Number of blocks of a stage: of the last module, or of each named module."""
 
@@ -94,7 +97,7 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"{self.group} microbatches, with schedule {self.order!r} on pp = {self.pp} ranks",
                 "leave it out, or use 'interleaved' and at least pp",
             )
-        if self.order in ("1f1b", "zero_bubble") and self.num_chunks > 1:
+        if self.order in ONE_STAGE and self.num_chunks > 1:
             raise InputError(
                 "schedule", f"{self.order!r} takes one stage a rank, here are {self.num_chunks}", "use 'interleaved'"
             )

@@ -2,8 +2,8 @@
 
 A sampler reads no data. It draws lengths, image counts and durations. Every entry of the zoo says which of its numbers
 are published and which are assumed. Samples are prepared as in the papers: images of 2704 patches merged to 169 tokens,
-packing to 8192 tokens with at most 48 images, videos of at most 16 s grouped by length and aspect (`dip.txt` §7.1); 576
-tokens per image (`pipetune.txt` §5).
+packing to 8192 tokens with at most 48 images, videos of at most 16 s grouped by length and aspect (DIP §7.1); 576
+tokens per image (PipeTune §5).
 """
 
 from __future__ import annotations

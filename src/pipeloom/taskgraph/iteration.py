@@ -34,7 +34,7 @@ class MemoryLimit:
         Host memory that each rank may fill with offloaded activations; None: no limit.
     even : bool
         Reserve as much on every rank as on the rank that needs most.
-    spare_bytes : tuple of int
+    reserve_bytes : tuple of int
         Additional reserve of each rank, for plans that need more than the estimate. Empty: nothing.
     """
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from pipeloom.errors import InputError, NothingFoundError
 from pipeloom.packing import PackingSpec, group
-from pipeloom.packing.choices import Groups, balances, even_microbatches, filled_microbatches, multiples, numbers
+from pipeloom.packing.choices import Groups, even_microbatches, filled_microbatches, multiples, numbers
+from pipeloom.packing.policies import balances
 from pipeloom.search import StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.tuning import kernels

@@ -1,4 +1,4 @@
-"""Every argument of Megatron is modelled, harmless for a reason, noted with a direction, or rejected."""
+"""Every argument of Megatron is modeled, harmless for a reason, noted with a direction, or rejected."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_name_stands_once() -> None:
         unless, absent, implied = (tables.pop(name, {}) for name in ("unless", "absent", "implied"))
         assert set(leaves(absent)) >= implied.keys()
         assert {*leaves(absent), *leaves(implied)} <= effects_of(file).names
-        assert tables.keys() == {"modelled", "harmless", "noted", "refused"}
+        assert tables.keys() == {"modeled", "harmless", "noted", "refused"}
         assert unless.keys() <= effects_of(file).noted.keys()
         names.update(leaves(tables))
     assert {name for name, count in names.items() if count > 1} == set()
@@ -129,7 +129,7 @@ MODELED = [
     {"accumulate_allreduce_grads_in_fp32": True, "optimizer": "sgd", "sgd_momentum": 0.9},
     {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
 ]
-"""Runs that together have all modelled arguments."""
+"""Runs that together have all modeled arguments."""
 
 
 def test_reading_asks_for_what_is_modeled_and_for_nothing_else() -> None:

@@ -120,7 +120,7 @@ class Part:
     """The name on the command line, for example ``table-5``."""
     title: str
     source: str
-    """The place in the paper, for example ``dip.txt`` Table 5, section 7.3."""
+    """The place in the paper, for example DIP Table 5, section 7.3."""
     time: TimeKind
     run: Callable[[Options], Outcome]
     uses: tuple[Setting, ...] = ("seeds", "iterations", "search")

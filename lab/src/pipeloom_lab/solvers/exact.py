@@ -1,6 +1,6 @@
 """Exact solvers behind the same interface: CP-SAT here, mixed integer programs and formulas in their own files.
 
-All state the whole problem at once (`dip.txt` §5.4 calls it the full ILP baseline), so they are for small
+All state the whole problem at once (DIP §5.4 calls it the full ILP baseline), so they are for small
 graphs and for judging the others. They answer with an order per rank, the candidates, and a bound they proved.
 """
 

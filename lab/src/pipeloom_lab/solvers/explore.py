@@ -50,7 +50,7 @@ def next_permutation(values: IntArray) -> bool:
 
 
 def worst(search: Search, stretch: Stretch) -> None:
-    """Search for the longest schedule that any order gives (`dip.txt` §7.3).
+    """Search for the longest schedule that any order gives (DIP §7.3).
 
     Random sequences, and changes of the longest one found; the answer is not an incumbent to improve on.
     """

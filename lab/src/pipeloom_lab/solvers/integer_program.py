@@ -1,4 +1,4 @@
-"""The papers' integer program for memory strategies (`dip.txt` §5.3), by HiGHS, to compare with."""
+"""The papers' integer program for memory strategies (DIP §5.3), by HiGHS, to compare with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.timeline import Schedule
 from pipeloom_lab.solvers import highs
 
 HIGHS_GAP = 0.05
-"""As in both papers (`dip.txt` §5.3)."""
+"""As in both papers (DIP §5.3)."""
 
 
 def program_on_rank(graph: TaskGraph, schedule: Schedule, rank: int) -> Strategies:

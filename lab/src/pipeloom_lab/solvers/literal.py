@@ -1,4 +1,4 @@
-"""DIP's planner as its paper prints it: its memory rule, a program for every rank of every rollout (`dip.txt` §5).
+"""DIP's planner as its paper prints it: its memory rule, a program for every rank of every rollout (DIP §5).
 
 Where the paper leaves a choice open: an order that deadlocks, because every rank's forward queue is disabled, gets no
 score; the first order is the one that our admission finds, so that there is always an answer.

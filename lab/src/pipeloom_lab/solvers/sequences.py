@@ -1,6 +1,6 @@
 """Orders of groups as sequences of chains, for the papers' searches.
 
-Every (microbatch, direction) is a chain of groups that must keep their own order (`pipeweaver.txt` §6.1: a
+Every (microbatch, direction) is a chain of groups that must keep their own order (PipeWeaver §6.1: a
 segment's priority is below that of the ones before it). So a sequence of chain numbers, each as often as its
 chain is long, gives exactly the allowed orders.
 """

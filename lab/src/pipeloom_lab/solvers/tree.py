@@ -1,7 +1,7 @@
 """The papers' Monte Carlo tree search, in both published forms.
 
 Threads share one tree: they select and propagate under one lock, and make their rollouts, which take nearly all of
-the time, outside it (`dip.txt` §6.2).
+the time, outside it (DIP §6.2).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_CAPACITY = 1 << 12
 
 
 def mcts_sequence(search: Search, stretch: Stretch) -> None:
-    """DIP's form (`dip.txt` §5.1): the node at depth d picks the segment at place d; the score is time."""
+    """DIP's form (§5.1): the node at depth d picks the segment at place d; the score is time."""
     _tree_search(search, stretch, by_place=True)
 
 
@@ -116,7 +116,7 @@ class _Walker:
         return True
 
     def _roll_out(self) -> _Best:
-        """Interleave every order (`dip.txt` §5.2), choose its strategies (§5.3), and keep the shortest."""
+        """Interleave every order (DIP §5.2), choose its strategies (§5.3), and keep the shortest."""
         search, makespans = self.shared.search, self.makespans
         packed, rounds = search.packed, search.params.strategies.rollout_rounds
         if self.chooser is None:

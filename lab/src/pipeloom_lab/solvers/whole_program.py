@@ -1,6 +1,6 @@
 """Partition, placement and schedule of a chain of layers as one mixed integer program, by HiGHS, to compare with.
 
-What `adaptis.txt` §5.6 calls the ILP solver: where every layer lies and when every pass runs are decided together. A
+What AdaPtis §5.6 calls the ILP solver: where every layer lies and when every pass runs are decided together. A
 layer is a chunk of its own; neighbours on one rank need no message, so every partition is among the answers. It states
 no memory, as the program for the schedule alone does not either.
 """

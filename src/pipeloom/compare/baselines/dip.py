@@ -1,4 +1,4 @@
-"""Layouts by DIP's rules (`dip.txt` §4)."""
+"""Layouts by DIP's rules (§4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2 with ZeRO-3 on the same devices: no pipeline, whole microbatches on every device (`dip.txt` Table 4)."""
+"""FSDP2 with ZeRO-3 on the same devices: no pipeline, whole microbatches on every device (DIP Table 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nnScaler*: the best static stages for 1F1B on one representative microbatch (`dip.txt` §7.1)."""
+"""nnScaler*: the best static stages for 1F1B on one representative microbatch (DIP §7.1)."""
 
 from __future__ import annotations
 

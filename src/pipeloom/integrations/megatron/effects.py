@@ -39,7 +39,7 @@ class Effects:
 
     Attributes
     ----------
-    modelled : set of str
+    modeled : set of str
         Arguments that are emulated.
     harmless : mapping
         Arguments without effect on time and memory, with the reason.
@@ -81,7 +81,7 @@ def effects_of(file: str) -> Effects:
         for text, names in table.items()
     }
     return Effects(
-        frozenset(tables["modelled"].split()),
+        frozenset(tables["modeled"].split()),
         dict(_by_name(tables["harmless"])),
         noted,
         dict(_by_name(tables["refused"])),

@@ -230,7 +230,7 @@ def _problem(file: Path, written: str | None) -> str:
         return f"cannot be read ({_reason(error)})"
     if written is None:
         return "has no digest beside it"
-    return "" if digest == written else "is damaged: it is not what was written"
+    return "" if digest == written else "is damaged: it does not match its digest"
 
 
 def _digest(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The planner itself: Figs. 11 to 13, and how orders of optimal schedules look (`pipeweaver.txt` section 5)."""
+"""The planner itself: Figs. 11 to 13, and how orders of optimal schedules look (PipeWeaver section 5)."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def consistency(graph: TaskGraph, schedule: Schedule) -> tuple[int, int]:
 
 
 def ordering_consistency(options: Options) -> Outcome:
-    """Whether optimal schedules keep the order of segments from rank to rank (`pipeweaver.txt` section 5)."""
+    """Whether optimal schedules keep the order of segments from rank to rank (PipeWeaver section 5)."""
     rows = []
     for name, of in (("VLM-S", "vlm-s"), ("T2V-S", "t2v-s"), ("uniform", "uniform")):
         together = same = proved = wholly = 0

@@ -106,7 +106,7 @@ def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) 
 
 
 def partitioned(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
-    """DIP's layout under Megatron-LM's interleaved order (the first step of `dip.txt` Table 5)."""
+    """DIP's layout under Megatron-LM's interleaved order (the first step of DIP Table 5)."""
     return fixed_system("modality-aware, static order", setting, dip_layout(setting, batches), interleaved_one_f_one_b)
 
 
@@ -142,7 +142,7 @@ _PARTS: dict[str, Callable[[ModelOnCluster, Sequence[Microbatches]], System]] = 
 
 
 def threads() -> int:
-    """Half of the cores at hand, as DIP's planner takes (`dip.txt` §6.2)."""
+    """Half of the cores at hand, as DIP's planner takes (DIP §6.2)."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 

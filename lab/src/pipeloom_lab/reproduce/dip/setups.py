@@ -32,7 +32,7 @@ class PaperSetup:
     pipeline: int
     data: int = 1
     num_microbatches: int = 64
-    """`dip.txt` §2.3 counts with 64; the larger tables do not say, and 64 is assumed."""
+    """DIP §2.3 counts with 64; the larger tables do not say, and 64 is assumed."""
 
     @property
     def setting(self) -> ModelOnCluster:
@@ -97,7 +97,7 @@ def images_of(groups: Microbatches) -> float:
 
 
 def image_bounds(i: int) -> tuple[int, int]:
-    """Return the least and most images of a microbatch in iteration ``i`` of 20 (`dip.txt` §7.2)."""
+    """Return the least and most images of a microbatch in iteration ``i`` of 20 (DIP §7.2)."""
     if i < 5:
         return round(16 * i / 4), 32
     share = (19 - i) / 14
