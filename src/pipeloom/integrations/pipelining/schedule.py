@@ -209,8 +209,8 @@ class PlannedSchedule:
             result = executor.run_linked(linked, microbatches, normaliser=1.0)
             del linked
         # The same order at both ends of a boundary.
-        for inputs, microbatch in zip(known.signatures, microbatches, strict=True):
-            self._boundaries.learn(inputs, microbatch.metas)
+        for seen, microbatch in zip(known.signatures, microbatches, strict=True):
+            self._boundaries.learn(seen, microbatch.metas)
         if trains:
             if self.layout.parallelism.data == 1 and self._loss.scale != 1:
                 for stage in self.stages:
