@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeloom.compare.baseline import by_time
 from pipeloom.compare.baselines.dip import dip_layout
-from pipeloom.compare.chosen_layout import sampled_case
+from pipeloom.compare.chosen_layout import sampled_setting
 from pipeloom.compare.model_on_cluster import (
     Microbatches,
     ModelOnCluster,
@@ -83,7 +83,7 @@ def batch_of(seed: int) -> Batch:
 
 
 @cache
-def case() -> ModelOnCluster:
+def setting() -> ModelOnCluster:
     """The model in 1.5 times the memory in which 1F1B keeps all activations of microbatches of one context."""
     for method in ("default", "mcts", "mcts uniform", "mcts priority"):
         compile_kernels(method)
@@ -109,7 +109,7 @@ def grouped(made: ModelOnCluster, batch: Batch, number: int) -> Microbatches:
 
 def measure(search_s: float = 1.0) -> Measurement:
     """Time every system on the same batches."""
-    made = case()
+    made = setting()
     alone: dict[str, float] = {}
     separate = dip_layout(made, [grouped(made, batch_of(seed), _NUMBERS[1]) for seed in _TYPICAL])
     for name, method in (("DIP", "mcts"), ("DIP from the best uniform strategies", "mcts uniform")):
@@ -226,7 +226,7 @@ def _chosen(made: ModelOnCluster, drafts: Sequence[LayoutDraft]) -> LayoutDraft:
     typical = [grouped(made, batch_of(seed), _NUMBERS[2]) for seed in _TYPICAL]
     first = encoder_first(made.model, made.num_ranks, by_time(made, typical))
     others = (*drafts[:4], LayoutDraft("encoders first", first))
-    best = search_layouts(sampled_case(made, typical), final=FINAL, drafts=others)[0]
+    best = search_layouts(sampled_setting(made, typical), final=FINAL, drafts=others)[0]
     return LayoutDraft(best.name, best.layout, best.rule)
 
 

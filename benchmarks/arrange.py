@@ -15,16 +15,16 @@ import numpy as np
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.io import read_layers
 from pipeloom.layout.arrangements import arrangement_budget, walks_for
-from pipeloom.layout.cooptimise import (
-    CooptimisedPipeline,
+from pipeloom.layout.cooptimize import (
+    CooptimizedPipeline,
     LayerChain,
     chain_of_layers,
-    cooptimise,
+    cooptimize,
     graph_of,
     in_memory_of_1f1b,
 )
-from pipeloom.layout.cooptimise.joint import compile_kernels, every_walk
-from pipeloom.layout.cooptimise.standard import stages
+from pipeloom.layout.cooptimize.joint import compile_kernels, every_walk
+from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, SearchParams, one_f_one_b, solve
 from pipeloom.timeline import simulate
@@ -117,10 +117,10 @@ def trained_ms(file: Path) -> tuple[str, list[float]]:
 _COLUMNS = ["1F1B, ms", "found, ms", "bound, ms", "above the bound", "below 1F1B"]
 
 
-def searched(chain: LayerChain, seconds: float) -> list[CooptimisedPipeline]:
+def searched(chain: LayerChain, seconds: float) -> list[CooptimizedPipeline]:
     """What every seed comes to in so many seconds on each of two threads."""
     budget = Deadline(_THREADS * seconds, "cpu")
-    return [cooptimise(chain, budget=budget, seed=seed, threads=_THREADS) for seed in range(_SEEDS)]
+    return [cooptimize(chain, budget=budget, seed=seed, threads=_THREADS) for seed in range(_SEEDS)]
 
 
 def _cells(chain: LayerChain, seconds: float) -> list[str]:
@@ -234,7 +234,7 @@ def _large_cells(kinds: int | None, factor: float | None, seconds: float) -> lis
     chain = chain_of_layers(random_layers(0, layers, ranks, microbatches, kinds, head=1.0))
     if factor is not None:
         chain = in_memory_of_1f1b(chain, factor)
-    found = cooptimise(chain, budget=Deadline(_THREADS * seconds, "cpu"), threads=_THREADS)
+    found = cooptimize(chain, budget=Deadline(_THREADS * seconds, "cpu"), threads=_THREADS)
     share = int(chain.total_ns[:, 0].sum()) * microbatches / ranks
     # Kibibytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -180,14 +180,14 @@ def _random_emulation(num_ranks: int, seed: int) -> PlannedRun:
 def _vlm_m(num_ranks: int, microbatches: int) -> PlannedRun:
     """VLM-M on so many pipeline ranks, with real shapes and emulated costs."""
     degrees = Degrees(data=32 // num_ranks, tensor=2, pipeline=num_ranks)
-    case = put_on_cluster("vlm-m", "dip-h800-64", degrees, update=False)
-    costs = EmulatedCosts(case.architecture, case.cluster, degrees, ("recompute",), split=False)
-    placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in case.model.modules}
-    layout = separate(case.model, num_ranks, placements, lambda *_: 1.0)
-    groups = draw_iteration(case, microbatches, seed=0)
-    graph = without_delays(graph_of(case, layout, groups, "vlm-m", costs))
+    setting = put_on_cluster("vlm-m", "dip-h800-64", degrees, update=False)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, ("recompute",), split=False)
+    placements = {m.name: ModulePlacement(1, 12 if m.reads == "images" else None) for m in setting.model.modules}
+    layout = separate(setting.model, num_ranks, placements, lambda *_: 1.0)
+    groups = draw_iteration(setting, microbatches, seed=0)
+    graph = without_delays(graph_of(setting, layout, groups, "vlm-m", costs))
     solution = solve(graph, budget=Evaluations(50), seed=0)
-    packing, shapes = pack_microbatches(case, layout, groups), boundary_shapes(case.model, layout)
+    packing, shapes = pack_microbatches(setting, layout, groups), boundary_shapes(setting.model, layout)
     plan = lower(graph, solution.schedule, solution.timeline, layout, packing, shapes)
     verify(plan, layout, packing)
     chosen = graph.with_candidates(solution.schedule.candidate)

@@ -48,15 +48,15 @@ def run() -> str:
 
 def _row(name: str, num_chunks: int, split: bool) -> list[str]:
     torch.manual_seed(0)
-    case = _Case(
+    setting = _Case(
         [nn.Linear(_WIDTH, _WIDTH) for _ in range(num_chunks)],
         [(torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)) for _ in range(_NUM_MICROBATCHES)],
         split,
     )
-    executor, plan, packing = case.ours()
-    schedule = case.torch_schedule(name)
-    inputs, targets = (torch.cat(part) for part in zip(*case.data, strict=True))
-    plain = case.plain_split if split else case.plain
+    executor, plan, packing = setting.ours()
+    schedule = setting.torch_schedule(name)
+    inputs, targets = (torch.cat(part) for part in zip(*setting.data, strict=True))
+    plain = setting.plain_split if split else setting.plain
 
     # As in training, every program that is linked is run once, then gone.
     linked = [executor.prepare(plan, packing)]
@@ -65,7 +65,7 @@ def _row(name: str, num_chunks: int, split: bool) -> list[str]:
         linked.append(executor.prepare(plan, packing))
 
     def ours() -> None:
-        executor.run_linked(linked.pop(0), case.data)
+        executor.run_linked(linked.pop(0), setting.data)
 
     times: dict[str, list[float]] = {"plain": [], "torch": [], "ours": [], "link": []}
     for repeat in range(_WARM_UP + _REPEATS):
@@ -78,7 +78,7 @@ def _row(name: str, num_chunks: int, split: bool) -> list[str]:
         # Each in turn goes first, so that none always finds the caches as the same other one left them.
         order = list(steps)[repeat % len(steps) :] + list(steps)[: repeat % len(steps)]
         for key in order:
-            for layer in case.layers:
+            for layer in setting.layers:
                 layer.zero_grad()
             begin = time.process_time()
             steps[key]()

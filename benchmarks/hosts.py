@@ -68,7 +68,7 @@ def run(
 ) -> str:
     """Measure, and return the section as Markdown."""
     header = ["hosts x ranks", "row, kB", "messages", "number", "planned, ms", "measured, ms", "median error"]
-    rows = [row for case in messages for row in _message_rows(case)]
+    rows = [row for setting in messages for row in _message_rows(setting)]
     text = (
         "Network namespaces on one machine, with 1 Gbit/s between them and loopback inside. torchrun "
         f"starts ranks with layers that sleep ({_LAYERS} layers of each module per rank) and with real "
@@ -84,18 +84,18 @@ def run(
         "and with 1.2 kB a quarter of it. Measured times are medians of iterations. Planned times use "
         "the known links."
     )
-    parts += [text, markdown_table(header, [_gain_row(case) for case in gains])]
+    parts += [text, markdown_table(header, [_gain_row(setting) for setting in gains])]
     header = ["hosts x ranks", "row, kB", "placement", "planned, ms", "measured, ms"]
     text = (
         "One chain with two chunks per rank, in three placements: as numbered, which ignores link times, "
         "and the two that Pipeloom tries if link times differ. Planned with the known links. Medians "
         "of iterations."
     )
-    return "\n\n".join([*parts, text, markdown_table(header, [_placement_row(case) for case in placements])])
+    return "\n\n".join([*parts, text, markdown_table(header, [_placement_row(setting) for setting in placements])])
 
 
-def _message_rows(case: Case) -> list[list[str]]:
-    _, lines = _train(case, 16, 0)
+def _message_rows(setting: Case) -> list[list[str]]:
+    _, lines = _train(setting, 16, 0)
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for line in lines[_SETTLED:]:
         for first, second, num_bytes, planned_s, measured_s in line["messages"]:
@@ -106,14 +106,14 @@ def _message_rows(case: Case) -> list[list[str]]:
     for (where, size), pairs in sorted(found.items()):
         planned, measured = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
         off = statistics.median(abs(m / p - 1) for p, m in pairs)
-        row = f"{case.width * 4 / 1e3:.1f}"
-        name = f"{case.num_hosts} x {case.per_host}"
+        row = f"{setting.width * 4 / 1e3:.1f}"
+        name = f"{setting.num_hosts} x {setting.per_host}"
         rows.append([name, row, f"{where}, {size}", str(len(pairs)), f"{planned:.2f}", f"{measured:.2f}", f"{off:.0%}"])
     return rows
 
 
-def _gain_row(case: Case) -> list[str]:
-    rows, lines = _train(case, 2 * _STRETCH * _TURNS, _STRETCH)
+def _gain_row(setting: Case) -> list[str]:
+    rows, lines = _train(setting, 2 * _STRETCH * _TURNS, _STRETCH)
     kinds: dict[bool, list[Row]] = {True: [], False: []}
     for number, (row, line) in enumerate(zip(rows, lines, strict=True)):
         if number % _STRETCH >= _SETTLED:
@@ -121,48 +121,48 @@ def _gain_row(case: Case) -> list[str]:
     blind, known = (statistics.median(row.measured_s for row in kinds[kind]) for kind in (True, False))
     planned = statistics.median(row.planned_s for row in kinds[False])
     times = [f"{each * 1e3:.0f}" for each in (blind, known)]
-    name = f"{case.num_hosts} x {case.per_host}"
+    name = f"{setting.num_hosts} x {setting.per_host}"
     return [
         name,
-        case.layout,
-        f"{case.width * 4 / 1e3:.1f}",
+        setting.layout,
+        f"{setting.width * 4 / 1e3:.1f}",
         *times,
         f"{1 - known / blind:.1%}",
         f"{planned * 1e3:.0f}",
     ]
 
 
-def _placement_row(case: Case) -> list[str]:
-    rows, _ = _train(case, 14, 0)
+def _placement_row(setting: Case) -> list[str]:
+    rows, _ = _train(setting, 14, 0)
     times = [(row.planned_s, row.measured_s) for row in rows[_SETTLED:]]
     planned, measured = (statistics.median(each) * 1e3 for each in zip(*times, strict=True))
-    name = f"{case.num_hosts} x {case.per_host}"
-    return [name, f"{case.width * 4 / 1e3:.1f}", case.placement, f"{planned:.0f}", f"{measured:.0f}"]
+    name = f"{setting.num_hosts} x {setting.per_host}"
+    return [name, f"{setting.width * 4 / 1e3:.1f}", setting.placement, f"{planned:.0f}", f"{measured:.0f}"]
 
 
-def _placed(layout: Layout, case: Case) -> Layout:
-    if case.placement == "as numbered":
+def _placed(layout: Layout, setting: Case) -> Layout:
+    if setting.placement == "as numbered":
         return layout
-    host = np.arange(layout.num_ranks) // case.per_host
+    host = np.arange(layout.num_ranks) // setting.per_host
     distances = np.where(host[:, None] == host, 0.05, 1.0)
-    return dict(closer(layout, distances))[case.placement]
+    return dict(closer(layout, distances))[setting.placement]
 
 
-def _train(case: Case, iterations: int, stretch: int) -> tuple[list[Row], list[dict[str, Any]]]:
-    ranks = case.num_hosts * case.per_host
+def _train(setting: Case, iterations: int, stretch: int) -> tuple[list[Row], list[dict[str, Any]]]:
+    ranks = setting.num_hosts * setting.per_host
     layers = _LAYERS * ranks
     spec = build_model(0, layers).spec
-    is_divided = case.layout == "divided"
+    is_divided = setting.layout == "divided"
     layout = separate(spec, ranks, {}, by_count) if is_divided else chain_of_stages(spec, ranks, 2, by_count)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "messages.jsonl"
-        fields = {"layers": layers, "width": case.width, "stretch": stretch, "file": str(file)}
-        config = write_run(folder, _placed(layout, case), _TASK, iterations, fields, deadline_s=10.0)
-        with hosts(case.num_hosts) as machines:
+        fields = {"layers": layers, "width": setting.width, "stretch": stretch, "file": str(file)}
+        config = write_run(folder, _placed(layout, setting), _TASK, iterations, fields, deadline_s=10.0)
+        with hosts(setting.num_hosts) as machines:
             started = []
             for host in machines:
-                command = [*host.torchrun(str(case.num_hosts), case.per_host), "-m", "pipeloom", "train"]
+                command = [*host.torchrun(str(setting.num_hosts), setting.per_host), "-m", "pipeloom", "train"]
                 rest = [str(config), "--runs", str(folder / f"runs-{host.number}")]
                 started.append(host.start([*command, *rest], folder, {"PYTHONPATH": str(_ROOT)}))
             codes = [process.wait(600) for process in started]

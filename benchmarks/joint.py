@@ -38,11 +38,11 @@ def run() -> str:
     """Measure, and return the section as Markdown."""
     rows: list[list[str]] = []
     for size in SIZES:
-        case = emulated(ON_A[size])
-        apart = separate_layout(case)
+        setting = emulated(ON_A[size])
+        apart = separate_layout(setting)
         # The kernels are loaded, and the layers' costs emulated, by what is not counted.
-        planned_s(case, apart, batch_of(case.setup, "datamix1", 99), "planned", case.max_contexts)
-        rows += [[size.upper(), NAMES[mixture], *_row(case, apart, mixture)] for mixture in MIXTURES]
+        planned_s(setting, apart, batch_of(setting.setup, "datamix1", 99), "planned", setting.max_contexts)
+        rows += [[size.upper(), NAMES[mixture], *_row(setting, apart, mixture)] for mixture in MIXTURES]
     header = [
         "model",
         "mixture",
@@ -66,39 +66,39 @@ def run() -> str:
     return f"{text}\n\n{markdown_table(header, rows)}"
 
 
-def _row(case: EmulatedSetup, apart: Layout, mixture: str) -> list[str]:
+def _row(setting: EmulatedSetup, apart: Layout, mixture: str) -> list[str]:
     options = Options(iterations=BATCHES, seeds=(0,))
     found: dict[str, list[float]] = {}
     for number in range(BATCHES):
-        batch = batch_of(case.setup, mixture, number)
+        batch = batch_of(setting.setup, mixture, number)
         seconds = {
-            "pipetune": run_batch(case, batch, steps_of(case.setup)[PIPETUNE], 0).seconds,
-            "recurrence": run_batch(case, batch, TuningSpec(), 0).seconds,
-            "first": planned_s(case, case.layout, batch, "planned", case.max_contexts),
-            "largest": planned_s(case, apart, batch, "balanced", case.max_contexts),
-            "one": planned_s(case, apart, batch, "balanced", 1),
-            "apart": planned_s(case, apart, batch, "planned", case.max_contexts),
+            "pipetune": run_batch(setting, batch, steps_of(setting.setup)[PIPETUNE], 0).seconds,
+            "recurrence": run_batch(setting, batch, TuningSpec(), 0).seconds,
+            "first": planned_s(setting, setting.layout, batch, "planned", setting.max_contexts),
+            "largest": planned_s(setting, apart, batch, "balanced", setting.max_contexts),
+            "one": planned_s(setting, apart, batch, "balanced", 1),
+            "apart": planned_s(setting, apart, batch, "planned", setting.max_contexts),
         }
         for name, value in seconds.items():
             found.setdefault(name, []).append(value)
     means = {name: mean(values) for name, values in found.items()}
-    _, static = best_static(case.setup, mixture, options, "+ balance algorithm (Balanced)")
+    _, static = best_static(setting.setup, mixture, options, "+ balance algorithm (Balanced)")
     gain = means["pipetune"] / min(means["first"], means["apart"]) - 1
     values = (means["pipetune"], static, *(means[name] for name in ("recurrence", "first", "largest", "one", "apart")))
     return [*(f"{value:.3f}" for value in values), f"{gain:+.1%}"]
 
 
-def separate_layout(case: EmulatedSetup) -> Layout:
+def separate_layout(setting: EmulatedSetup) -> Layout:
     """Every module over all ranks, as DIP's rules have it, for the second mixture's mean composition."""
-    model, load = case.costs.model_spec, mean_load(case.setup, case.costs)
-    samples = batch_of(case.setup, "datamix2", 98).samples
+    model, load = setting.costs.model_spec, mean_load(setting.setup, setting.costs)
+    samples = batch_of(setting.setup, "datamix2", 98).samples
     typical = {m.name: [n for sample in samples for n in m.instance_lengths(sample)][:40] for m in model.modules}
-    places = modality_placements(model, case.costs, RANKS, typical)
+    places = modality_placements(model, setting.costs, RANKS, typical)
     return separate(model, RANKS, places, lambda module, layer: load[f"{module}/{layer.kind}"])
 
 
-def planned_s(case: EmulatedSetup, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
+def planned_s(setting: EmulatedSetup, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
     """Seconds of an iteration that is planned in a CPU second."""
-    packing = PackingSpec(contexts * case.setup.context, policy)  # type: ignore[arg-type]
-    problem = Problem(case.costs.model_spec, layout, case.costs, packing, case.capacity_bytes)
+    packing = PackingSpec(contexts * setting.setup.context, policy)  # type: ignore[arg-type]
+    problem = Problem(setting.costs.model_spec, layout, setting.costs, packing, setting.capacity_bytes)
     return decide(problem, batch, _BUDGET, 0).ns / 1e9

@@ -85,10 +85,10 @@ def _combinations(_layers: Path | None) -> Measurement:
 
 
 def _size(_layers: Path | None) -> Measurement:
-    case = pipetune.emulated(pipetune.ON_A["13b"])
-    layout = joint.separate_layout(case)
-    batches = [pipetune.batch_of(case.setup, "datamix2", number) for number in range(joint.BATCHES)]
-    seconds = mean(joint.planned_s(case, layout, batch, "planned", case.max_contexts) for batch in batches)
+    setting = pipetune.emulated(pipetune.ON_A["13b"])
+    layout = joint.separate_layout(setting)
+    batches = [pipetune.batch_of(setting.setup, "datamix2", number) for number in range(joint.BATCHES)]
+    seconds = mean(joint.planned_s(setting, layout, batch, "planned", setting.max_contexts) for batch in batches)
     return Measurement(f"{seconds:.2f} s", seconds <= 3.97)
 
 

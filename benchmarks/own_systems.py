@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks import joint
 from pipeloom.collector import collector_paused
 from pipeloom.compare.model_on_cluster import batch_of
-from pipeloom.layout.cooptimise import cooptimise, graph_of
+from pipeloom.layout.cooptimize import cooptimize, graph_of
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.planner import Problem
 from pipeloom.planner.joint import decide
@@ -76,12 +76,14 @@ def dip(label: str, options: Options) -> Comparison:
 
 def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> float:
     """Seconds of an iteration whose samples are packed and ordered together, in so many CPU seconds."""
-    case, groups = setup.case, setup.groups(seed, number)
+    setting, groups = setup.setting, setup.groups(seed, number)
     # A microbatch may be as large as the largest of the paper's.
-    most = max(int(budget_tokens(batch_of([group]), case.model).sum()) for group in groups)
+    most = max(int(budget_tokens(batch_of([group]), setting.model).sum()) for group in groups)
     packing = PackingSpec(most, "planned")
     layout = setup.layouts[0].layout
-    problem = Problem(case.model, layout, case.costs, packing, case.capacity_bytes, memory_model=case.memory)
+    problem = Problem(
+        setting.model, layout, setting.costs, packing, setting.capacity_bytes, memory_model=setting.memory
+    )
     problem.compile_kernels()
     made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"), seed)
     runs.refuse_faults("joined", made.graph, made.schedule, made.timeline)
@@ -90,14 +92,14 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
 
 def packed(size: str, mixture: str) -> Comparison:
     """PipeTune's batches, under its layout or a separate one, whichever is faster in the mean."""
-    case = pipetune.emulated(pipetune.ON_A[size])
+    setting = pipetune.emulated(pipetune.ON_A[size])
     own, first, apart = [], [], []
-    separate = joint.separate_layout(case)
+    separate = joint.separate_layout(setting)
     for number in range(joint.BATCHES):
-        batch = pipetune.batch_of(case.setup, mixture, number)
-        own.append(pipetune.run_batch(case, batch, pipetune.steps_of(case.setup)[pipetune.PIPETUNE], 0).seconds)
-        first.append(joint.planned_s(case, case.layout, batch, "planned", case.max_contexts))
-        apart.append(joint.planned_s(case, separate, batch, "planned", case.max_contexts))
+        batch = pipetune.batch_of(setting.setup, mixture, number)
+        own.append(pipetune.run_batch(setting, batch, pipetune.steps_of(setting.setup)[pipetune.PIPETUNE], 0).seconds)
+        first.append(joint.planned_s(setting, setting.layout, batch, "planned", setting.max_contexts))
+        apart.append(joint.planned_s(setting, separate, batch, "planned", setting.max_contexts))
     workload = f"{size.upper()} {pipetune.NAMES[mixture]}"
     return Comparison(workload, min(mean(first), mean(apart)), mean(own), "PipeTune")
 
@@ -116,7 +118,7 @@ def arranged(family: str, size: str, options: Options) -> Comparison:
 
 def _ordered_s(setup: adaptis.PaperSetup, seed: int, before_s: float, search_s: float) -> float:
     _, split = adaptis.chains(setup)
-    found = cooptimise(split, budget=Deadline(before_s, "cpu"), seed=seed)
+    found = cooptimize(split, budget=Deadline(before_s, "cpu"), seed=seed)
     graph = graph_of(split, found.placement)
     params = SearchParams(rules=(found.order_rule,))
     made = solve(graph, budget=Deadline(search_s, "cpu"), seed=seed, params=params)

@@ -69,9 +69,9 @@ def run() -> str:
 
 
 def _workloads() -> list[_Workload]:
-    case, vlm = emulated(ON_A["13b"]), _vlm_s()
-    packing = PackingSpec(case.max_contexts * case.setup.context)
-    paper = Problem(case.costs.model_spec, separate_layout(case), case.costs, packing, case.capacity_bytes)
+    setting, vlm = emulated(ON_A["13b"]), _vlm_s()
+    packing = PackingSpec(setting.max_contexts * setting.setup.context)
+    paper = Problem(setting.costs.model_spec, separate_layout(setting), setting.costs, packing, setting.capacity_bytes)
     layout = our_layout(vlm, [draw_iteration(vlm, 16, seed=1000 + seed) for seed in range(2)])
     tokens = max(sum(s.sequence_tokens for s in group) for group in draw_iteration(vlm, 4, 0))
     ours = Problem(vlm.model, layout, vlm.costs, PackingSpec(2 * tokens), vlm.capacity_bytes)

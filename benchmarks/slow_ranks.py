@@ -59,7 +59,7 @@ def run(cases: Sequence[Case] = CASES, computed: Sequence[Case] = COMPUTED) -> s
         "cores are part of the measured times. *Iterations to adapt* counts from the first iteration "
         "that learns speeds to the first that is planned with them."
     )
-    parts = [text, markdown_table(header, [_row(case) for case in cases]), _brief(Case(4, 1.5, "on every rank"))]
+    parts = [text, markdown_table(header, [_row(setting) for setting in cases]), _brief(Case(4, 1.5, "on every rank"))]
     if computed and (QUOTAS / "cpu.cfs_quota_us").is_file():
         share = computed[0].share
         text = (
@@ -67,12 +67,12 @@ def run(cases: Sequence[Case] = CASES, computed: Sequence[Case] = COMPUTED) -> s
             "core, and the slow rank has less by its factor. So four ranks do not compete for two cores, "
             "and the planner has the rest. Other conditions are as above."
         )
-        parts += [text, markdown_table(header, [_row(case) for case in computed])]
+        parts += [text, markdown_table(header, [_row(setting) for setting in computed])]
     return "\n\n".join(parts)
 
 
-def _row(case: Case) -> list[str]:
-    rows, changes = _train(case, _LAST, _BLIND)
+def _row(setting: Case) -> list[str]:
+    rows, changes = _train(setting, _LAST, _BLIND)
     blind, known, new = (
         _median(rows[first + _SETTLED : last]) for first, last in itertools.pairwise((0, _BLIND, _KNOWN, _LAST))
     )
@@ -83,9 +83,9 @@ def _row(case: Case) -> list[str]:
     changed = "yes" if changes else "no"
     after = "never" if adapted is None else str(adapted - _BLIND)
     return [
-        case.where,
-        str(case.ranks),
-        f"x{case.slower:g}",
+        setting.where,
+        str(setting.ranks),
+        f"x{setting.slower:g}",
         *times,
         *shorter,
         changed,
@@ -94,12 +94,12 @@ def _row(case: Case) -> list[str]:
     ]
 
 
-def _brief(case: Case) -> str:
-    rows, _ = _train(case, _BRIEF + _BLIND, 10**6, until=_BRIEF)
+def _brief(setting: Case) -> str:
+    rows, _ = _train(setting, _BRIEF + _BLIND, 10**6, until=_BRIEF)
     slow = [row.iteration for row in rows if row.slowness]
     return (
         f"A rank that is slow for 30 iterations after speeds are learned, until iteration {_BRIEF} (4 ranks, x1.5, "
-        f"{case.where}): plans use its speed in iterations {min(slow)} to {max(slow)}. An iteration takes "
+        f"{setting.where}): plans use its speed in iterations {min(slow)} to {max(slow)}. An iteration takes "
         f"{_median(rows[_SETTLED:_BLIND]) * 1e3:.0f} ms before the speed is known, "
         f"{_median(rows[_BLIND + _SETTLED : _BRIEF]) * 1e3:.0f} ms with the known speed, and "
         f"{_median(rows[_BRIEF + _SETTLED :]) * 1e3:.0f} ms after the rank has recovered."
@@ -110,24 +110,26 @@ def _median(rows: Sequence[Row]) -> float:
     return statistics.median(row.measured_s for row in rows)
 
 
-def _train(case: Case, iterations: int, every: int, until: int = 10**6) -> tuple[list[Row], list[LayoutChange]]:
-    layers = _LAYERS * case.ranks
-    layout = separate(build_model(0, layers).spec, case.ranks, {"vision": ModulePlacement(sub_microbatch=4)}, by_count)
+def _train(setting: Case, iterations: int, every: int, until: int = 10**6) -> tuple[list[Row], list[LayoutChange]]:
+    layers = _LAYERS * setting.ranks
+    layout = separate(
+        build_model(0, layers).spec, setting.ranks, {"vision": ModulePlacement(sub_microbatch=4)}, by_count
+    )
     with tempfile.TemporaryDirectory() as folder:
-        fields = {"layers": layers, "slower": case.slower, "share": case.share, "last": iterations}
+        fields = {"layers": layers, "slower": setting.slower, "share": setting.share, "last": iterations}
         fields |= {"until": until, "blind": _BLIND}
-        placed = layout if case.where == "divided" else replicated(layout, ["vision"])
+        placed = layout if setting.where == "divided" else replicated(layout, ["vision"])
         file = write_run(Path(folder), placed, _TASK, iterations, fields, deadline_s=5.0, every=every)
         run = TrainingRun.from_toml(file, runs=Path(folder, "runs"))
-        with _quotas(case):
+        with _quotas(setting):
             run.train()
         changes = read_lines(run.folder / LAYOUTS, LayoutChange) if (run.folder / LAYOUTS).is_file() else []
         return read_history(run.folder / "history.jsonl"), changes
 
 
 @contextmanager
-def _quotas(case: Case) -> Iterator[None]:
-    folders = [quota_folder(rank) for rank in range(case.ranks)] if case.share else []
+def _quotas(setting: Case) -> Iterator[None]:
+    folders = [quota_folder(rank) for rank in range(setting.ranks)] if setting.share else []
     for each in folders:
         each.mkdir(exist_ok=True)
     try:

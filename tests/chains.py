@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.cost.layers import LayerCost, LayerTable
-from pipeloom.layout.cooptimise import LayerChain, chain_of_layers
+from pipeloom.layout.cooptimize import LayerChain, chain_of_layers
 from pipeloom.taskgraph import Candidate, Edges, PairLabel, Pairs, TaskGraph, Tasks, make_graph
 
 
@@ -25,7 +25,7 @@ def uniform_chain(
     With ``split``, the backward's time is shared by I and W (I gets the odd nanosecond).
     """
     num_chunks = num_ranks * chunks_per_rank
-    kind, rank, duration, pair, segment, microbatch, edges, labels = [], [], [], [], [], [], [], []
+    kind, rank, duration, pair, pass_id, microbatch, edges, labels = [], [], [], [], [], [], [], []
     next_segment = 0
     for m in range(num_microbatches):
         base = m * num_chunks
@@ -39,7 +39,7 @@ def uniform_chain(
                 rank.append(chunk % num_ranks)
                 duration.append((forward_ns, backward_ns - weight, weight)[backwards])
                 pair.append(base + chunk)
-                segment.append(next_segment - 1)
+                pass_id.append(next_segment - 1)
                 microbatch.append(m)
                 task = len(kind) - 1
                 if position and backwards < 2:
@@ -58,7 +58,7 @@ def uniform_chain(
             rank=rank,
             duration_ns=duration,
             pair=pair,
-            segment=segment,
+            pass_id=pass_id,
             microbatch=microbatch,
             module=[0] * len(kind),
             module_names=("lm",),

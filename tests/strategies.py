@@ -55,7 +55,7 @@ class _Columns:
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
     pair: list[int] = field(default_factory=list)
-    segment: list[int] = field(default_factory=list)
+    pass_id: list[int] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     module: list[int] = field(default_factory=list)
     edges: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -63,10 +63,10 @@ class _Columns:
     gradient: list[int] = field(default_factory=list)
     labels: list[PairLabel] = field(default_factory=list)
 
-    def add(self, kind: int, rank: int, duration: int, pair: int, segment: int, microbatch: int, module: int) -> int:
+    def add(self, kind: int, rank: int, duration: int, pair: int, pass_id: int, microbatch: int, module: int) -> int:
         for column, value in zip(
-            (self.kind, self.rank, self.duration, self.pair, self.segment, self.microbatch, self.module),
-            (kind, rank, duration, pair, segment, microbatch, module),
+            (self.kind, self.rank, self.duration, self.pair, self.pass_id, self.microbatch, self.module),
+            (kind, rank, duration, pair, pass_id, microbatch, module),
             strict=True,
         ):
             column.append(value)
@@ -144,7 +144,7 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
                 weights: list[int] = []
                 numbers: dict[int, int] = {}
                 for forward in reversed(chain):
-                    key = (columns.segment[forward], 0)
+                    key = (columns.pass_id[forward], 0)
                     if key != last_key:
                         next_segment += 1
                         last_key = key
@@ -161,7 +161,7 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
                 if split_module:
                     by_segment: dict[int, int] = {}
                     for forward in reversed(chain):
-                        key_segment = columns.segment[forward]
+                        key_segment = columns.pass_id[forward]
                         if key_segment not in by_segment:
                             next_segment += 1
                             by_segment[key_segment] = next_segment - 1
@@ -204,7 +204,7 @@ def random_graph(seed: int, shape: Shape) -> TaskGraph:
             rank=columns.rank,
             duration_ns=columns.duration,
             pair=columns.pair,
-            segment=columns.segment,
+            pass_id=columns.pass_id,
             microbatch=columns.microbatch,
             module=columns.module,
             module_names=tuple(f"m{i}" for i in range(shape.num_modules)),

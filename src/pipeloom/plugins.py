@@ -7,7 +7,7 @@ group                         values
 ============================  ====================================================
 ``pipeloom.commands``         `pipeloom.cli.app.Command`
 ``pipeloom.search_methods``   `pipeloom.search.Method`
-``pipeloom.arrange_methods``  function of a `LayerChain`, like `cooptimise`
+``pipeloom.arrange_methods``  function of a `LayerChain`, like `cooptimize`
 ============================  ====================================================
 """
 

@@ -13,7 +13,7 @@ from pipeloom.cli.app import run
 from pipeloom.io import write_layers
 from pipeloom.search import OrderRule
 from pipeloom.spec import Layout
-from tests.layout.cooptimise.chains import table
+from tests.layout.cooptimize.chains import table
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_tells_what_it_chose(layers: Path, tmp_path: Path, capsys: pytest.Captur
         (lambda d: d["layers"][2].pop("activation_bytes"), "layers[2].activation_bytes: is missing"),
         (lambda d: d.update(layers=[]), "layers: is empty"),
         (lambda d: d.update(num_ranks=0), "num_ranks: 0 is below 1"),
-        (lambda d: d.update(colour="red"), "colour: is not a known field"),
+        (lambda d: d.update(color="red"), "colour: is not a known field"),
         (lambda d: d["layers"][0].update(forward_s=1e12), "layers[0].forward_s: 1e+12 is not below 4.6e+09 s"),
         (lambda d: d.update(num_ranks=10**9), "num_ranks: 1000000000 is above 4096"),
         (

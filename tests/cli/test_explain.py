@@ -11,7 +11,7 @@ from pipeloom import load
 from pipeloom.cli.app import run
 from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
-from pipeloom.layout.cooptimise import chain_of_layers
+from pipeloom.layout.cooptimize import chain_of_layers
 from tests.explain.traces.made import documents, random_pipeline, write
 
 

@@ -74,7 +74,7 @@ def test_iterations_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
         *((i, 0, False) for i in range(5)),
         *((i, 1, True) for i in range(5, 9)),
     ]
-    summary = again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
+    summary = again.summarize(RunFacts("n", 1, 1, 0, ""), 1.0)
     assert (summary.iterations, summary.resumed_at) == (9, (5,))
     assert (summary.loss_first, summary.loss_last) == (1.0, 9.0)
 
@@ -88,14 +88,14 @@ def test_a_last_line_that_was_cut_off_is_reported(tmp_path: Path, caplog: pytest
     again = Recorder(tmp_path, first_iteration=4)
     assert "history.jsonl: line 4 was cut off when the process died and is ignored" in caplog.text
     assert "history.jsonl: has 3 of the 4 iterations before the checkpoint" in caplog.text
-    assert again.summarise(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
+    assert again.summarize(RunFacts("n", 1, 1, 0, ""), 1.0).iterations == 3
 
 
 def test_a_history_that_is_gone_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path, first_iteration=4)
     assert "history.jsonl: has 0 of the 4 iterations before the checkpoint" in caplog.text
     with pytest.raises(InputError, match=r"history\.jsonl: has no iterations, .*; raise iterations"):
-        recorder.summarise(RunFacts("n", 1, 1, 0, ""), 1.0)
+        recorder.summarize(RunFacts("n", 1, 1, 0, ""), 1.0)
 
 
 def test_the_newest_plans_are_kept(tmp_path: Path) -> None:

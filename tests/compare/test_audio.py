@@ -52,15 +52,15 @@ def test_no_recording_is_lost_or_divided() -> None:
 
 
 def test_images_and_recordings_are_planned_together() -> None:
-    case = put_on_cluster(listening(), "dip-h800-64", Degrees(tensor=4, pipeline=2), update=False)
+    setting = put_on_cluster(listening(), "dip-h800-64", Degrees(tensor=4, pipeline=2), update=False)
     groups = [
         [Sample(f"{m}.0", 900, (169,) * m, (2704,) * m), Sample(f"{m}.1", 100, audio_seconds=(20.0,) * (3 - m))]
         for m in range(4)
     ]
-    layout = our_layout(case, [groups])
+    layout = our_layout(setting, [groups])
     assert {chunk.module for chunk in layout.chunks} == {"vision", "audio", "lm"}
-    graph = graph_of(case, layout, groups, "listening")
-    packing = pack_microbatches(case, layout, groups)
+    graph = graph_of(setting, layout, groups, "listening")
+    packing = pack_microbatches(setting, layout, groups)
     heard = [[n for part in m.parts[1] for n in part.workload.lengths] for m in packing.microbatches]
     assert heard == [[1000] * 3, [1000] * 2, [1000], []]
     audio = graph.module == 1
@@ -68,5 +68,5 @@ def test_images_and_recordings_are_planned_together() -> None:
     assert set(graph.microbatch[audio].tolist()) == {0, 1, 2}
     found = solve(graph, budget=Evaluations(50), seed=0)
     assert check(graph, found.schedule, found.timeline) == ()
-    shapes = boundary_shapes(case.model, layout)
+    shapes = boundary_shapes(setting.model, layout)
     verify(lower(graph, found.schedule, found.timeline, layout, packing, shapes), layout, packing)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.compare.baseline import replica_seconds
 from pipeloom.compare.baselines.dip import our_layout
-from pipeloom.compare.chosen_layout import choose_layout, sampled_case
+from pipeloom.compare.chosen_layout import choose_layout, sampled_setting
 from pipeloom.compare.model_on_cluster import draw_iteration, pack_microbatches
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.layout import ModulePlacement, even_layout, replicated
@@ -24,35 +24,35 @@ from tests.compare.cases import vlm_on_h800
 
 
 @pytest.fixture(scope="module")
-def case():
+def setting():
     return vlm_on_h800(Degrees(tensor=2, pipeline=2), vision=12, lm=6)
 
 
 @pytest.fixture(scope="module")
-def batches(case):
-    return [draw_iteration(case, 4, 100)]
+def batches(setting):
+    return [draw_iteration(setting, 4, 100)]
 
 
 @pytest.fixture(scope="module")
-def trials(case, batches):
-    return choose_layout(case, batches, trial=Evaluations(20), rounds=1)
+def trials(setting, batches):
+    return choose_layout(setting, batches, trial=Evaluations(20), rounds=1)
 
 
-def test_the_choice_is_the_fastest_of_what_was_tried(case, batches, trials):
+def test_the_choice_is_the_fastest_of_what_was_tried(setting, batches, trials):
     assert trials[0].seconds == min(t.seconds for t in trials if not t.ruled_out)
     assert all(t.bound_s <= t.seconds for t in trials)
     assert any("chain" in t.name for t in trials)
     assert any("replicated" in t.name for t in trials)
     rules = evaluate_layout(
-        sampled_case(case, batches), LayoutDraft("rules", our_layout(case, batches)), Evaluations(20), 0
+        sampled_setting(setting, batches), LayoutDraft("rules", our_layout(setting, batches)), Evaluations(20), 0
     )
     assert trials[0].seconds <= rules.seconds
     with pytest.raises(InputError, match="sampled iteration"):
-        choose_layout(case, [])
+        choose_layout(setting, [])
 
 
-def test_the_nearest_layouts_are_planned_once_more(case, batches, trials):
-    long = choose_layout(case, batches, trial=Evaluations(20), final=Evaluations(400), rounds=1)
+def test_the_nearest_layouts_are_planned_once_more(setting, batches, trials):
+    long = choose_layout(setting, batches, trial=Evaluations(20), final=Evaluations(400), rounds=1)
     assert {t.name for t in long} == {t.name for t in trials}
     before = {t.name: t for t in trials}
     again = [t for t in long if t != before[t.name]]
@@ -63,7 +63,7 @@ def test_the_nearest_layouts_are_planned_once_more(case, batches, trials):
     assert any(t.name.endswith("layers by number") for t in trials)
 
 
-def test_encoders_are_tried_with_encoder_dp_where_a_rank_is_several_devices(case, batches, trials):
+def test_encoders_are_tried_with_encoder_dp_where_a_rank_is_several_devices(setting, batches, trials):
     with_dp = [t for t in trials if t.layout.encoder_dp_modules]
     assert len(with_dp) < len(trials) / 2
     assert all(t.layout.encoder_dp_modules == {"vision"} for t in with_dp)
@@ -71,14 +71,14 @@ def test_encoders_are_tried_with_encoder_dp_where_a_rank_is_several_devices(case
         assert any(word in t.name for t in with_dp)
     fitting = next(t for t in with_dp if not t.problem and "chain" in t.name)
     # Gradients of what every device of a rank holds are added up.
-    assert replica_seconds(case, fitting.layout) > 0.0
+    assert replica_seconds(setting, fitting.layout) > 0.0
     alone = vlm_on_h800(Degrees(tensor=1, pipeline=2), vision=12, lm=6)
-    assert sampled_case(alone, batches).encoder_dp is None
+    assert sampled_setting(alone, batches).encoder_dp is None
 
 
-def test_a_layout_that_does_not_fit_says_why(case, batches):
+def test_a_layout_that_does_not_fit_says_why(setting, batches):
     with pytest.raises(InfeasibleError, match="optimizer state"):
-        choose_layout(replace(case, capacity_bytes=10**9), batches, trial=Evaluations(1), rounds=1)
+        choose_layout(replace(setting, capacity_bytes=10**9), batches, trial=Evaluations(1), rounds=1)
 
 
 def test_replicas_get_even_work():
@@ -96,13 +96,13 @@ def test_replicas_get_even_work():
     assert check(graph, found.schedule, found.timeline) == ()
 
 
-def test_replicated_gradients_cost_time(case):
-    places = {m.name: ModulePlacement(1, 2 if m.name == "vision" else None) for m in case.model.modules}
-    layout = even_layout(case.model, 2, places, lambda _m, _l: 1.0)
-    assert replica_seconds(case, layout) == 0
+def test_replicated_gradients_cost_time(setting):
+    places = {m.name: ModulePlacement(1, 2 if m.name == "vision" else None) for m in setting.model.modules}
+    layout = even_layout(setting.model, 2, places, lambda _m, _l: 1.0)
+    assert replica_seconds(setting, layout) == 0
     both = replicated(layout, ["vision"])
-    share = sum(layer.num_parameters for layer in case.model.modules[0].flat_layers) * 4 / 2 / 2
-    assert replica_seconds(case, both) == pytest.approx(2 * case.costs.transfer_s(int(share)), rel=1e-6)
+    share = sum(layer.num_parameters for layer in setting.model.modules[0].flat_layers) * 4 / 2 / 2
+    assert replica_seconds(setting, both) == pytest.approx(2 * setting.costs.transfer_s(int(share)), rel=1e-6)
     assert placement_name(places) == "vision 2 x1, lm all x1"
-    groups = draw_iteration(case, 2, 0)
-    assert len(pack_microbatches(case, both, groups).microbatches) == 2
+    groups = draw_iteration(setting, 2, 0)
+    assert len(pack_microbatches(setting, both, groups).microbatches) == 2

@@ -12,7 +12,7 @@ import pytest
 from pipeloom.compare import registry
 from pipeloom.compare.baselines.megatron import megatron_1f1b
 from pipeloom.compare.chosen_layout import choose_layout
-from pipeloom.compare.comparison import compare_case
+from pipeloom.compare.comparison import compare_setting
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.compare.registry import BASELINES, Baseline, suitable
 from pipeloom.integrations.models import load_model
@@ -28,18 +28,18 @@ def _on_cluster(model: str) -> ModelOnCluster:
 
 
 def test_a_system_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = _on_cluster("vlm-7b")
-    typical = [draw_iteration(case, 3, 100)]
-    before = suitable(case)
+    setting = _on_cluster("vlm-7b")
+    typical = [draw_iteration(setting, 3, 100)]
+    before = suitable(setting)
     monkeypatch.setitem(BASELINES, "mine", Baseline("Mine, as an example", megatron_1f1b))
     monkeypatch.setitem(BASELINES, "never", Baseline("Suits nothing", megatron_1f1b, lambda _model: False))
-    assert suitable(case) == (*before, "mine")
+    assert suitable(setting) == (*before, "mine")
     reported: list[str] = []
     compared = list(
-        compare_case(
-            case,
+        compare_setting(
+            setting,
             typical,
-            draw_iteration(case, 3, 0),
+            draw_iteration(setting, 3, 0),
             ["1f1b", "mine"],
             budget=Evaluations(1),
             on_system=reported.append,
@@ -93,6 +93,6 @@ def test_no_system_is_ended_by_what_samples_lack(
     (tmp_path / "config.json").write_text(json.dumps(config))
     quick = functools.partial(choose_layout, trial=Evaluations(2), rounds=1)
     monkeypatch.setattr(registry, "choose_layout", quick)
-    case = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
-    found = compare_case(case, [groups], groups, list(BASELINES), budget=Evaluations(2))
+    setting = put_on_cluster(load_model(str(tmp_path)), "h100-8", Degrees(pipeline=2, data=4))
+    found = compare_setting(setting, [groups], groups, list(BASELINES), budget=Evaluations(2))
     assert [one.problem for one in found if not one.can_run] == []

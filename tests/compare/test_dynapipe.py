@@ -57,15 +57,15 @@ def test_what_a_microbatch_costs_in_itself_makes_them_larger():
 
 
 @pytest.fixture(scope="module")
-def case():
+def setting():
     return vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=8, lm=10)
 
 
 @pytest.fixture(scope="module")
-def graph(case):
-    groups = draw_iteration(case, 8, 0)
-    layout = chain_of_stages(case.model, 4, 1, by_time(case, [groups]))
-    return graph_of(case, layout, groups, "dynapipe", case.levels)
+def graph(setting):
+    groups = draw_iteration(setting, 8, 0)
+    layout = chain_of_stages(setting.model, 4, 1, by_time(setting, [groups]))
+    return graph_of(setting, layout, groups, "dynapipe", setting.levels)
 
 
 def test_its_schedule_is_sound_and_1f1b_where_as_little_is_held(graph):
@@ -98,32 +98,32 @@ def test_microbatches_go_in_as_requested(graph):
     assert list(dict.fromkeys(graph.microbatch[order.order[3]].tolist())) == [3, 1, 0, 2, 7, 6, 5, 4]
 
 
-def test_it_takes_one_stage_on_a_rank(case):
-    groups = draw_iteration(case, 4, 0)
-    layout = chain_of_stages(case.model, 4, 2, by_time(case, [groups]))
+def test_it_takes_one_stage_on_a_rank(setting):
+    groups = draw_iteration(setting, 4, 0)
+    layout = chain_of_stages(setting.model, 4, 2, by_time(setting, [groups]))
     with pytest.raises(InputError, match="several stages"):
-        memory_aware_1f1b(graph_of(case, layout, groups, "two", case.levels), range(4))
+        memory_aware_1f1b(graph_of(setting, layout, groups, "two", setting.levels), range(4))
 
 
-def test_it_is_sound_and_no_slower_than_1f1b(case):
-    typical, groups = [draw_iteration(case, 6, 100)], draw_iteration(case, 6, 0)
-    found = dynapipe(case, typical).run(groups, Evaluations(1), 0)
+def test_it_is_sound_and_no_slower_than_1f1b(setting):
+    typical, groups = [draw_iteration(setting, 6, 100)], draw_iteration(setting, 6, 0)
+    found = dynapipe(setting, typical).run(groups, Evaluations(1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
-    plain = megatron_1f1b(case, typical, "time").run(groups, Evaluations(1), 0)
+    plain = megatron_1f1b(setting, typical, "time").run(groups, Evaluations(1), 0)
     assert found.iteration_s < plain.iteration_s
     with pytest.raises(InfeasibleError):
-        dynapipe(replace(case, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
+        dynapipe(replace(setting, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
 
 
-def test_loads_of_samples_add_up_to_what_a_stage_takes(case):
-    groups = draw_iteration(case, 6, 0)
+def test_loads_of_samples_add_up_to_what_a_stage_takes(setting):
+    groups = draw_iteration(setting, 6, 0)
     samples = [sample for group in groups for sample in group]
-    layout = chain_of_stages(case.model, 4, 1, by_time(case, [groups]))
-    loads = stage_loads(case, layout, samples, RECOMPUTED[0], 4)
-    real = graph_of(case, layout, groups, "all", case.levels)
+    layout = chain_of_stages(setting.model, 4, 1, by_time(setting, [groups]))
+    loads = stage_loads(setting, layout, samples, RECOMPUTED[0], 4)
+    real = graph_of(setting, layout, groups, "all", setting.levels)
     seconds = np.bincount(real.rank, weights=real.duration_ns, minlength=4) / 1e9
     assert loads.seconds.sum(axis=1) + 6 * loads.fixed_s == pytest.approx(seconds, rel=0.15)
-    full = stage_loads(case, layout, samples, RECOMPUTED[2], 4)
+    full = stage_loads(setting, layout, samples, RECOMPUTED[2], 4)
     assert (full.seconds.sum(axis=1) > loads.seconds.sum(axis=1)).all()
     assert (full.size_bytes.sum(axis=1) < loads.size_bytes.sum(axis=1)).all()

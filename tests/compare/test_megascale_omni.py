@@ -27,60 +27,62 @@ from tests.compare.cases import vlm_on_h800
 
 
 @pytest.fixture(scope="module")
-def case():
+def setting():
     return vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=8, lm=10)
 
 
 @pytest.fixture(scope="module")
-def typical(case):
-    return [draw_iteration(case, 6, 100)]
+def typical(setting):
+    return [draw_iteration(setting, 6, 100)]
 
 
 @pytest.fixture(scope="module")
-def made(case, typical):
-    return megascale_omni(case, typical)
+def made(setting, typical):
+    return megascale_omni(setting, typical)
 
 
 @pytest.fixture(scope="module")
-def layout(case, typical):
+def layout(setting, typical):
     places = {"vision": ModulePlacement(1, 4), "lm": ModulePlacement(2)}
-    return replicated(separate(case.model, case.num_ranks, places, by_time(case, typical)), ["vision"])
+    return replicated(separate(setting.model, setting.num_ranks, places, by_time(setting, typical)), ["vision"])
 
 
-def test_it_is_sound_and_ahead_of_what_it_builds_on(case, typical, made):
-    groups = draw_iteration(case, 6, 0)
+def test_it_is_sound_and_ahead_of_what_it_builds_on(setting, typical, made):
+    groups = draw_iteration(setting, 6, 0)
     found = made.run(groups, Evaluations(1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
     assert found.layout.module("vision").on_ranks == "replicated"
     assert found.after_s > 0
-    assert found.iteration_s < optimus_bubbles(case, typical).run(groups, Evaluations(1), 0).iteration_s
+    assert found.iteration_s < optimus_bubbles(setting, typical).run(groups, Evaluations(1), 0).iteration_s
 
 
-def test_every_image_is_encoded_once(case, made):
+def test_every_image_is_encoded_once(setting, made):
     """However microbatches were made anew, the work is that of the samples given."""
-    groups = draw_iteration(case, 6, 1)
+    groups = draw_iteration(setting, 6, 1)
     found = made.run(groups, Evaluations(1), 0)
-    parts = {(label.microbatch, label.sub_microbatch) for label in found.graph.labels if label.chunk < case.num_ranks}
+    parts = {
+        (label.microbatch, label.sub_microbatch) for label in found.graph.labels if label.chunk < setting.num_ranks
+    }
     images = sum(len(s.image_tokens) for group in groups for s in group)
     size = found.layout.module("vision").sub_microbatch
     assert images / size <= len(parts) <= images
 
 
 @pytest.mark.full
-def test_what_does_not_fit_whole_on_every_device_runs_in_another_way(case, typical, made):
-    groups = draw_iteration(case, 6, 0)
+def test_what_does_not_fit_whole_on_every_device_runs_in_another_way(setting, typical, made):
+    groups = draw_iteration(setting, 6, 0)
     whole = int(made.run(groups, Evaluations(1), 0).graph.static_bytes.max())
-    small = replace(case, capacity_bytes=int(0.95 * whole))
+    small = replace(setting, capacity_bytes=int(0.95 * whole))
     found = megascale_omni(small, typical).run(groups, Evaluations(1), 0)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert found.graph.static_bytes.max() < whole
     with pytest.raises(InfeasibleError):
-        megascale_omni(replace(case, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
+        megascale_omni(replace(setting, capacity_bytes=10**9), typical).run(groups, Evaluations(1), 0)
 
 
-def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, layout):
-    graph = graph_of(case, layout, draw_iteration(case, 8, 2), "joint", case.levels)
+def test_groups_are_encoded_around_the_backbones_passes_of_them(setting, typical, layout):
+    graph = graph_of(setting, layout, draw_iteration(setting, 8, 2), "joint", setting.levels)
     orders = {size: joint_pipeline(graph, size) for size in (1, 4, 8)}
     for order in orders.values():
         timeline = simulate(graph, order)
@@ -96,9 +98,9 @@ def test_groups_are_encoded_around_the_backbones_passes_of_them(case, typical, l
         joint_pipeline(graph, 0)
 
 
-def test_every_group_is_assigned_evenly(case, layout):
+def test_every_group_is_assigned_evenly(setting, layout):
     assigned = assigned_in_groups(
-        assignable_of(case, layout, draw_iteration(case, 8, 2), "dealt", case.levels), 4
+        assignable_of(setting, layout, draw_iteration(setting, 8, 2), "dealt", setting.levels), 4
     ).graph
     encodes = assigned.module == 0
     for group in (0, 1):
@@ -107,31 +109,31 @@ def test_every_group_is_assigned_evenly(case, layout):
         assert load.max() - load.min() <= 2 * assigned.duration_ns[mine].max()
 
 
-def test_short_images_are_assigned_to_devices_and_long_ones_divided(case):
-    costs = LongShortCosts(case)
+def test_short_images_are_assigned_to_devices_and_long_ones_divided(setting):
+    costs = LongShortCosts(setting)
     chunk = Chunk("vision", (0, 8), 0)
     short, one = Workload((256,) * 8), Workload((16384,))
-    divided = case.levels.chunk_costs(chunk, short)[0]
+    divided = setting.levels.chunk_costs(chunk, short)[0]
     assigned = costs.chunk_costs(chunk, short)[0]
     assert assigned.forward_s + assigned.backward_s < divided.forward_s + divided.backward_s
     # A single image cannot be dealt, so it is divided; and the backbone is as it was.
-    assert costs.chunk_costs(chunk, one) == case.levels.chunk_costs(chunk, one)
+    assert costs.chunk_costs(chunk, one) == setting.levels.chunk_costs(chunk, one)
     backbone = Chunk("lm", (0, 3), 0)
-    assert costs.chunk_costs(backbone, short) == case.levels.chunk_costs(backbone, short)
-    assert costs.static_bytes(backbone) == case.levels.static_bytes(backbone)
+    assert costs.chunk_costs(backbone, short) == setting.levels.chunk_costs(backbone, short)
+    assert costs.static_bytes(backbone) == setting.levels.static_bytes(backbone)
     # Whole on every device, but for the optimiser's state.
-    assert costs.static_bytes(chunk) > 0.5 * case.levels.static_bytes(chunk)
+    assert costs.static_bytes(chunk) > 0.5 * setting.levels.static_bytes(chunk)
 
 
 def test_alone_on_a_device_encoders_cost_what_they_did():
-    case = vlm_on_h800(Degrees(pipeline=2), vision=4, lm=4)
+    setting = vlm_on_h800(Degrees(pipeline=2), vision=4, lm=4)
     chunk, workload = Chunk("vision", (0, 4), 0), Workload((256, 1024))
-    assert LongShortCosts(case).chunk_costs(chunk, workload) == case.levels.chunk_costs(chunk, workload)
+    assert LongShortCosts(setting).chunk_costs(chunk, workload) == setting.levels.chunk_costs(chunk, workload)
 
 
-def test_reordering_keeps_all_samples_and_is_even(case):
-    groups = draw_iteration(case, 8, 3)
-    made = Reordering(case, groups)
+def test_reordering_keeps_all_samples_and_is_even(setting):
+    groups = draw_iteration(setting, 8, 3)
+    made = Reordering(setting, groups)
     for number in (8, 12):
         packed = made.even(number)
         assert sorted(s.id for g in packed for s in g) == sorted(s.id for g in groups for s in g)
@@ -148,20 +150,20 @@ def test_reordering_keeps_all_samples_and_is_even(case):
     assert sum(again) == pytest.approx(sum(given))
 
 
-def test_a_reordered_system_is_no_slower(case, typical):
-    groups = draw_iteration(case, 6, 4)
-    plain = megatron_1f1b(case, typical, "time")
-    found = reordered(plain, case).run(groups, Evaluations(1), 0)
+def test_a_reordered_system_is_no_slower(setting, typical):
+    groups = draw_iteration(setting, 6, 4)
+    plain = megatron_1f1b(setting, typical, "time")
+    found = reordered(plain, setting).run(groups, Evaluations(1), 0)
     assert found.iteration_s <= any_size(plain).run(groups, Evaluations(1), 0).iteration_s
-    assert any_size(reordered(plain, case)).run(groups, Evaluations(1), 0).iteration_s == found.iteration_s
+    assert any_size(reordered(plain, setting)).run(groups, Evaluations(1), 0).iteration_s == found.iteration_s
     with pytest.raises(InfeasibleError):
-        reordered(megatron_1f1b(replace(case, capacity_bytes=10**9), []), case).run(groups, Evaluations(1), 0)
+        reordered(megatron_1f1b(replace(setting, capacity_bytes=10**9), []), setting).run(groups, Evaluations(1), 0)
 
 
-def test_a_frozen_encoder_has_no_gradients_to_add_up(case, typical):
-    frozen = msgspec.structs.replace(case.model.modules[0], frozen=True)
-    model = msgspec.structs.replace(case.model, modules=(frozen, *case.model.modules[1:]))
-    costs = LongShortCosts(case)
+def test_a_frozen_encoder_has_no_gradients_to_add_up(setting, typical):
+    frozen = msgspec.structs.replace(setting.model.modules[0], frozen=True)
+    model = msgspec.structs.replace(setting.model, modules=(frozen, *setting.model.modules[1:]))
+    costs = LongShortCosts(setting)
     places = {"lm": ModulePlacement(1)}
-    layout = replicated(separate(model, case.num_ranks, places, by_time(case, typical)), ["vision"])
+    layout = replicated(separate(model, setting.num_ranks, places, by_time(setting, typical)), ["vision"])
     assert costs.reduction_s(layout, {"vision": 10**9, "lm": 10**9}) == 0.0

@@ -33,37 +33,37 @@ def case_of(run: CurrentRun) -> ModelOnCluster:
 def test_what_is_run_now_is_what_it_says() -> None:
     """The layout, order and recomputation of the words, and nothing else, on a graph that the checker accepts."""
     run = CurrentRun(pp=2, layout=(2, 4), recompute="full:0.5")
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(3), 0)
-    found = now_system(case, run).run(given.groups, ONE, 0)
-    assert found.layout == layout_of_stages(case.model, 2, (2, 4))
-    assert held_as(run_costs(case, run), found) == ChunkStrategy("recompute", 0.5)
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(3), 0)
+    found = now_system(setting, run).run(given.groups, ONE, 0)
+    assert found.layout == layout_of_stages(setting.model, 2, (2, 4))
+    assert held_as(run_costs(setting, run), found) == ChunkStrategy("recompute", 0.5)
     assert not check(found.graph, found.schedule, found.timeline)
     # 1F1B: rank 0 runs one forward ahead, then alternates.
     kinds = [int(found.graph.kind[task]) for task in found.schedule.order[1]]
     assert kinds[0] != kinds[-1]
     least = CurrentRun(pp=2, layout=(2, 4))
-    assert now_system(case, least).run(given.groups, ONE, 0).iteration_s <= found.iteration_s
+    assert now_system(setting, least).run(given.groups, ONE, 0).iteration_s <= found.iteration_s
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_every_schedule_runs(schedule: str) -> None:
     run = CurrentRun(pp=2, schedule=schedule, chunks=2 if schedule == "interleaved" else None)  # type: ignore[arg-type]
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(3), 0)
-    found = now_system(case, run).run(given.groups, ONE, 0)
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(3), 0)
+    found = now_system(setting, run).run(given.groups, ONE, 0)
     assert found.fits
-    tuned = tuned_system(case, run, given.typical).run(given.groups, ONE, 0)
+    tuned = tuned_system(setting, run, given.typical).run(given.groups, ONE, 0)
     assert tuned.fits
     assert all(chunk.rank == 0 for chunk in tuned.layout.chunks if chunk.module == "vision")
 
 
 def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
     run = CurrentRun(pp=2, recompute="none")
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(3), 0)
-    needs = now_system(case, run).run(given.groups, ONE, 0)
-    small = replace(case, capacity_bytes=int(0.8 * needs.timeline.peak_bytes.max()))
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(3), 0)
+    needs = now_system(setting, run).run(given.groups, ONE, 0)
+    small = replace(setting, capacity_bytes=int(0.8 * needs.timeline.peak_bytes.max()))
     found = now_system(small, run).run(given.groups, ONE, 0)
     assert not found.fits
     assert found.iteration_s == needs.iteration_s
@@ -71,27 +71,27 @@ def test_a_run_that_needs_too_much_is_timed_all_the_same() -> None:
 
 def test_a_trainer_set_anew_is_no_slower_on_what_it_was_set_for() -> None:
     run = CurrentRun(pp=2, recompute="full")
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(4), 0)
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(4), 0)
     both = [given.groups]
-    now, tuned = now_system(case, run), tuned_system(case, run, both)
+    now, tuned = now_system(setting, run), tuned_system(setting, run, both)
     assert tuned.run(given.groups, ONE, 0).iteration_s <= now.run(given.groups, ONE, 0).iteration_s
 
 
 def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     run = CurrentRun(pp=2, recompute="full", microbatch_samples=1, pad_to=8192)
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(6, samples=1, pad_to=8192), 0)
-    layout = our_layout(case, given.typical)
-    packed = packing_system("packed", case, layout, 8192).run(given.real, Evaluations(20), 0)
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(6, samples=1, pad_to=8192), 0)
+    layout = our_layout(setting, given.typical)
+    packed = packing_system("packed", setting, layout, 8192).run(given.real, Evaluations(20), 0)
     assert not check(packed.graph, packed.schedule, packed.timeline)
-    steps = split_gain(case, run, given.groups, packed, ONE)
+    steps = split_gain(setting, run, given.groups, packed, ONE)
     assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
     assert steps[-1].iteration_s == packed.iteration_s
     # The first step has my layout replaced alone; with my own layout it would be what I run.
-    mine = now_system(case, run)
+    mine = now_system(setting, run)
     other = replace(packed, layout=mine.layout)
-    (first, *_), now = split_gain(case, run, given.groups, other, ONE), mine.run(given.groups, ONE, 0)
+    (first, *_), now = split_gain(setting, run, given.groups, other, ONE), mine.run(given.groups, ONE, 0)
     assert first.iteration_s == pytest.approx(now.iteration_s)
     # Samples that are no longer padded are a third as long.
     assert steps[1].iteration_s < steps[0].iteration_s
@@ -99,12 +99,12 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
 
 
 def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sampled_iterations() -> None:
-    case = case_of(CurrentRun(pp=2))
-    given = sampled_iterations(case, None, Grouping(4, samples=2), 0)
-    layout = our_layout(case, given.typical)
+    setting = case_of(CurrentRun(pp=2))
+    given = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
+    layout = our_layout(setting, given.typical)
     budget = Evaluations(20)
-    found = own_system("mine", case, [layout], given.typical, 8192, budget)
-    ways = [packing_system("packed", case, layout, 8192), searched_system("given", case, layout)]
+    found = own_system("mine", setting, [layout], given.typical, 8192, budget)
+    ways = [packing_system("packed", setting, layout, 8192), searched_system("given", setting, layout)]
     sampled = [[way.run(groups, budget, i).iteration_s for i, groups in enumerate(given.typical)] for way in ways]
     best = ways[int(sum(sampled[1]) < sum(sampled[0]))]
     mine = found.run(given.groups, budget, 0)
@@ -117,28 +117,28 @@ def test_in_training_it_takes_the_way_to_make_microbatches_that_is_fastest_on_sa
 
 def test_padding_changes_what_is_computed_and_not_what_is_learnt() -> None:
     run = CurrentRun(pp=2)
-    case = case_of(run)
-    plain = sampled_iterations(case, None, Grouping(4, samples=2), 0)
-    padded = sampled_iterations(case, None, Grouping(4, samples=2, pad_to=9000), 0)
+    setting = case_of(run)
+    plain = sampled_iterations(setting, None, Grouping(4, samples=2), 0)
+    padded = sampled_iterations(setting, None, Grouping(4, samples=2, pad_to=9000), 0)
     assert padded.real == plain.real == plain.groups
     assert all(s.sequence_tokens == 9000 for group in padded.groups for s in group)
     assert [len(group) for group in padded.groups] == [2] * 4
-    ours, theirs = (now_system(case, run).run(each.groups, ONE, 0) for each in (plain, padded))
+    ours, theirs = (now_system(setting, run).run(each.groups, ONE, 0) for each in (plain, padded))
     assert ours.iteration_s < theirs.iteration_s
 
 
 def test_videos_go_together_by_their_size() -> None:
-    case = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
+    setting = put_on_cluster("t2v-s", "8xH100", CurrentRun(pp=2, tp=4).degrees(8))
     with pytest.raises(InputError, match="reads videos, which are grouped by size"):
-        sampled_iterations(case, None, Grouping(3, pad_to=100), 0)
+        sampled_iterations(setting, None, Grouping(3, pad_to=100), 0)
 
 
 def test_untold_it_is_megatrons_layout_of_a_language_model() -> None:
     run = CurrentRun(pp=2)
-    case = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", run.degrees(2))
-    given = sampled_iterations(case, None, Grouping(3), 0)
-    mine = now_system(case, run)
-    theirs = megatron_1f1b(case, given.typical)
+    setting = put_on_cluster(shallow("llama3-8b", lm=6), "8xH100", run.degrees(2))
+    given = sampled_iterations(setting, None, Grouping(3), 0)
+    mine = now_system(setting, run)
+    theirs = megatron_1f1b(setting, given.typical)
     assert [c.rank for c in mine.layout.chunks] == [c.rank for c in theirs.layout.chunks]
     blocks = np.array([chunk.num_layers for chunk in mine.layout.chunks])
     assert blocks.tolist() == [4, 4]  # three blocks each, embedding or head
@@ -148,8 +148,8 @@ def test_groups_of_microbatches_change_the_order() -> None:
     orders = []
     for group in (None, 2, 4):
         run = CurrentRun(pp=2, chunks=2, recompute="full", group=group)
-        case = case_of(run)
-        found = now_system(case, run).run(sampled_iterations(case, None, Grouping(4), 0).groups, ONE, 0)
+        setting = case_of(run)
+        found = now_system(setting, run).run(sampled_iterations(setting, None, Grouping(4), 0).groups, ONE, 0)
         orders.append([tasks.tolist() if hasattr(tasks, "tolist") else list(tasks) for tasks in found.schedule.order])
     assert orders[0] == orders[1] != orders[2]
 
@@ -159,13 +159,13 @@ def test_groups_of_microbatches_change_the_order() -> None:
 def test_what_is_timed_interleaved_is_what_megatron_accepts(count: int, ranks: int) -> None:
     """Every order with several stages a rank has a group size that Megatron takes, and the words name it."""
     run = CurrentRun(pp=ranks, chunks=2)
-    case = put_on_cluster(shallow("vlm-7b", vision=6, lm=6), "8xH100", run.degrees(ranks))
-    given = sampled_iterations(case, None, Grouping(count), 0)
+    setting = put_on_cluster(shallow("vlm-7b", vision=6, lm=6), "8xH100", run.degrees(ranks))
+    given = sampled_iterations(setting, None, Grouping(count), 0)
     size = group_sizes(ranks, count)[0]
     assert megatron_group(run, count) == (None if size == ranks else size)
     for made in (
-        tuned_system(case, run, given.typical).run(given.groups, ONE, 0),
-        megatron_interleaved(case, given.typical).run(given.groups, ONE, 0),
+        tuned_system(setting, run, given.typical).run(given.groups, ONE, 0),
+        megatron_interleaved(setting, given.typical).run(given.groups, ONE, 0),
     ):
         several = len(made.layout.chunks) > 2 * ranks
         as_megatron = interleaved_one_f_one_b(made.graph, size) if several else None
@@ -186,14 +186,14 @@ def _orders(schedule: Schedule) -> list[list[int]]:
 
 def test_fewer_microbatches_than_ranks_run_by_one_f_one_b() -> None:
     run = CurrentRun(pp=2, chunks=2)
-    case = case_of(run)
-    given = sampled_iterations(case, None, Grouping(1), 0)
+    setting = case_of(run)
+    given = sampled_iterations(setting, None, Grouping(1), 0)
     with pytest.raises(InputError, match="group: 2 does not suit 1 microbatches on 2 ranks; use more microbatches"):
         check_groups(run, 1)
     check_groups(msgspec.structs.replace(run, source="run.toml, of torchtitan"), 1)
     for made in (
-        tuned_system(case, run, given.typical).run(given.groups, ONE, 0),
-        megatron_interleaved(case, given.typical).run(given.groups, ONE, 0),
+        tuned_system(setting, run, given.typical).run(given.groups, ONE, 0),
+        megatron_interleaved(setting, given.typical).run(given.groups, ONE, 0),
     ):
         ranks = [chunk.rank for chunk in made.layout.chunks]
         assert ranks == sorted(ranks)
@@ -202,7 +202,7 @@ def test_fewer_microbatches_than_ranks_run_by_one_f_one_b() -> None:
 def test_other_settings_of_a_trainer_may_allow_one_schedule_alone() -> None:
     for only, most in (("1f1b", True), ("interleaved", False)):
         run = CurrentRun(pp=2, only=only)  # type: ignore[arg-type]
-        case = case_of(run)
-        given = sampled_iterations(case, None, Grouping(4), 0)
-        ranks = [chunk.rank for chunk in tuned_system(case, run, given.typical).layout.chunks]
+        setting = case_of(run)
+        given = sampled_iterations(setting, None, Grouping(4), 0)
+        ranks = [chunk.rank for chunk in tuned_system(setting, run, given.typical).layout.chunks]
         assert (ranks == sorted(ranks)) == most

@@ -48,13 +48,13 @@ from tests.compare.cases import vlm_on_h800
 
 
 @pytest.fixture(scope="module")
-def case():
+def setting():
     return vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=16, lm=18)
 
 
 @pytest.fixture(scope="module")
-def typical(case):
-    return [draw_iteration(case, 8, 100)]
+def typical(setting):
+    return [draw_iteration(setting, 8, 100)]
 
 
 MAKERS = {
@@ -71,9 +71,9 @@ MAKERS = {
 
 
 @pytest.fixture(scope="module")
-def timed(case, typical):
-    groups = draw_iteration(case, 8, 0)
-    return {name: make(case, typical).run(groups, Evaluations(100), 0) for name, make in MAKERS.items()}
+def timed(setting, typical):
+    groups = draw_iteration(setting, 8, 0)
+    return {name: make(setting, typical).run(groups, Evaluations(100), 0) for name, make in MAKERS.items()}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -89,43 +89,43 @@ def test_ours_is_ahead_of_all(timed):
     assert min(timed, key=lambda name: timed[name].timeline.makespan_ns) == "ours"
 
 
-def test_every_part_of_the_data_is_in_every_packing(case, typical):
-    groups = draw_iteration(case, 8, 3)
-    packing = pack_microbatches(case, our_layout(case, typical), groups)
+def test_every_part_of_the_data_is_in_every_packing(setting, typical):
+    groups = draw_iteration(setting, 8, 3)
+    packing = pack_microbatches(setting, our_layout(setting, typical), groups)
     images = [sum(len(s.image_tokens) for s in group) for group in groups]
     assert [sum(p.count for p in m.parts[0]) for m in packing.microbatches] == images
     sizes = [[p.count for p in m.parts[0]] for m in packing.microbatches if m.parts[0]]
     assert all(max(row) - min(row) <= 1 for row in sizes)
 
 
-def test_flops_and_utilisation(case):
-    groups = draw_iteration(case, 8, 0)
-    flops = model_flops(case, groups)
+def test_flops_and_utilization(setting):
+    groups = draw_iteration(setting, 8, 0)
+    flops = model_flops(setting, groups)
     tokens = sum(s.sequence_tokens for g in groups for s in g)
     patches = sum(sum(s.patches) for g in groups for s in g)
     # 6 operations a parameter and token, attention on top.
-    vision, lm = (sum(layer.num_parameters for layer in m.flat_layers) for m in case.model.modules)
+    vision, lm = (sum(layer.num_parameters for layer in m.flat_layers) for m in setting.model.modules)
     assert 1.0 < flops / (6 * (lm * tokens + vision * patches)) < 1.6
-    assert mfu(case, groups, 2.0) == pytest.approx(mfu(case, groups, 1.0) / 2, rel=0.2)
+    assert mfu(setting, groups, 2.0) == pytest.approx(mfu(setting, groups, 1.0) / 2, rel=0.2)
 
 
-def test_fsdp_takes_what_its_slowest_replicas_take(case):
-    groups = draw_iteration(case, 8, 0)
-    seconds, strategy = fsdp_time(case, groups, 8)
+def test_fsdp_takes_what_its_slowest_replicas_take(setting):
+    groups = draw_iteration(setting, 8, 0)
+    seconds, strategy = fsdp_time(setting, groups, 8)
     assert seconds > 0
     assert strategy
 
 
-def test_fsdp_as_a_system_takes_what_its_passes_take(case, typical):
+def test_fsdp_as_a_system_takes_what_its_passes_take(setting, typical):
     """Every device a rank, in step with the others: the checked timeline is as long as the sum of the slowest."""
-    groups = draw_iteration(case, 11, 0)
-    found = fsdp(case, typical).run(groups, Evaluations(1), 0)
-    seconds, _ = fsdp_time(case, groups, 8)
+    groups = draw_iteration(setting, 11, 0)
+    found = fsdp(setting, typical).run(groups, Evaluations(1), 0)
+    seconds, _ = fsdp_time(setting, groups, 8)
     assert check(found.graph, found.schedule, found.timeline) == ()
     assert found.graph.num_ranks == 8
     assert found.timeline.makespan_ns / 1e9 == pytest.approx(seconds, rel=1e-6)
     assert (found.timeline.peak_bytes <= found.graph.capacity_bytes).all()
-    tiny = replace(case, capacity_bytes=int(found.graph.static_bytes[0]) + 1)
+    tiny = replace(setting, capacity_bytes=int(found.graph.static_bytes[0]) + 1)
     with pytest.raises(InfeasibleError, match="largest microbatch"):
         fsdp(tiny, typical).run(groups, Evaluations(1), 0)
 
@@ -139,17 +139,17 @@ TIMED = {
 
 
 @pytest.mark.parametrize("name", TIMED)
-def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
+def test_stages_of_equal_time_give_way_to_memory(setting, typical, name):
     """Cut by time, a system runs wherever it runs cut by parameters; there are devices where equal times do not fit."""
     make, shares = TIMED[name]
-    groups = draw_iteration(case, 4, 2)
-    held = megatron_1f1b(case, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
-    load = by_time(case, typical)
-    counts = chunk_counts(case.num_ranks, case.model.modules)
-    equal = [chain_of_stages(case.model, case.num_ranks, v, load).chunks for v in counts]
+    groups = draw_iteration(setting, 4, 2)
+    held = megatron_1f1b(setting, typical).run(groups, Evaluations(1), 0).graph.static_bytes.max()
+    load = by_time(setting, typical)
+    counts = chunk_counts(setting.num_ranks, setting.model.modules)
+    equal = [chain_of_stages(setting.model, setting.num_ranks, v, load).chunks for v in counts]
     unequal = []
     for share in shares:
-        small = replace(case, capacity_bytes=int(share * held))
+        small = replace(setting, capacity_bytes=int(share * held))
         try:
             plain = make(small, typical, "parameters").run(groups, Evaluations(1), 0)
         except InfeasibleError:
@@ -164,16 +164,16 @@ def test_stages_of_equal_time_give_way_to_memory(case, typical, name):
 
 
 @pytest.mark.parametrize("balance", ["parameters", "time"])
-def test_interleaved_takes_the_best_number_of_chunks(case, balance):
+def test_interleaved_takes_the_best_number_of_chunks(setting, balance):
     """However many that is, and judged by all sampled iterations, not by the first alone."""
-    sampled = [draw_iteration(case, 6, 100), draw_iteration(case, 4, 101)]
-    load = by_time(case, sampled) if balance == "time" else by_parameters(case, sampled)
+    sampled = [draw_iteration(setting, 6, 100), draw_iteration(setting, 4, 101)]
+    load = by_time(setting, sampled) if balance == "time" else by_parameters(setting, sampled)
     means = {}
-    for chunks in range(2, sum(len(m.flat_layers) for m in case.model.modules) // case.num_ranks + 1):
-        layout = chain_of_stages(case.model, case.num_ranks, chunks, load)
-        fixed = fixed_system("fixed", case, layout, interleaved_one_f_one_b)
+    for chunks in range(2, sum(len(m.flat_layers) for m in setting.model.modules) // setting.num_ranks + 1):
+        layout = chain_of_stages(setting.model, setting.num_ranks, chunks, load)
+        fixed = fixed_system("fixed", setting, layout, interleaved_one_f_one_b)
         means[chunks] = np.mean([fixed.run(groups, Evaluations(1), 0).iteration_s for groups in sampled])
-    picked = megatron_interleaved(case, sampled, balance)
+    picked = megatron_interleaved(setting, sampled, balance)
     found = np.mean([picked.run(groups, Evaluations(1), 0).iteration_s for groups in sampled])
     assert found <= min(means.values())
     if balance == "parameters":
@@ -181,26 +181,26 @@ def test_interleaved_takes_the_best_number_of_chunks(case, balance):
         assert found < min(means[chunks] for chunks in (2, 3, 4))
 
 
-def test_optimus_takes_the_best_number_of_chunks(case, typical):
-    backbone = case.model.modules[-1]
+def test_optimus_takes_the_best_number_of_chunks(setting, typical):
+    backbone = setting.model.modules[-1]
     layouts = [
-        separate(case.model, case.num_ranks, {backbone.name: ModulePlacement(chunks)}, by_time(case, typical))
-        for chunks in range(1, len(backbone.flat_layers) // case.num_ranks + 1)
+        separate(setting.model, setting.num_ranks, {backbone.name: ModulePlacement(chunks)}, by_time(setting, typical))
+        for chunks in range(1, len(backbone.flat_layers) // setting.num_ranks + 1)
     ]
     assert len(layouts) > 4
-    options = [fixed_system("coarse", case, one, optimus_coarse, per_module_recomputation) for one in layouts]
+    options = [fixed_system("coarse", setting, one, optimus_coarse, per_module_recomputation) for one in layouts]
     best = min(option.run(typical[0], Evaluations(1), 0).iteration_s for option in options)
-    assert optimus(case, typical).run(typical[0], Evaluations(1), 0).iteration_s == best
+    assert optimus(setting, typical).run(typical[0], Evaluations(1), 0).iteration_s == best
 
 
-def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(case, typical):
+def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(setting, typical):
     def option(name, seconds, most):
         def run(groups, _budget, _seed):
             if len(groups) > most:
                 raise InfeasibleError(f"{name} is full")
             return SimpleNamespace(name=name, iteration_s=seconds)
 
-        return System(name, dip_layout(case, typical), run)
+        return System(name, dip_layout(setting, typical), run)
 
     options = [option("slow", 3.0, 9), option("fast, one does not fit", 1.0, 3), option("middling", 2.0, 6)]
     sampled = [[()] * 3, [()] * 4]
@@ -210,8 +210,8 @@ def test_an_iteration_that_does_not_fit_runs_under_the_next_layout(case, typical
         picked.run([()] * 10, Evaluations(1), 0)
 
 
-def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(case, typical):
-    groups = draw_iteration(case, 7, 5)
+def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(setting, typical):
+    groups = draw_iteration(setting, 7, 5)
     names = sorted(s.id for g in groups for s in g)
     for together in SIZES:
         other = resized(groups, together)
@@ -219,22 +219,22 @@ def test_microbatches_of_any_size_have_all_samples_and_are_no_slower(case, typic
         assert all(other)
     assert [len(resized(groups, n)) for n in (1, 2, 4)] == [7, 4, 2]
     assert len(resized(groups, 0)) > 7
-    plain = megatron_1f1b(case, typical)
+    plain = megatron_1f1b(setting, typical)
     each = [plain.run(resized(groups, n), Evaluations(1), 0).iteration_s for n in SIZES]
     assert any_size(plain).run(groups, Evaluations(1), 0).iteration_s == min(each)
 
 
-def test_what_does_not_fit_is_reported(case, typical):
+def test_what_does_not_fit_is_reported(setting, typical):
     with pytest.raises(InfeasibleError, match="optimizer state"):
-        megatron_1f1b(replace(case, capacity_bytes=10**9), []).run(typical[0], Evaluations(1), 0)
+        megatron_1f1b(replace(setting, capacity_bytes=10**9), []).run(typical[0], Evaluations(1), 0)
     with pytest.raises(InputError, match="need 128 devices"):
         put_on_cluster("vlm-s", "dip-h800-64", Degrees(tensor=8, pipeline=16))
 
 
-def test_two_settings_are_the_best_of_all_pairs(case, typical):
+def test_two_settings_are_the_best_of_all_pairs(setting, typical):
     """One walk down both ladders finds what trying every pair finds, on a device that is nearly full."""
-    layout = our_layout(case, typical)
-    graph = graph_of(case, layout, draw_iteration(case, 6, 1), "pairs", case.levels)
+    layout = our_layout(setting, typical)
+    graph = graph_of(setting, layout, draw_iteration(setting, 6, 1), "pairs", setting.levels)
     tight = replace(graph, capacity_bytes=graph.static_bytes + 12_000_000_000)
     schedule = optimus_coarse(tight)
     found = per_module_recomputation("pairs", layout, tight, schedule)
@@ -252,9 +252,9 @@ def test_two_settings_are_the_best_of_all_pairs(case, typical):
         uniform_recomputation("none", layout, none, schedule)
 
 
-def test_assignment_evens_out_the_replicas(case):
-    groups = draw_iteration(case, 16, 5)
-    assigned = assign_microbatches(case, groups, 4)
+def test_assignment_evens_out_the_replicas(setting):
+    groups = draw_iteration(setting, 16, 5)
+    assigned = assign_microbatches(setting, groups, 4)
     assert sorted(s.id for replica in assigned for g in replica for s in g) == sorted(s.id for g in groups for s in g)
     in_turn = [groups[r::4] for r in range(4)]
-    assert max(model_flops(case, r) for r in assigned) <= 1.02 * max(model_flops(case, r) for r in in_turn)
+    assert max(model_flops(setting, r) for r in assigned) <= 1.02 * max(model_flops(setting, r) for r in in_turn)

@@ -48,7 +48,7 @@ def test_a_file_without_settings_is_torchtitans_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*NOTED, *REFUSED}))
-def test_what_is_not_modelled_is_noted_or_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_not_modeled_is_noted_or_refused(tmp_path: Path, name: str) -> None:
     """A value of such a field that runs otherwise is never read without a word."""
     table, _, field = name.rpartition(".")
     other = {"parallelism.context_parallel_load_balancer": '"none"', "model.attn_mask_type": '"full"'}.get(name, "7")

@@ -57,10 +57,10 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
     }
     edges: dict[str, list[Any]] = {"source": [], "target": [], "delay_s": [], "bytes": []}
     forms: list[str] = []
-    segment = 0
+    pass_id = 0
 
     def task(kind: str, rank: int, pair: int, microbatch: int, module: str) -> int:
-        row = (kind, rank, draw(times()), pair, segment, microbatch, module)
+        row = (kind, rank, draw(times()), pair, pass_id, microbatch, module)
         for name, value in zip(tasks, row, strict=True):
             tasks[name].append(value)
         return len(tasks["kind"]) - 1
@@ -77,7 +77,7 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
         first_pair = len(forms)
         forms += [form] * num_ranks
         forward = [task("F", r, first_pair + r, microbatch, module) for r in range(num_ranks)]
-        segment += 1
+        pass_id += 1
         for a, b in itertools.pairwise(forward):
             edge(a, b)
         if form == "forward":
@@ -86,7 +86,7 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
             task("B" if form == "whole" else "I", r, first_pair + r, microbatch, module)
             for r in reversed(range(num_ranks))
         ]
-        segment += 1
+        pass_id += 1
         for a, b in itertools.pairwise(backward):
             edge(a, b)
         if draw(st.booleans()):
@@ -94,7 +94,7 @@ def instances(draw: st.DrawFn) -> dict[str, Any]:
         if form == "split":
             for r in range(num_ranks):
                 task("W", r, first_pair + r, microbatch, module)
-            segment += 1
+            pass_id += 1
 
     return {
         "format": "pipeloom.instance/1",

@@ -187,4 +187,4 @@ def test_segments_may_have_any_numbers(tmp_path: Path) -> None:
     }
     path = tmp_path / "far.json"
     path.write_text(json.dumps(document))
-    assert read_instance(path).segment.tolist() == [0, 1]
+    assert read_instance(path).pass_id.tolist() == [0, 1]

@@ -35,7 +35,7 @@ def test_megatron_with_embedding_and_head_in_layers() -> None:
     assert megatron_layout(layout([0, 2, 5], [0, 1], 2), names) == "Ett|t*3L"
 
 
-def test_megatron_joins_neighbours_on_one_rank_and_refuses_other_placements() -> None:
+def test_megatron_joins_neighbors_on_one_rank_and_refuses_other_placements() -> None:
     assert megatron_layout(layout([0, 1, 3, 8], [0, 0, 1], 2), NAMES) == "Ett|t*4L"
     with pytest.raises(InputError, match="are on rank 1, Megatron puts stage 3 on rank 0"):
         megatron_layout(layout([0, 2, 4, 5, 8], [0, 1, 2, 1], 3), NAMES)

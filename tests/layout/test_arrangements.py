@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from pipeloom.cost import LayerFit, Profile, ProfileCosts, StrategyFit
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.arrangements import FEWEST_EVALUATIONS, MOST_EVALUATIONS, arrangement_budget, arrangements
-from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, PriorityRule, chain_of_layers, evaluate
-from pipeloom.layout.cooptimise.joint import every_walk
-from pipeloom.layout.cooptimise.params import AgainParams, CooptimiseParams
-from pipeloom.layout.cooptimise.rules import cut_at, order_rule
+from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, PriorityRule, chain_of_layers, evaluate
+from pipeloom.layout.cooptimize.joint import every_walk
+from pipeloom.layout.cooptimize.params import AgainParams, CooptimizeParams
+from pipeloom.layout.cooptimize.rules import cut_at, order_rule
 from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
@@ -25,7 +25,7 @@ from pipeloom.search import Evaluations, SearchParams
 from pipeloom.spec import Batch, Chunk, ModelSpec, Sample, Strategy
 from pipeloom.timeline import check
 from tests.cases import vlm_spec
-from tests.layout.cooptimise.chains import placed_chains, table
+from tests.layout.cooptimize.chains import placed_chains, table
 
 PACKING = PackingSpec(30, "balanced")
 REQUIRED = [field.name for field in msgspec.structs.fields(StrategyFit) if field.required]
@@ -132,9 +132,9 @@ def test_offering_to_offload_refuses_no_arrangement() -> None:
 @settings(deadline=None, max_examples=60)
 @given(placed_chains())
 def test_chunks_cut_in_two_have_the_same_layers_ranks_and_keys(
-    case: tuple[LayerChain, PartitionPlacement, PriorityRule],
+    setting: tuple[LayerChain, PartitionPlacement, PriorityRule],
 ) -> None:
-    chain, placement, rule = case
+    chain, placement, rule = setting
     boundaries = {i for i in range(1, chain.num_layers) if i % 3 == 1}
     cut, under = cut_at(placement, rule, boundaries)
     assert boundaries <= set(cut.cuts)
@@ -151,8 +151,8 @@ def test_chunks_cut_in_two_have_the_same_layers_ranks_and_keys(
 
 def test_a_second_round_goes_on_from_the_best_walks() -> None:
     chain = chain_of_layers(table(7, 14, 3, 6))
-    once = CooptimiseParams(walks=6)
-    again = CooptimiseParams(walks=6, again=AgainParams(walks=2, share=0.5))
+    once = CooptimizeParams(walks=6)
+    again = CooptimizeParams(walks=6, again=AgainParams(walks=2, share=0.5))
     both = every_walk(chain, budget=Evaluations(4000), params=again)
     first = every_walk(chain, budget=Evaluations(2000), params=once)
     assert [len(found[0].reports) for found in (first, both)] == [6, 8]

@@ -87,10 +87,10 @@ def test_numbers_leave_as_many_for_every_device() -> None:
 
 
 def test_costs_name_encoder_dp() -> None:
-    case = vlm_on_h800(Degrees(tensor=4, pipeline=2), vision=4, lm=4)
+    setting = vlm_on_h800(Degrees(tensor=4, pipeline=2), vision=4, lm=4)
     batch = Batch((Sample("a", 10, (4, 4), (16, 16)), Sample("b", 10)))
-    plain = separate(case.model, 2, {}, by_count)
-    assert cost_loads(batch, case.model, plain, case.costs).instances is None
-    loads = cost_loads(batch, case.model, with_encoder_dp(plain, ["vision"]), case.costs)
+    plain = separate(setting.model, 2, {}, by_count)
+    assert cost_loads(batch, setting.model, plain, setting.costs).instances is None
+    loads = cost_loads(batch, setting.model, with_encoder_dp(plain, ["vision"]), setting.costs)
     assert loads.instances is not None
     assert (loads.instances.tolist(), loads.num_devices) == ([2, 0], 4)

@@ -308,7 +308,7 @@ def graph_of_units(layout: Layout, packing: Packing, units: list[Unit], costs: R
             rank=[c.rank for c in chunk],
             duration_ns=[rng.randint(0, 5) for _ in kind],
             pair=pair,
-            segment=range(len(kind)),
+            pass_id=range(len(kind)),
             microbatch=[units[p].microbatch for p in pair],
             module=[names.index(c.module) for c in chunk],
             module_names=names,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeloom.conversion import convert
 from pipeloom.cost import Correction, between_s, link_table
 from pipeloom.errors import InputError
-from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
+from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, rank_distances
 from pipeloom.plan import Measured, MessageTime, fit_links, to_text
 from pipeloom.planner import Setup, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
@@ -184,9 +184,9 @@ def test_the_same_chunks_are_put_on_ranks_that_are_close(seed: int) -> None:
     setup, several = random_problem(seed, unlike=True)
     num_ranks = setup.layout.num_ranks
     assert not links_differ(rank_distances(setup.costs, num_ranks))
-    assert neighbours(rank_distances(setup.costs, num_ranks)) == tuple(range(num_ranks))
+    assert neighbors(rank_distances(setup.costs, num_ranks)) == tuple(range(num_ranks))
     distances = rank_distances(several.costs, num_ranks)
-    order = neighbours(distances)
+    order = neighbors(distances)
     assert sorted(order) == list(range(num_ranks))
     for layout in [on_ranks(setup.layout, order), *(other for _, other in closer(setup.layout, distances))]:
         assert [c.layers for c in layout.chunks] == [c.layers for c in setup.layout.chunks]
@@ -201,7 +201,7 @@ def test_hosts_of_every_second_rank_are_brought_together() -> None:
     setup = next(s for s in map(random_setup, range(50)) if s.layout.num_ranks == 4)
     costs = msgspec.structs.replace(setup, cluster=FAR).costs
     assert link_table(costs, 4)[0].tolist() == [1, 2, 1, 2]
-    order = neighbours(rank_distances(costs, 4))
+    order = neighbors(rank_distances(costs, 4))
     assert crossings(range(4), HOSTS) == 3
     assert crossings(order, HOSTS) == 1
     there = on_ranks(setup.layout, order)

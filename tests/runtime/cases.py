@@ -351,8 +351,8 @@ def run_threads(
             executor = Executor(models[rank], case.layout, rank, hub.transport(rank), options=options)
             # As in training: a rank has its own actions, and they have travelled.
             mine = rank_plan(plan or case.plan, case.layout, rank, joins=joins)
-            travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
-            results[rank] = executor.run(travelled, case.packing, run.documents)
+            traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)
+            results[rank] = executor.run(traveled, case.packing, run.documents)
         except BaseException as error:
             errors[rank] = error
             hub.fail()
@@ -397,4 +397,4 @@ def assert_equal_gradients(found: Gradients, wanted: Gradients, tolerance: float
 
 
 def total_loss(results: Sequence[StepResult]) -> float:
-    return sum(result.loss_sum for result in results) / results[0].normaliser
+    return sum(result.loss_sum for result in results) / results[0].normalizer

@@ -168,8 +168,8 @@ def run_once(shape: Shape, mesh: Mesh, seed: int) -> None:
     run = replace(runs[mesh.data_rank], model=runs[0].model)
     executor = executor_on(run, mesh, shape)
     targets = global_targets(sum(map(run.model.num_targets, run.documents)), mesh)
-    result = executor.run(plan_of(run, seed), run.case.packing, run.documents, normaliser=targets)
-    total = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+    result = executor.run(plan_of(run, seed), run.case.packing, run.documents, normalizer=targets)
+    total = torch.tensor(result.loss_sum / result.normalizer, dtype=torch.float64)
     dist.all_reduce(total)
     assert abs(float(total) / shape.tensor - loss) < 1e-10 * (1 + abs(loss))
     mine = dict(executor.named_parameters())
@@ -222,8 +222,8 @@ def train_through(shapes: list[Shape], seed: int, folder: str) -> list[list[floa
         for iteration in range(first, 6 if number == 0 else min(6, first + 2)):
             if iteration == 3 + number:
                 save_checkpoint(Path(folder) / str(number), executor, optimizer, iteration)
-            result = executor.run(plan, run.case.packing, run.documents, normaliser=targets)
-            total = torch.tensor(result.loss_sum / result.normaliser, dtype=torch.float64)
+            result = executor.run(plan, run.case.packing, run.documents, normalizer=targets)
+            total = torch.tensor(result.loss_sum / result.normalizer, dtype=torch.float64)
             dist.all_reduce(total)
             losses[-1].append(float(total) / shape.tensor)
             clip_gradients(executor.named_parameters(), run.case.layout, mesh, 1.0)

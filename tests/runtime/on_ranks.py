@@ -192,7 +192,7 @@ def train_save_resume(seed: int, folder: str) -> list[list[float]]:
             if num_ranks == 2 and iteration == 3:
                 save_checkpoint(path, executor, optimizer, iteration, group=group)
             result = executor.run(run.case.plan, run.case.packing, run.documents)
-            losses[-1].append(result.loss_sum / result.normaliser)
+            losses[-1].append(result.loss_sum / result.normalizer)
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()

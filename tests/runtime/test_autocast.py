@@ -81,7 +81,7 @@ def run(strategy: str, backward: tuple[str, ...], times: int = 1) -> tuple[Gradi
                     for parameter in layer.parameters():
                         parameter.mul_(2)
         with WeightCasts(layers) as casts:
-            result = executor.run(plan, packing, samples, normaliser=1.0)
+            result = executor.run(plan, packing, samples, normalizer=1.0)
     return take_gradients(model), result, casts.counts
 
 
@@ -175,7 +175,7 @@ def test_casts_of_inputs_go_with_their_microbatch(backward: tuple[str, ...]) -> 
             ExecutionPlan(1, 0, layout.digest, (actions,)),
             packing,
             [torch.randn(LENGTH, WIDTH) for _ in range(num)],
-            normaliser=1.0,
+            normalizer=1.0,
         )
     assert len(casts.made) >= 2 * num
     # One microbatch is under way at a time: its two inputs, and what its own backward casts.

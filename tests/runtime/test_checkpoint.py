@@ -78,7 +78,7 @@ def grouped(executor: Executor, rate: float = 0.1, num_groups: int = 2) -> Count
     return Counting(groups, rate)
 
 
-def test_options_and_plain_state_of_an_optimiser_are_kept(tmp_path: Path) -> None:
+def test_options_and_plain_state_of_an_optimizer_are_kept(tmp_path: Path) -> None:
     executor = executor_of(random_run(3, 1))
     before = grouped(executor)
     before.param_groups[0]["rate"] = 1 / 3

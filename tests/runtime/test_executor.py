@@ -101,7 +101,7 @@ def test_a_plan_for_another_layout_or_batch_is_refused() -> None:
     with pytest.raises(ExecutionError, match="runs once"):
         executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="the batch has"):
-        executor.run(plan, packing, run.documents, normaliser=0.0)
+        executor.run(plan, packing, run.documents, normalizer=0.0)
 
 
 def test_a_message_of_another_shape_than_the_model_states_is_refused() -> None:

@@ -81,7 +81,7 @@ def run(
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if watch else "default")
-    result = executor.run_linked(linked, samples, normaliser=1.0, **options)
+    result = executor.run_linked(linked, samples, normalizer=1.0, **options)
     gradients = {name: None if g is None else g.cpu() for name, g in take_gradients(model).items()}
     return gradients, result
 

@@ -73,7 +73,7 @@ def test_a_graph_assigned_anew_is_the_graph_that_would_be_built(seed: int, split
             rank=graph.rank,
             duration_ns=graph.duration_ns,
             pair=graph.pair,
-            segment=graph.segment,
+            pass_id=graph.pass_id,
             microbatch=graph.microbatch,
             module=graph.module,
             module_names=graph.module_names,

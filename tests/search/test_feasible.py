@@ -131,7 +131,7 @@ def small_graph(seed: int, num_pairs: int, shortest_ns: int) -> TaskGraph:
                 for k, p in zip(kind, pair, strict=True)
             ],
             pair=pair,
-            segment=range(len(kind)),
+            pass_id=range(len(kind)),
             microbatch=[0] * len(kind),
             module=[0] * len(kind),
             module_names=("m",),

@@ -204,7 +204,7 @@ def one_pair(kinds: str, capacity: int, host: int, rows: list[Candidate]) -> Tas
             rank=[0] * len(kinds),
             duration_ns=[duration[kind] for kind in kinds],
             pair=[0] * len(kinds),
-            segment=range(len(kinds)),
+            pass_id=range(len(kinds)),
             microbatch=[0] * len(kinds),
             module=[0] * len(kinds),
             module_names=("m",),

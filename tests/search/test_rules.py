@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise import evaluate, graph_of, kernels, schedule_of
-from pipeloom.layout.cooptimise.evaluate import arrays_of, make_scratch
-from pipeloom.layout.cooptimise.rules import order_rule, to_draft
+from pipeloom.layout.cooptimize import evaluate, graph_of, kernels, schedule_of
+from pipeloom.layout.cooptimize.evaluate import arrays_of, make_scratch
+from pipeloom.layout.cooptimize.rules import order_rule, to_draft
 from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams, one_f_one_b, solve
 from pipeloom.search.context import begin
 from pipeloom.search.lists import choice_of, chunks_of, priorities_of, priorities_of_sequence, standard_rules
@@ -22,7 +22,7 @@ from pipeloom.taskgraph import TaskGraph, build_graph
 from pipeloom.timeline import Schedule, check, simulate
 from tests.cases import ToyCosts, random_case
 from tests.chains import uniform_chain
-from tests.layout.cooptimise.chains import placed_chains
+from tests.layout.cooptimize.chains import placed_chains
 
 
 def run_rule(graph: TaskGraph, rule: OrderRule, turn: np.ndarray) -> tuple[int, Schedule]:

@@ -41,7 +41,7 @@ def test_sound_and_never_behind_plain_settings(memory: float | None, seed: int) 
 
 
 @given(st.lists(st.one_of(st.integers(0, 9), st.just(float("inf"))), min_size=1, max_size=8))
-def test_walk_ends_where_both_neighbours_are_no_better(times: list[float]) -> None:
+def test_walk_ends_where_both_neighbors_are_no_better(times: list[float]) -> None:
     asked: list[int] = []
 
     def makespan(setting: int) -> float:

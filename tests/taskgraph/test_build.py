@@ -43,7 +43,7 @@ def test_random_graphs_are_closed_and_ordered(seed: int, split: bool) -> None:
     position = np.empty(graph.num_tasks, dtype=int)
     position[topological_order(graph)] = np.arange(graph.num_tasks)
     assert (position[graph.edge_source] < position[graph.edge_target]).all()
-    assert sorted(set(graph.segment.tolist())) == list(range(graph.num_segments))
+    assert sorted(set(graph.pass_id.tolist())) == list(range(graph.num_passes))
     for pair, label in enumerate(graph.labels or ()):
         chunk = layout.chunks[label.chunk]
         assert graph.rank[graph.forward_of[pair]] == chunk.rank
@@ -94,7 +94,7 @@ BASE = {
     "rank": [0, 1, 1, 0],
     "duration_ns": [1, 1, 2, 2],
     "pair": [0, 1, 1, 0],
-    "segment": [0, 0, 1, 1],
+    "pass_id": [0, 0, 1, 1],
     "microbatch": [0] * 4,
     "module": [0] * 4,
     "activation_bytes": [40, 40],
@@ -111,9 +111,9 @@ BASE = {
         ({"duration_ns": [1, 1, -2, 2]}, r"tasks.duration_s\[2\]: -2 is negative"),
         ({"rank": [0, 1, 1, 2]}, r"tasks.rank\[3\]: 2 is not below 2"),
         ({"rank": [0, 1, 0, 0]}, r"tasks.rank\[2\]: rank 0, the F of pair 1 is on rank 1"),
-        ({"kind": [0, 0, 2, 1], "segment": [0, 0, 1, 2]}, "pair 1 has only one of I and W"),
-        ({"kind": [1, 0, 1, 1], "segment": [2, 0, 1, 1]}, r"pair 0 has a second B"),
-        ({"segment": [0, 0, 0, 1]}, "segment 0 has both F and B"),
+        ({"kind": [0, 0, 2, 1], "pass_id": [0, 0, 1, 2]}, "pair 1 has only one of I and W"),
+        ({"kind": [1, 0, 1, 1], "pass_id": [2, 0, 1, 1]}, r"pair 0 has a second B"),
+        ({"pass_id": [0, 0, 0, 1]}, "segment 0 has both F and B"),
         ({"pair": [0, 1, 1]}, "tasks.pair: has 3 entries, tasks.kind has 4"),
         ({"edge_source": [0, 3], "edge_target": [3, 0], "edge_delay_ns": [0, 0]}, "waits for itself"),
         ({"edge_bytes": [1, 0, 0]}, r"edges.bytes\[0\]: 1 bytes on an edge from rank 0 to rank 1"),

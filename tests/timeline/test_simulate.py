@@ -21,7 +21,7 @@ def tiny(**changes):
         "rank": [0, 1, 1, 0],
         "duration_ns": [1_000_000_000, 1_000_000_000, 2_000_000_000, 2_000_000_000],
         "pair": [0, 1, 1, 0],
-        "segment": [0, 0, 1, 1],
+        "pass_id": [0, 0, 1, 1],
         "microbatch": [0, 0, 0, 0],
         "module": [0, 0, 0, 0],
         "activation_bytes": [40, 40],

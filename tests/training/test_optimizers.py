@@ -34,7 +34,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, float, float]]
     return [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
 
 
-def test_any_optimiser_is_made_with_its_groups() -> None:
+def test_any_optimizer_is_made_with_its_groups() -> None:
     adam = ConfiguredOptimizer(OptimizerConfig(3e-3))(named())
     assert type(adam) is torch.optim.AdamW
     assert rates_of(adam) == [(5, 3e-3, 0.01)]
@@ -130,8 +130,8 @@ def test_a_scheduler_goes_on_as_if_it_had_not_ended(make: Any) -> None:
     resumed.begin(5)
     for _ in range(4):
         assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in one.param_groups]
-        for optimiser, rates in ((one, whole), (other, resumed)):
-            optimiser.step()
+        for optimizer, rates in ((one, whole), (other, resumed)):
+            optimizer.step()
             rates.step()
 
 
@@ -216,7 +216,7 @@ def test_a_scheduler_that_would_fail_on_the_ranks_is_refused(name: str, options:
     )
 
 
-def test_a_scheduler_is_tried_with_the_optimiser_of_the_run() -> None:
+def test_a_scheduler_is_tried_with_the_optimizer_of_the_run() -> None:
     cycle = SchedulerConfig("CyclicLR", options={"base_lr": 0.01, "max_lr": 0.1})
     check_scheduler(cycle, OptimizerConfig(name="SGD", options={"momentum": 0.9}), 20)
     assert "momentum" in refused(check_scheduler, cycle, OptimizerConfig(name="Adagrad"), 20)

@@ -174,7 +174,7 @@ class _TaskColumns:
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
     pair: list[int] = field(default_factory=list)
-    segment: list[int] = field(default_factory=list)
+    pass_id: list[int] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     module: list[int] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ class _Columns:
             self.tasks.rank.append(place)
             self.tasks.duration.append(round(seconds * noise * 1e9))
             self.tasks.pair.append(pair)
-            self.tasks.segment.append(self.next_segment - 1)
+            self.tasks.pass_id.append(self.next_segment - 1)
             self.tasks.microbatch.append(m)
             self.tasks.module.append(which)
             tasks.append(len(self.tasks) - 1)
@@ -275,7 +275,7 @@ def _build(
             rank=rank,
             duration_ns=tasks.duration,
             pair=tasks.pair,
-            segment=tasks.segment,
+            pass_id=tasks.pass_id,
             microbatch=tasks.microbatch,
             module=tasks.module,
             module_names=names,

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.layout.cooptimise import (
+from pipeloom.layout.cooptimize import (
     LayerChain,
     PartitionPlacement,
     PriorityRule,
     chain_of_layers,
-    cooptimise,
+    cooptimize,
     one_f_one_b_peaks,
     schedule_of,
 )
-from pipeloom.layout.cooptimise.evaluate import NEVER, evaluate
-from pipeloom.layout.cooptimise.standard import stages
+from pipeloom.layout.cooptimize.evaluate import NEVER, evaluate
+from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.search import Evaluations
 from pipeloom.timeline import check, simulate
 from pipeloom_lab.adaptis import tune_phases
 from pipeloom_lab.adaptis.phase_moves import bubble_shares, permutations, transfers
 from pipeloom_lab.adaptis.systems import run_system
-from tests.layout.cooptimise.chains import placed_chains, table
+from tests.layout.cooptimize.chains import placed_chains, table
 
 
 def layers_of(placement: PartitionPlacement) -> dict[int, int]:
@@ -40,28 +40,30 @@ def layers_of(placement: PartitionPlacement) -> dict[int, int]:
 
 @given(placed_chains(), st.integers(0, 3), st.integers(0, 3))
 def test_a_transfer_moves_one_layer(
-    case: tuple[LayerChain, PartitionPlacement, PriorityRule], giver: int, taker: int
+    setting: tuple[LayerChain, PartitionPlacement, PriorityRule], giver: int, taker: int
 ) -> None:
-    before = layers_of(case[1])
-    for made in transfers(case[1], giver, taker):
+    before = layers_of(setting[1])
+    for made in transfers(setting[1], giver, taker):
         after = layers_of(made)
-        assert made.ranks == case[1].ranks
+        assert made.ranks == setting[1].ranks
         assert giver == taker or after[giver] == before[giver] - 1
         assert giver == taker or after[taker] == before[taker] + 1
         assert sum(after.values()) == sum(before.values())
 
 
 @given(placed_chains(), st.integers(1, 12))
-def test_permutations_keep_the_partition(case: tuple[LayerChain, PartitionPlacement, PriorityRule], most: int) -> None:
-    before = layers_of(case[1])
-    for made in permutations(case[1], most):
+def test_permutations_keep_the_partition(
+    setting: tuple[LayerChain, PartitionPlacement, PriorityRule], most: int
+) -> None:
+    before = layers_of(setting[1])
+    for made in permutations(setting[1], most):
         assert layers_of(made) == before
         assert made.num_chunks <= most
 
 
 @given(placed_chains())
-def test_shares_of_the_phases_are_all_bubbles(case: tuple[LayerChain, PartitionPlacement, PriorityRule]) -> None:
-    chain, placement, rule = case
+def test_shares_of_the_phases_are_all_bubbles(setting: tuple[LayerChain, PartitionPlacement, PriorityRule]) -> None:
+    chain, placement, rule = setting
     graph, schedule = schedule_of(chain, placement, rule)
     timeline = simulate(graph, schedule)
     shares = bubble_shares(graph, timeline)
@@ -108,7 +110,7 @@ def test_phases_that_are_not_tuned_stay() -> None:
 def test_the_joint_search_is_not_worse() -> None:
     chain = chain_of_layers(table(11, 16, 4, 8, split=False))
     theirs = tune_phases(chain, budget=Evaluations(5000))
-    ours = cooptimise(chain, budget=Evaluations(20_000))
+    ours = cooptimize(chain, budget=Evaluations(20_000))
     assert ours.timeline.makespan_ns <= theirs.timeline.makespan_ns
 
 

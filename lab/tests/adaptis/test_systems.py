@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise import LayerChain, chain_of_layers
-from pipeloom.layout.cooptimise.cuts import balanced_cuts, equal_layers, settled_cuts, stage_cuts
-from pipeloom.layout.cooptimise.standard import equal_cuts
+from pipeloom.layout.cooptimize import LayerChain, chain_of_layers
+from pipeloom.layout.cooptimize.cuts import balanced_cuts, equal_layers, settled_cuts, stage_cuts
+from pipeloom.layout.cooptimize.standard import equal_cuts
 from pipeloom.timeline import check
 from pipeloom_lab.adaptis.systems import SYSTEMS, mist_stages, run_system
 from tests.chains import uniform_layers
-from tests.layout.cooptimise.chains import table
+from tests.layout.cooptimize.chains import table
 
 
 def makespan(name: str, chain: LayerChain) -> int:

@@ -9,7 +9,7 @@ import pytest
 from pipeloom_lab.adaptis.systems import run_system
 from pipeloom_lab.reproduce import Options
 from pipeloom_lab.reproduce.adaptis import PARTS
-from pipeloom_lab.reproduce.adaptis.characterise import figure_3, figure_4, partitions, placements, schedules
+from pipeloom_lab.reproduce.adaptis.characterize import figure_3, figure_4, partitions, placements, schedules
 from pipeloom_lab.reproduce.adaptis.depths import Cell, _headline
 from pipeloom_lab.reproduce.adaptis.execution import execute
 from pipeloom_lab.reproduce.adaptis.generation import continued

@@ -21,7 +21,7 @@ from pipeloom.timeline import simulate
 from pipeloom_instances import family, generate
 from pipeloom_lab.reproduce import Options
 from pipeloom_lab.reproduce.dip import FULL, PARTS, end_to_end, planner_parts, runs, setups
-from pipeloom_lab.reproduce.dip.characterise import section_2_2, table_1
+from pipeloom_lab.reproduce.dip.characterize import section_2_2, table_1
 from pipeloom_lab.reproduce.dip.images import AXIS, MOST_IMAGES, _appears, _nearest, spread_around
 from pipeloom_lab.reproduce.dip.literal import Workload, _shows
 from pipeloom_lab.reproduce.dip.setups import LARGE, SETUPS, PaperSetup, bounded_microbatches, image_bounds
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
-        return choose_layout(setup.case, setup.typical[:1], trial=Evaluations(3), rounds=1)
+        return choose_layout(setup.setting, setup.typical[:1], trial=Evaluations(3), rounds=1)
 
     monkeypatch.setattr(setups, "_layouts", layouts)
     runs.system.cache_clear()
@@ -149,8 +149,8 @@ def test_iterations_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.seconds_of(setup, name, [(0, 1), (0, 0)], 0.05) == first[::-1]
 
 
-def test_chunks_of_neighbouring_modules_on_one_rank_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SETUPS["VLM-S"].case.model
+def test_chunks_of_neighboring_modules_on_one_rank_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SETUPS["VLM-S"].setting.model
     for chunks in (1, 3, 7):
         layout = chain_of_stages(model, 4, chunks, lambda _module, _layer: 1.0)
         monkeypatch.setattr(runs, "system", lambda _setup, _name, layout=layout: SimpleNamespace(layout=layout))

@@ -16,14 +16,14 @@ from tests.compare.cases import vlm_on_h800
 
 @pytest.fixture(scope="module")
 def timed():
-    case = vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=16, lm=18)
-    typical = [draw_iteration(case, 8, 100)]
+    setting = vlm_on_h800(Degrees(tensor=2, pipeline=4), vision=16, lm=18)
+    typical = [draw_iteration(setting, 8, 100)]
     systems = {
-        "modality-aware, static order": partitioned(case, typical),
-        "interleaving": unadaptive_system("interleaving", case, dip_layout(case, typical), "first in, first out"),
-        "ours": searched_system("ours", case, our_layout(case, typical)),
+        "modality-aware, static order": partitioned(setting, typical),
+        "interleaving": unadaptive_system("interleaving", setting, dip_layout(setting, typical), "first in, first out"),
+        "ours": searched_system("ours", setting, our_layout(setting, typical)),
     }
-    groups = draw_iteration(case, 8, 0)
+    groups = draw_iteration(setting, 8, 0)
     return {name: system.run(groups, Evaluations(100), 0) for name, system in systems.items()}
 
 

@@ -66,11 +66,11 @@ def test_pairs_that_are_ranked_alike_are_counted() -> None:
 
 def test_what_is_timed_is_feasible() -> None:
     setup = ON_A["13b"]
-    case = emulated(setup)
+    setting = emulated(setup)
     batch = batch_of(setup, "datamix2", 7)
     for spec in (*steps_of(setup).values(), TuningSpec()):
-        one = run_batch(case, batch, spec, 0)
+        one = run_batch(setting, batch, spec, 0)
         assert not check(one.plan.graph, one.plan.schedule, one.timeline)
-        assert int(one.timeline.peak_bytes.max()) <= case.capacity_bytes
+        assert int(one.timeline.peak_bytes.max()) <= setting.capacity_bytes
         # Decided by tables, timed by operators: they agree.
         assert one.tuned.planned_ns == pytest.approx(one.timeline.makespan_ns, rel=0.005)

@@ -39,9 +39,9 @@ ONE = Options(seeds=(0,), iterations=1, search_s=0.1)
 
 
 def test_memory_holds_as_many_contexts_as_the_paper_says_and_no_more() -> None:
-    case = emulated(HELD)
+    setting = emulated(HELD)
     assert regime(HELD).max_contexts == MOST_CONTEXTS
-    known = (case.setup, case.costs, case.layout, case.capacity_bytes, MOST_CONTEXTS + 1)
+    known = (setting.setup, setting.costs, setting.layout, setting.capacity_bytes, MOST_CONTEXTS + 1)
     assert max_contexts(*known) == MOST_CONTEXTS + 1
     assert max_contexts(*known, held_factor()) == MOST_CONTEXTS
     # Larger models hold fewer; whoever recomputes more holds more.
@@ -53,16 +53,16 @@ def test_memory_holds_as_many_contexts_as_the_paper_says_and_no_more() -> None:
 
 @pytest.mark.parametrize("policy", ["random", "algorithm1_opened"])
 def test_contexts_that_are_filled_up_have_all_samples_and_one_length(policy: str) -> None:
-    case = emulated(ON_A["13b"])
-    ((seed, batch),) = batches(case.setup, "datamix2", ONE)
-    filled = padded(case, batch, policy, seed)  # type: ignore[arg-type]
-    context = case.setup.context
+    setting = emulated(ON_A["13b"])
+    ((seed, batch),) = batches(setting.setup, "datamix2", ONE)
+    filled = padded(setting, batch, policy, seed)  # type: ignore[arg-type]
+    context = setting.setup.context
     assert {s.id for s in batch.samples} <= {s.id for s in filled.samples}
     total = sum(s.sequence_tokens for s in filled.samples)
     assert total % context == 0
     for contexts in (1, 2, 3):
         spec = TuningSpec("first_fit", "fixed", "given", "off")
-        found = run_batch(case, filled, spec, seed, contexts * context)
+        found = run_batch(setting, filled, spec, seed, contexts * context)
         tokens = [sum(filled.samples[i].sequence_tokens for i in group) for group in found.tuned.groups]
         assert tokens[:-1] == [contexts * context] * (len(tokens) - 1)
         assert sum(tokens) == total
@@ -88,7 +88,7 @@ def test_the_joined_planner_keeps_to_the_same_memory() -> None:
         problem = joined(setup, name)
         found = decide(problem, batch, Evaluations(20), seed)
         assert not check(found.graph, found.schedule, found.timeline)
-        case, static = emulated(setup), found.graph.static_bytes
+        setting, static = emulated(setup), found.graph.static_bytes
         peak = static + held_factor() * (found.timeline.peak_bytes - static)
-        assert (peak <= case.capacity_bytes * (1 + 1e-9)).all()
+        assert (peak <= setting.capacity_bytes * (1 + 1e-9)).all()
     assert layouts(setup)[PAPERS] == emulated(setup, recomputed=RECOMPUTED).layout

@@ -92,7 +92,7 @@ def test_a_missing_package_is_named_with_the_remedy(method, package, monkeypatch
         EXACT[method](graph, seconds=1, hint=first_in_first_out(graph), bound_ns=0)
 
 
-def test_the_free_licence_of_gurobi_is_named_where_it_ends():
+def test_the_free_license_of_gurobi_is_named_where_it_ends():
     if not present("gurobi"):
         pytest.skip("not installed")
     graph = generate(family("t2v-s", num_microbatches=10), 0)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from pipeloom.cost.layers import LayerCost, LayerTable
-from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, chain_of_layers, graph_of
+from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, chain_of_layers, graph_of
 from pipeloom.search import gpipe
 from pipeloom.timeline import check, simulate
 from pipeloom_lab.reproduce.adaptis.generation import blocks_of

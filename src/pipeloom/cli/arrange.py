@@ -38,7 +38,7 @@ from pipeloom.timeline import check
 
 if TYPE_CHECKING:
     from pipeloom.cost.layers import LayerTable
-    from pipeloom.layout.cooptimise import CooptimisedPipeline, LayerChain
+    from pipeloom.layout.cooptimize import CooptimizedPipeline, LayerChain
     from pipeloom.report import Track
     from pipeloom.spec import Layout
 
@@ -76,7 +76,7 @@ def arrange(
     seed: int = typer.Option(0, metavar="N", help="Seed of all random choices."),
     threads: int = typer.Option(0, metavar="N", help="Search threads; 0: all cores."),
     params: Path | None = typer.Option(
-        None, metavar="FILE", help="A .toml with parameters of the joint search: pipeloom.layout.cooptimise.params."
+        None, metavar="FILE", help="A .toml with parameters of the joint search: pipeloom.layout.cooptimize.params."
     ),
     page: Path | None = typer.Option(None, metavar="FILE", help="Write an offline page about the result."),
     cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
@@ -99,7 +99,7 @@ def arrange(
         raise InputError("--params", f"is for the joint search, not {method}", "omit --params or --method")
     check_targets(out, instance, schedule, page, later=[rule_path(out)] if is_regular_target(out) else [])
     emulated = _Emulated(cluster, tp, pp, tokens, microbatches)
-    from pipeloom.layout.cooptimise import layout_of
+    from pipeloom.layout.cooptimize import layout_of
 
     chain = _chain(layers, emulated, split, memory)
     found, interrupted = _search(layers, chain, budget, method, seed, threads or _num_threads(), params)
@@ -145,19 +145,19 @@ class _Emulated:
 
 def _search(
     layers: str, chain: LayerChain, seconds: float, method: str, seed: int, threads: int, params_file: Path | None
-) -> tuple[CooptimisedPipeline, bool]:
+) -> tuple[CooptimizedPipeline, bool]:
     """Search and check the result; return it and whether Ctrl-C ended the search early."""
-    from pipeloom.layout.cooptimise import CooptimiseParams, cooptimise
-    from pipeloom.layout.cooptimise.joint import compile_kernels
+    from pipeloom.layout.cooptimize import CooptimizeParams, cooptimize
+    from pipeloom.layout.cooptimize.joint import compile_kernels
 
-    params = CooptimiseParams() if params_file is None else read_spec(params_file, CooptimiseParams)
+    params = CooptimizeParams() if params_file is None else read_spec(params_file, CooptimizeParams)
     with interruptible(seconds) as rule, progress_display() as show:
         with note_compiling():
             compile_kernels()  # no part of the budget
         doing(f"searching (budget {seconds:g} s)")
         try:
             if method == _JOINT:
-                found = cooptimise(chain, budget=rule, seed=seed, threads=threads, params=params, on_progress=show)
+                found = cooptimize(chain, budget=rule, seed=seed, threads=threads, params=params, on_progress=show)
             else:
                 found = installed(ARRANGE_METHODS)[method](chain, budget=rule, on_progress=show)
         except InfeasibleError as error:
@@ -180,7 +180,7 @@ def _print_names(
 
 def _chain(layers: str, emulated: _Emulated, split: bool, memory: str | None) -> LayerChain:
     """Read or emulate layers, and apply ``--memory``."""
-    from pipeloom.layout.cooptimise import chain_of_layers
+    from pipeloom.layout.cooptimize import chain_of_layers
 
     table = _table(layers, emulated)
     try:
@@ -220,7 +220,7 @@ def _num_threads() -> int:
 
 def _limit_memory(chain: LayerChain, memory: str | None) -> LayerChain:
     """Apply ``--memory``; None keeps the file's own limit."""
-    from pipeloom.layout.cooptimise import in_memory_of_1f1b
+    from pipeloom.layout.cooptimize import in_memory_of_1f1b
 
     if memory is None:
         return chain
@@ -247,8 +247,8 @@ class _Standard:
 
 def _standard(chain: LayerChain) -> _Standard | None:
     """Simulate 1F1B without a memory limit; return None if there are fewer layers than ranks."""
-    from pipeloom.layout.cooptimise import graph_of
-    from pipeloom.layout.cooptimise.standard import stages
+    from pipeloom.layout.cooptimize import graph_of
+    from pipeloom.layout.cooptimize.standard import stages
     from pipeloom.search import one_f_one_b
     from pipeloom.timeline import simulate
 
@@ -261,7 +261,7 @@ def _standard(chain: LayerChain) -> _Standard | None:
     return _Standard(timeline.makespan_ns, int(timeline.peak_bytes.max()), track)
 
 
-def _lines(found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
+def _lines(found: CooptimizedPipeline, standard: _Standard | None) -> list[str]:
     """Return the result in a few lines."""
     ns, chain = found.timeline.makespan_ns, found.chain
     texts = [
@@ -281,7 +281,7 @@ def _lines(found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
     return texts
 
 
-def _document(found: CooptimisedPipeline, standard: _Standard | None) -> dict[str, Any]:
+def _document(found: CooptimizedPipeline, standard: _Standard | None) -> dict[str, Any]:
     """Return the result for ``--json``."""
     return {
         "name": found.chain.name,
@@ -299,16 +299,16 @@ def _document(found: CooptimisedPipeline, standard: _Standard | None) -> dict[st
     }
 
 
-def _write_page(page: Path, found: CooptimisedPipeline, standard: _Standard | None) -> list[str]:
+def _write_page(page: Path, found: CooptimizedPipeline, standard: _Standard | None) -> list[str]:
     """Write timelines of 1F1B and the result, below an account of the search."""
     tracks = [] if standard is None else [standard.track]
     tracks.append(make_track("arranged", found.graph, found.schedule, found.timeline, found.lower_bound))
     return draw(tracks, title=f"{found.chain.name}: arranged", note=_account(found), html_file=page)
 
 
-def _account(found: CooptimisedPipeline) -> str:
+def _account(found: CooptimizedPipeline) -> str:
     """Return an account of the search: loads, starts, and the moves that brought new bests."""
-    from pipeloom.layout.cooptimise.layer_chain import rank_work_ns
+    from pipeloom.layout.cooptimize.layer_chain import rank_work_ns
 
     loads = rank_work_ns(found.chain, found.placement).tolist()
     by_bests = sorted(found.moves.items(), key=lambda item: -item[1][2])[:5]

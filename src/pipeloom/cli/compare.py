@@ -99,17 +99,19 @@ def compare(
     if now is None and is_megatron(model):
         now = declared_by = model
     run = None if now is None else load_run(now, hardware.num_devices, architecture.modules[-1].num_blocks)
-    case = put_on_cluster(architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by))
+    setting = put_on_cluster(
+        architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by)
+    )
     if run is not None:
-        now_system(case, run)  # rejects a layout of another model before anything is timed
-    names = suitable(case, None if systems == "all" else systems.split(","))
+        now_system(setting, run)  # rejects a layout of another model before anything is timed
+    names = suitable(setting, None if systems == "all" else systems.split(","))
     grouping = _grouping(run, microbatches, tokens, declared_by)
     if run is not None:
         check_groups(run, grouping.num_microbatches)
-    iterations = sampled_iterations(case, data, grouping, seed)
+    iterations = sampled_iterations(setting, data, grouping, seed)
     if out is not None:
         make_folder(out)
-    found = _compare_systems(Question(case, iterations, grouping, names, run, budget, seed), processes, quiet=json)
+    found = _compare_systems(Question(setting, iterations, grouping, names, run, budget, seed), processes, quiet=json)
     _write_and_print(found, page, out, json)
 
 

@@ -124,7 +124,7 @@ def _ranking(outcome: Outcome) -> Section:
         notes.append(f"gain over {base.name} ({base.title})")
     notes.append("above bound: gap to the lower bound of all schedules of that layout")
     if any(not row.get("fits", True) for row in rows):
-        notes.append(f"!: exceeds the memory of {size_text(outcome.case.capacity_bytes)}, by the emulator")
+        notes.append(f"!: exceeds the memory of {size_text(outcome.setting.capacity_bytes)}, by the emulator")
     return TableSection(
         "Systems, fastest first", "; ".join(notes), COLUMNS, [row_cells(row, name) for row in rows], best
     )
@@ -171,7 +171,7 @@ def _samples(outcome: Outcome) -> Section:
     rows.append(_spread("samples of a microbatch", [len(group) for group in groups]))
     rows.append(_spread("tokens of a microbatch", [sum(s.sequence_tokens for s in group) for group in groups]))
     shown = [row for row in rows if row is not None and row[2] != "0"]
-    note = f"{len(samples):,} samples in {len(groups):,} microbatches. {parameters_text(outcome.case.architecture)}."
+    note = f"{len(samples):,} samples in {len(groups):,} microbatches. {parameters_text(outcome.setting.architecture)}."
     header = ("one iteration of a replica", "number", "sum", "5 %", "median", "95 %", "most")
     return TableSection("What is trained on what", note, header, shown)
 
@@ -196,7 +196,7 @@ def _changes(outcome: Outcome, layout_file: Path | None) -> list[Section]:
 
 def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     """Return other settings of the trainer in the form of ``--now``, and as Megatron's string."""
-    run, case = outcome.question.run, outcome.case
+    run, setting = outcome.question.run, outcome.setting
     assert run is not None
     assert tuned.result is not None
     layout = tuned.result.layout
@@ -206,18 +206,18 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
     lines = [f"# your trainer with other settings: {seconds_text(row['iteration_s'])}, {gain_text(row['gain'])}"]
     if run.source.endswith("of Megatron"):
         lines.append("# to search all settings of Megatron: pipeloom megatron, with the same file")
-    stages = blocks_of_stages(layout, case.model)
+    stages = blocks_of_stages(layout, setting.model)
     if stages is None:
         return lines
-    backbone = case.model.modules[-1].name
+    backbone = setting.model.modules[-1].name
     counts = [stage.get(backbone, 0) for stage in stages]
-    order = "interleaved" if len(counts) > case.num_ranks else "1f1b" if run.order == "interleaved" else run.order
+    order = "interleaved" if len(counts) > setting.num_ranks else "1f1b" if run.order == "interleaved" else run.order
     group = megatron_group(run, len(outcome.question.iterations.groups)) if order == "interleaved" else None
-    held = held_as(run_costs(case, msgspec.structs.replace(run, recompute=None)), tuned.result)
+    held = held_as(run_costs(setting, msgspec.structs.replace(run, recompute=None)), tuned.result)
     words = {
         "tp": run.tp,
         "pp": run.pp,
-        "dp": case.degrees.data,
+        "dp": setting.degrees.data,
         "cp": run.cp if run.cp > 1 else None,
         "ep": run.ep if run.ep > 1 else None,
         "zero": run.zero if run.zero != 1 else None,
@@ -231,7 +231,7 @@ def _trainer_lines(outcome: Outcome, tuned: Comparison) -> list[str]:
         "microbatches": run.microbatches,
     }
     lines.append(" ".join(f"{name}={value}" for name, value in words.items() if value is not None))
-    letters = _letters(counts, outcome.case.architecture.modules[-1].layers)
+    letters = _letters(counts, outcome.setting.architecture.modules[-1].layers)
     lines.append(f'--pipeline-model-parallel-layout "{megatron_text(letters)}"')
     if group is not None:
         lines.append(f"--{GROUP} {group}")
@@ -260,14 +260,14 @@ def _recompute(held: ChunkStrategy, counts: Sequence[int]) -> Recompute:
 
 
 def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file: Path | None) -> list[str]:
-    case, degrees = outcome.case, outcome.case.degrees
+    setting, degrees = outcome.setting, outcome.setting.degrees
     best = min((found[name] for name in (OURS, PACKED) if name in found), key=outcome.iteration_s)
     if not _is_better(outcome, best):
         return ["# none: Pipeloom is no faster than your setup"]
     row = outcome.row(best)
     chosen = found[OURS].tried[0].name if found[OURS].tried else ""
     gain = "" if row["gain"] is None else f", {gain_text(row['gain'])}"
-    host = case.cluster.offload_bytes
+    host = setting.cluster.offload_bytes
     strategies = ["keep", "selective", "recompute", *(["offload"] if host else [])]
     return [
         f"# Pipeloom: {seconds_text(row['iteration_s'])}{gain}; layout {chosen}, of {len(found[OURS].tried)} tried",
@@ -280,7 +280,7 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
         "[packing]",
         f"token_budget = {outcome.question.grouping.tokens or TOKENS}",
         "[cluster]",
-        f"memory_capacity_bytes = {case.capacity_bytes}",
+        f"memory_capacity_bytes = {setting.capacity_bytes}",
         *([f"host_capacity_bytes = {host}"] if host else []),
         "[planner]",
         f"strategies = [{', '.join(map(repr, strategies))}]".replace("'", '"'),
@@ -288,7 +288,7 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
 
 
 def _confidence(outcome: Outcome) -> Section:
-    cluster, device = outcome.case.cluster, outcome.case.cluster.device
+    cluster, device = outcome.setting.cluster, outcome.setting.cluster.device
     lines = [
         f"Emulated, not measured: {device.name}, {device.basis} table ({device.source}); cluster {cluster.source}."
     ]
@@ -302,7 +302,7 @@ def _confidence(outcome: Outcome) -> Section:
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]
-    lines += [f"Of your data, {note}." for note in disagreements(outcome.case.architecture, samples)]
+    lines += [f"Of your data, {note}." for note in disagreements(outcome.setting.architecture, samples)]
     lines.append(
         "One replica represents all; pipeloom sweep compares degrees of parallelism. "
         "Not modeled: links shared by ranks, jitter, gradient reduction during the backward."
@@ -312,13 +312,13 @@ def _confidence(outcome: Outcome) -> Section:
 
 def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
     """Return the result for ``--json``: numbers, and the printed sections."""
-    case, question = outcome.case, outcome.question
+    setting, question = outcome.setting, outcome.question
     return {
-        "model": case.architecture.name,
-        "cluster": case.cluster.name,
+        "model": setting.architecture.name,
+        "cluster": setting.cluster.name,
         "kind_of_time": "emulated",
-        "device": case.cluster.device.name,
-        "device_basis": case.cluster.device.basis,
+        "device": setting.cluster.device.name,
+        "device_basis": setting.cluster.device.basis,
         "seed": question.seed,
         "num_microbatches": len(question.iterations.groups),
         "gain_over": None if outcome.baseline is None else outcome.baseline.name,

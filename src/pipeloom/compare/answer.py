@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from pipeloom.compare.comparison import Comparison, compare_case, compared
+from pipeloom.compare.comparison import Comparison, compare_setting, compared
 from pipeloom.compare.gain import PACKED, PACKED_TITLE, GainStep, packing_system, packs_anew, split_gain
 from pipeloom.compare.iterations import TOKENS, Grouping, Iterations
 from pipeloom.compare.model_on_cluster import ModelOnCluster, put_on_cluster
@@ -29,7 +29,7 @@ PACKING_TIMES = 4
 class Question:
     """Input of a comparison: systems, iterations and, if given, the current run."""
 
-    case: ModelOnCluster
+    setting: ModelOnCluster
     iterations: Iterations
     grouping: Grouping
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ def answers(
     ExecutionError
         The second process died.
     """
-    case, wanted = question.case, suitable(question.case, question.names)
+    setting, wanted = question.setting, suitable(question.setting, question.names)
     ours = OURS in wanted
     if not ours or processes < 2:
         yield from _others(question, on_system)
@@ -79,8 +79,8 @@ def answers(
             yield from _in_order(our_answer(question))
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        rest = replace(question, case=None)  # type: ignore[arg-type]
-        future = pool.submit(_our_answer_for, case.architecture, case.cluster, case.degrees, rest)
+        rest = replace(question, setting=None)  # type: ignore[arg-type]
+        future = pool.submit(_our_answer_for, setting.architecture, setting.cluster, setting.degrees, rest)
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
@@ -99,41 +99,43 @@ def _in_order(found: Ours) -> Iterator[Comparison | tuple[GainStep, ...]]:
 
 def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Comparison]:
     """Yield the results of the current run, its tuned form, and all systems except Pipeloom."""
-    case, sampled, run = question.case, question.iterations, question.run
+    setting, sampled, run = question.setting, question.iterations, question.run
     if run is not None:
         on_system(NOW_TITLE)
-        yield compared(NOW, NOW_TITLE, lambda: now_system(case, run), sampled.groups, question.budget, question.seed)
+        yield compared(NOW, NOW_TITLE, lambda: now_system(setting, run), sampled.groups, question.budget, question.seed)
         on_system(TUNED_TITLE)
         yield compared(
-            TUNED, TUNED_TITLE, lambda: tuned_system(case, run, sampled.typical), sampled.groups, question.budget, 0
+            TUNED, TUNED_TITLE, lambda: tuned_system(setting, run, sampled.typical), sampled.groups, question.budget, 0
         )
     names = [name for name in question.names if name != OURS]
-    yield from compare_case(
-        case, sampled.typical, sampled.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
+    yield from compare_setting(
+        setting, sampled.typical, sampled.groups, names, budget=question.budget, seed=question.seed, on_system=on_system
     )
 
 
 def _our_answer_for(architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, rest: Question) -> Ours:
     """Run `our_answer` in another process, without sending emulated costs to it."""
-    return our_answer(replace(rest, case=put_on_cluster(architecture, cluster, degrees)))
+    return our_answer(replace(rest, setting=put_on_cluster(architecture, cluster, degrees)))
 
 
 def our_answer(question: Question) -> Ours:
     """Evaluate Pipeloom: on the given microbatches, with its own packing, and the steps of its gain."""
-    case, sampled = question.case, question.iterations
+    setting, sampled = question.setting, question.iterations
     # Compile first, since compilation would count as search.
     compile_kernels()
-    (one,) = compare_case(case, sampled.typical, sampled.groups, [OURS], budget=question.budget, seed=question.seed)
+    (one,) = compare_setting(
+        setting, sampled.typical, sampled.groups, [OURS], budget=question.budget, seed=question.seed
+    )
     if one.result is None or one.layout is None:
         return Ours((one,))
     systems, layout, best = [one], one.layout, one.result
-    if packs_anew(case):
+    if packs_anew(setting):
         tokens = question.grouping.tokens or TOKENS
         budget = Deadline(PACKING_TIMES * question.budget_s, "cpu")
         packed = compared(
             PACKED,
             PACKED_TITLE,
-            lambda: packing_system(PACKED_TITLE, case, layout, tokens),
+            lambda: packing_system(PACKED_TITLE, setting, layout, tokens),
             sampled.real,
             budget,
             question.seed,
@@ -143,5 +145,5 @@ def our_answer(question: Question) -> Ours:
             best = min(best, packed.result, key=lambda result: result.iteration_s)
     if question.run is None:
         return Ours(tuple(systems))
-    steps = split_gain(case, question.run, sampled.groups, best, question.budget, question.seed)
+    steps = split_gain(setting, question.run, sampled.groups, best, question.budget, question.seed)
     return Ours(tuple(systems), steps)

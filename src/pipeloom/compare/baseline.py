@@ -67,15 +67,15 @@ def by_parameters(_case: ModelOnCluster, _batches: Sequence[Microbatches]) -> La
     return lambda _module, layer: float(max(1, layer.num_parameters))
 
 
-def by_time(case: ModelOnCluster, batches: Sequence[Microbatches], encoder_dp: Collection[str] = ()) -> LayerLoad:
+def by_time(setting: ModelOnCluster, batches: Sequence[Microbatches], encoder_dp: Collection[str] = ()) -> LayerLoad:
     """Balance layers by mean time on the sampled iterations; ``encoder_dp`` modules use encoder data parallelism."""
-    seconds = layer_seconds(case, batches, encoder_dp=encoder_dp)
+    seconds = layer_seconds(setting, batches, encoder_dp=encoder_dp)
     return lambda module, layer: seconds[f"{module}/{layer.kind}"]
 
 
 def searched_system(
     name: str,
-    case: ModelOnCluster,
+    setting: ModelOnCluster,
     layout: Layout,
     method: str = "default",
     costs: EmulatedCosts | None = None,
@@ -84,8 +84,8 @@ def searched_system(
     """Make a system that searches order and strategies for every iteration."""
 
     def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-        packing = pack_microbatches(case, layout, microbatches)
-        assignable = packed_assignable(case, layout, packing, name, costs)
+        packing = pack_microbatches(setting, layout, microbatches)
+        assignable = packed_assignable(setting, layout, packing, name, costs)
         assigned = solve_assignable(assignable, budget=budget, seed=seed, method=method, threads=threads)
         solution = assigned.solution
         return BaselineResult(
@@ -95,79 +95,81 @@ def searched_system(
             solution.schedule,
             solution.timeline,
             solution.lower_bound,
-            replica_seconds(case, layout),
+            replica_seconds(setting, layout),
             packing,
         )
 
     return System(name, layout, run)
 
 
-def replica_seconds(case: ModelOnCluster, layout: Layout) -> float:
+def replica_seconds(setting: ModelOnCluster, layout: Layout) -> float:
     """Return the seconds after the last backward that only this layout needs.
 
     These are the gradient reduction of replicated modules and of modules with encoder data parallelism, and the weight
     update of the latter, whose weights are not divided.
     """
-    gradient_bytes = case.degrees.state.gradient
-    shared = {m.name: 1 if m.name in layout.encoder_dp_modules else case.degrees.tensor for m in layout.modules}
+    gradient_bytes = setting.degrees.state.gradient
+    shared = {m.name: 1 if m.name in layout.encoder_dp_modules else setting.degrees.tensor for m in layout.modules}
     num_bytes = {
         m.name: sum(layer.num_parameters for layer in m.flat_layers) * gradient_bytes // shared[m.name]
-        for m in case.model.modules
+        for m in setting.model.modules
     }
-    inside_s = encoder_dp_reduce_s(layout, case.model, case.costs, lambda layer: layer.num_parameters * gradient_bytes)
-    return ring_seconds(layout, num_bytes, case.costs) + inside_s + _encoder_dp_update_s(case, layout)
+    inside_s = encoder_dp_reduce_s(
+        layout, setting.model, setting.costs, lambda layer: layer.num_parameters * gradient_bytes
+    )
+    return ring_seconds(layout, num_bytes, setting.costs) + inside_s + _encoder_dp_update_s(setting, layout)
 
 
-def _encoder_dp_update_s(case: ModelOnCluster, layout: Layout) -> float:
+def _encoder_dp_update_s(setting: ModelOnCluster, layout: Layout) -> float:
     """Return the additional update time of modules with encoder data parallelism, on the rank with most of them."""
-    if not layout.encoder_dp_modules or case.degrees.tensor == 1 or not case.update_s:
+    if not layout.encoder_dp_modules or setting.degrees.tensor == 1 or not setting.update_s:
         return 0.0
     of_ranks = (
         [c for c in layout.chunks if c.rank == r and c.module in layout.encoder_dp_modules]
         for r in range(layout.num_ranks)
     )
-    whole = case.costs.undivided
-    return max(whole.update_s(chunks) - case.costs.update_s(chunks) if chunks else 0.0 for chunks in of_ranks)
+    whole = setting.costs.undivided
+    return max(whole.update_s(chunks) - setting.costs.update_s(chunks) if chunks else 0.0 for chunks in of_ranks)
 
 
 def fixed_system(
-    name: str, case: ModelOnCluster, layout: Layout, order: Order, recompute: Recompute = uniform_recomputation
+    name: str, setting: ModelOnCluster, layout: Layout, order: Order, recompute: Recompute = uniform_recomputation
 ) -> System:
     """Make a system with one order for all data, and its own kind of recomputation."""
-    after_s = replica_seconds(case, layout)
+    after_s = replica_seconds(setting, layout)
 
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        graph = graph_of(case, layout, microbatches, name, case.levels)
+        graph = graph_of(setting, layout, microbatches, name, setting.levels)
         return replace(recompute(name, layout, graph, order(graph)), after_s=after_s)
 
     return System(name, layout, run)
 
 
-def fixed_systems(name: str, case: ModelOnCluster, layouts: Sequence[Layout], order: Order) -> list[System]:
+def fixed_systems(name: str, setting: ModelOnCluster, layouts: Sequence[Layout], order: Order) -> list[System]:
     """Make one `fixed_system` per distinct layout."""
-    return [fixed_system(name, case, layout, order) for layout in distinct(layouts)]
+    return [fixed_system(name, setting, layout, order) for layout in distinct(layouts)]
 
 
-def mfu(case: ModelOnCluster, microbatches: Microbatches, seconds: float) -> float:
+def mfu(setting: ModelOnCluster, microbatches: Microbatches, seconds: float) -> float:
     """Return the model FLOPs utilization of an iteration of ``seconds``, plus its update."""
-    devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
-    peak = devices * case.cluster.device.flops_per_s
-    return model_flops(case, microbatches) / (peak * (seconds + case.update_s))
+    devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
+    peak = devices * setting.cluster.device.flops_per_s
+    return model_flops(setting, microbatches) / (peak * (seconds + setting.update_s))
 
 
-def loads_by(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:
+def loads_by(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:
     """Return the load by parameters, or those of `loads_by_time`."""
     if balance == "parameters":
-        return [by_parameters(case, batches)]
+        return [by_parameters(setting, batches)]
     if balance != "time":
         raise InputError("balance", f"{balance!r} is unknown", "use parameters or time")
-    return loads_by_time(case, batches)
+    return loads_by_time(setting, batches)
 
 
-def loads_by_time(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:
+def loads_by_time(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[LayerLoad]:
     """Return the load by time, then mixtures with more weight on parameters, since stages of equal time may not fit."""
-    layers = [(m.name, layer) for m in case.model.modules for layer in m.flat_layers]
-    time, size = by_time(case, batches), by_parameters(case, batches)
+    layers = [(m.name, layer) for m in setting.model.modules for layer in m.flat_layers]
+    time, size = by_time(setting, batches), by_parameters(setting, batches)
     all_time, all_size = (sum(load(*layer) for layer in layers) or 1.0 for load in (time, size))
 
     def mixed(share: float) -> LayerLoad:

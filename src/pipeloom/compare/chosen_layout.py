@@ -14,7 +14,7 @@ from pipeloom.search import StoppingRule
 
 
 def choose_layout(
-    case: ModelOnCluster,
+    setting: ModelOnCluster,
     batches: Sequence[Microbatches],
     *,
     trial: StoppingRule = TRIAL,
@@ -31,34 +31,34 @@ def choose_layout(
     """
     if not batches:
         raise InputError("batches", "is empty", "give at least one sampled iteration")
-    return search_layouts(sampled_case(case, batches), trial=trial, final=final, seed=seed, rounds=rounds)
+    return search_layouts(sampled_setting(setting, batches), trial=trial, final=final, seed=seed, rounds=rounds)
 
 
-def sampled_case(case: ModelOnCluster, batches: Sequence[Microbatches]) -> LayoutProblem:
+def sampled_setting(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> LayoutProblem:
     """Return sampled iterations for `search_layouts`."""
     pooled = [microbatch for batch in batches for microbatch in batch]
     return LayoutProblem(
-        case.model,
-        case.num_ranks,
-        case.costs,
-        by_time(case, batches),
-        typical_lengths(case.model, pooled),
-        lambda layout: [assignable_of(case, layout, batch, case.model.name) for batch in batches],
-        lambda layout: replica_seconds(case, layout),
-        _encoder_dp(case, batches),
+        setting.model,
+        setting.num_ranks,
+        setting.costs,
+        by_time(setting, batches),
+        typical_lengths(setting.model, pooled),
+        lambda layout: [assignable_of(setting, layout, batch, setting.model.name) for batch in batches],
+        lambda layout: replica_seconds(setting, layout),
+        _encoder_dp(setting, batches),
     )
 
 
-def _encoder_dp(case: ModelOnCluster, batches: Sequence[Microbatches]) -> EncoderDp | None:
+def _encoder_dp(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> EncoderDp | None:
     """Return the encoders that may use encoder data parallelism, if a rank's devices are on one node.
 
     These are encoders without streams. Transfers inside a rank are priced by the link inside a node. This would also
     apply to devices that share sequences or shards, so context parallelism and ZeRO-3 exclude it.
     """
-    degrees = case.degrees
-    names = tuple(m.name for m in case.model.modules[:-1] if not m.emits and not m.takes)
-    on_one_node = degrees.tensor <= case.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
+    degrees = setting.degrees
+    names = tuple(m.name for m in setting.model.modules[:-1] if not m.emits and not m.takes)
+    on_one_node = degrees.tensor <= setting.cluster.devices_per_node and degrees.context == 1 and degrees.zero != 3
     if degrees.tensor == 1 or not names or not on_one_node:
         return None
-    costs = EncoderDpCosts(case.costs, frozenset(names), case.degrees.tensor)
-    return EncoderDp(names, costs, by_time(case, batches, names))
+    costs = EncoderDpCosts(setting.costs, frozenset(names), setting.degrees.tensor)
+    return EncoderDp(names, costs, by_time(setting, batches, names))

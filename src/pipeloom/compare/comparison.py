@@ -32,8 +32,8 @@ class Comparison:
     """False if the system cannot run the model or the data with any memory."""
 
 
-def compare_case(
-    case: ModelOnCluster,
+def compare_setting(
+    setting: ModelOnCluster,
     typical: Sequence[Microbatches],
     microbatches: Microbatches,
     names: Sequence[str],
@@ -62,10 +62,10 @@ def compare_case(
     Comparison
         One per system, in the order of ``names``.
     """
-    for name in suitable(case, names):
+    for name in suitable(setting, names):
         entry = BASELINES[name]
         on_system(entry.title)
-        yield compared(name, entry.title, partial(entry.make, case, typical), microbatches, budget, seed)
+        yield compared(name, entry.title, partial(entry.make, setting, typical), microbatches, budget, seed)
 
 
 def compared(

@@ -9,7 +9,7 @@ from math import log2
 import msgspec
 
 from pipeloom.compare.answer import Question
-from pipeloom.compare.comparison import compare_case
+from pipeloom.compare.comparison import compare_setting
 from pipeloom.compare.model_on_cluster import ModelOnCluster, num_experts, put_on_cluster
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.static import WEIGHT_BYTES
@@ -36,17 +36,19 @@ def fitting_degrees(question: Question) -> Degrees | None:
     Degrees or None
         Their product is the number of devices. None: no degrees were found.
     """
-    cluster, iterations = question.case.cluster, question.iterations
-    least = _least_bytes(question.case) / question.case.capacity_bytes
+    cluster, iterations = question.setting.cluster, question.iterations
+    least = _least_bytes(question.setting) / question.setting.capacity_bytes
     nodes = cluster.num_nodes
     while nodes * cluster.devices_per_node < least:
         nodes *= 2
     while nodes * cluster.devices_per_node <= _MOST_DEVICES:
         larger = msgspec.structs.replace(cluster, num_nodes=nodes)
-        for degrees in itertools.islice(_candidates(question.case, larger), _MOST_TRIALS):
+        for degrees in itertools.islice(_candidates(question.setting, larger), _MOST_TRIALS):
             try:
-                case = put_on_cluster(question.case.architecture, larger, degrees)
-                (one,) = compare_case(case, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1))
+                setting = put_on_cluster(question.setting.architecture, larger, degrees)
+                (one,) = compare_setting(
+                    setting, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1)
+                )
             except InputError:
                 continue
             if one.result is not None:
@@ -55,19 +57,19 @@ def fitting_degrees(question: Question) -> Degrees | None:
     return None
 
 
-def _least_bytes(case: ModelOnCluster) -> int:
+def _least_bytes(setting: ModelOnCluster) -> int:
     """Return a lower bound on the bytes of weights, gradients and optimizer states of all devices."""
-    trained = WEIGHT_BYTES + sum(case.degrees.state)
+    trained = WEIGHT_BYTES + sum(setting.degrees.state)
     return sum(
         layer.num_parameters * (WEIGHT_BYTES if module.frozen else trained)
-        for module in case.model.modules
+        for module in setting.model.modules
         for layer in module.flat_layers
     )
 
 
-def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]:
+def _candidates(setting: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]:
     """Yield degrees that use all devices and fit weights and optimizer states, the closest first."""
-    current, experts = case.degrees, num_experts(case.architecture)
+    current, experts = setting.degrees, num_experts(setting.architecture)
     powers = [1 << k for k in range(cluster.num_devices.bit_length())]
     found = []
     for tensor, pipeline, expert in itertools.product(powers, powers, powers):
@@ -81,16 +83,16 @@ def _candidates(case: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degrees]
         found.append((steps, pipeline, tensor, expert, data))
     for _, pipeline, tensor, expert, data in sorted(found):
         degrees = msgspec.structs.replace(current, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
-        if _static_fits(case, cluster, degrees):
+        if _static_fits(setting, cluster, degrees):
             yield degrees
 
 
-def _static_fits(case: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
+def _static_fits(setting: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
     """Return whether weights and optimizer states fit if divided evenly over the pipeline."""
     try:
-        costs = EmulatedCosts(case.architecture, cluster, degrees, split=False)
-        wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in case.model.modules]
+        costs = EmulatedCosts(setting.architecture, cluster, degrees, split=False)
+        wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in setting.model.modules]
         total = sum(costs.static_bytes(whole) for whole in wholes)
     except InputError:
         return False
-    return total / degrees.pipeline <= case.capacity_bytes
+    return total / degrees.pipeline <= setting.capacity_bytes

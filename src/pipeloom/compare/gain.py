@@ -34,12 +34,12 @@ class GainStep:
     note: str = ""
 
 
-def packs_anew(case: ModelOnCluster) -> bool:
+def packs_anew(setting: ModelOnCluster) -> bool:
     """Return whether samples may be packed in another way. Clips may not, since they are grouped by size."""
-    return all(module.reads != "videos" for module in case.model.modules)
+    return all(module.reads != "videos" for module in setting.model.modules)
 
 
-def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int) -> System:
+def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: int) -> System:
     """Make Pipeloom as in training, which plans microbatches, order and strategies together.
 
     Its iterations have no padding. The lower bound of a result is the least over all evaluated packings.
@@ -49,18 +49,18 @@ def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int)
     tokens : int
         Most tokens of a given microbatch; ours may have `MOST_TOGETHER` times as many.
     """
-    after_s = replica_seconds(case, layout)
+    after_s = replica_seconds(setting, layout)
 
     def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         batch = batch_of(microbatches)
-        most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, case.model).max()))
+        most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, setting.model).max()))
         problem = Problem(
-            case.model,
+            setting.model,
             layout,
-            case.costs,
+            setting.costs,
             PackingSpec(most),
-            capacity_bytes=case.capacity_bytes,
-            memory_model=case.memory,
+            capacity_bytes=setting.capacity_bytes,
+            memory_model=setting.memory,
         )
         problem.compile_kernels()
         planned = decide(problem, batch, budget, seed)
@@ -80,7 +80,7 @@ def packing_system(name: str, case: ModelOnCluster, layout: Layout, tokens: int)
 
 def own_system(
     name: str,
-    case: ModelOnCluster,
+    setting: ModelOnCluster,
     layouts: Sequence[Layout],
     batches: Sequence[Microbatches],
     tokens: int,
@@ -99,16 +99,16 @@ def own_system(
     budget : StoppingRule
         Budget of each layout and sampled iteration.
     """
-    plain = [searched_system(name, case, layout) for layout in layouts]
-    if packs_anew(case):
-        options = [*(packing_system(name, case, layout, tokens) for layout in layouts), *plain]
+    plain = [searched_system(name, setting, layout) for layout in layouts]
+    if packs_anew(setting):
+        options = [*(packing_system(name, setting, layout, tokens) for layout in layouts), *plain]
     else:
         options = [sized(one, size) for one in plain for size in SIZES]
     return replace(in_turn(name, options, batches, budget=budget), packs=True)
 
 
 def split_gain(
-    case: ModelOnCluster,
+    setting: ModelOnCluster,
     run: CurrentRun,
     microbatches: Microbatches,
     ours: BaselineResult,
@@ -134,15 +134,15 @@ def split_gain(
     tuple of GainStep
         Fewer than four if one of the first steps does not fit.
     """
-    layout, costs = ours.layout, run_costs(case, run)
+    layout, costs = ours.layout, run_costs(setting, run)
     steps = []
-    packings = {"layout": pack_microbatches(case, layout, microbatches)}
+    packings = {"layout": pack_microbatches(setting, layout, microbatches)}
     if ours.packing is not None and ours.packing != packings["layout"]:
         packings["packing"] = ours.packing
-    after_s = replica_seconds(case, layout)
+    after_s = replica_seconds(setting, layout)
     with suppress(InfeasibleError, InputError):
         for name, packing in packings.items():
-            found = under_static_order(name, run, layout, static_graph(case, layout, packing, costs))
+            found = under_static_order(name, run, layout, static_graph(setting, layout, packing, costs))
             candidate = found.schedule.candidate
             recomputes_more = run.strategy is not None and candidate is not None and candidate[0]
             note = "recomputes more, to fit" if recomputes_more else ""

@@ -45,7 +45,7 @@ class Iterations:
     real: Microbatches
 
 
-def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Iterations:
+def sampled_iterations(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Iterations:
     """Return the iteration for the comparison, and iterations for the choice of layouts.
 
     The first of a user's samples form the iteration, the rest the iterations for layouts. If there are too few for
@@ -64,17 +64,17 @@ def sampled_iterations(case: ModelOnCluster, data: str | None, grouping: Groupin
         videos.
     """
     count = grouping.num_microbatches
-    if _reads_videos(case.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
+    if _reads_videos(setting.architecture) and (grouping.tokens or grouping.samples or grouping.pad_to):
         raise InputError(
             "microbatches",
-            f"{case.architecture.name} reads videos, which are grouped by size",
+            f"{setting.architecture.name} reads videos, which are grouped by size",
             "leave out sizes of microbatches",
         )
     if data is None or not names_samples(data):
-        typical: Sequence[Microbatches] = [_drawn(case, data, grouping, seed + 1_000_003 + i) for i in range(2)]
-        real = _drawn(case, data, grouping, seed)
+        typical: Sequence[Microbatches] = [_drawn(setting, data, grouping, seed + 1_000_003 + i) for i in range(2)]
+        real = _drawn(setting, data, grouping, seed)
     else:
-        microbatches = own_microbatches(case.architecture, read_all_samples(data), grouping)
+        microbatches = own_microbatches(setting.architecture, read_all_samples(data), grouping)
         if len(microbatches) < count:
             raise InputError(
                 data,
@@ -107,11 +107,11 @@ def own_microbatches(architecture: Architecture, samples: Sequence[Sample], grou
     return pack_documents(list(samples), tokens, max_images=tokens)
 
 
-def _drawn(case: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Microbatches:
+def _drawn(setting: ModelOnCluster, data: str | None, grouping: Grouping, seed: int) -> Microbatches:
     """Draw an iteration from a data set of the zoo, packed as in its papers by default."""
-    count, architecture = grouping.num_microbatches, case.architecture
+    count, architecture = grouping.num_microbatches, setting.architecture
     if _reads_videos(architecture) or (grouping.samples is None and grouping.tokens is None):
-        return draw_iteration(case, count, seed, data)
+        return draw_iteration(setting, count, seed, data)
     pack: Callable[[list[Sample]], list[list[Sample]]]
     if grouping.samples is None:
         tokens = grouping.tokens or TOKENS

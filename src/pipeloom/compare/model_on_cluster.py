@@ -113,9 +113,9 @@ def num_experts(architecture: Architecture) -> int:
     return min(counts, default=1)
 
 
-def draw_iteration(case: ModelOnCluster, num_microbatches: int, seed: int, data: str | None = None) -> Microbatches:
+def draw_iteration(setting: ModelOnCluster, num_microbatches: int, seed: int, data: str | None = None) -> Microbatches:
     """Draw the microbatches of one iteration from a data set of the zoo."""
-    return draw_microbatches(case.architecture, data or default_data(case.architecture), num_microbatches, seed)
+    return draw_microbatches(setting.architecture, data or default_data(setting.architecture), num_microbatches, seed)
 
 
 def batch_of(microbatches: Microbatches) -> Batch:
@@ -129,7 +129,7 @@ def batch_of(microbatches: Microbatches) -> Batch:
     )
 
 
-def pack_microbatches(case: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Packing:
+def pack_microbatches(setting: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Packing:
     """Pack given microbatches, with ``ceil(N / B)`` even sub-microbatches per module."""
     members, counts, first = [], [], 0
     for microbatch in microbatches:
@@ -137,12 +137,12 @@ def pack_microbatches(case: ModelOnCluster, layout: Layout, microbatches: Microb
         first += len(microbatch)
         row = []
         for module in layout.modules:
-            spec = case.model.module(module.name)
+            spec = setting.model.module(module.name)
             total = sum(len(spec.instance_lengths(sample)) for sample in microbatch)
             parts = 0 if total == 0 else 1 if module.sub_microbatch is None else -(-total // module.sub_microbatch)
             row.append(tuple(total // parts + (k < total % parts) for k in range(parts)))
         counts.append(tuple(row))
-    return packing_from_counts(batch_of(microbatches), case.model, layout, tuple(members), tuple(counts))
+    return packing_from_counts(batch_of(microbatches), setting.model, layout, tuple(members), tuple(counts))
 
 
 def resized(microbatches: Microbatches, together: int) -> Microbatches:
@@ -161,14 +161,14 @@ def resized(microbatches: Microbatches, together: int) -> Microbatches:
 
 
 def graph_of(
-    case: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
+    setting: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
 ) -> TaskGraph:
     """Make the task graph of `assignable_of`, with parts of replicated modules assigned evenly."""
-    return assignable_of(case, layout, microbatches, name, costs).graph
+    return assignable_of(setting, layout, microbatches, name, costs).graph
 
 
 def assignable_of(
-    case: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
+    setting: ModelOnCluster, layout: Layout, microbatches: Microbatches, name: str, costs: EmulatedCosts | None = None
 ) -> Assignable:
     """Make the task graph of an iteration under the device's memory, less the workspace of this layout.
 
@@ -179,14 +179,14 @@ def assignable_of(
     InfeasibleError
         The weights alone do not fit.
     """
-    return packed_assignable(case, layout, pack_microbatches(case, layout, microbatches), name, costs)
+    return packed_assignable(setting, layout, pack_microbatches(setting, layout, microbatches), name, costs)
 
 
 def packed_assignable(
-    case: ModelOnCluster, layout: Layout, packing: Packing, name: str, costs: EmulatedCosts | None = None
+    setting: ModelOnCluster, layout: Layout, packing: Packing, name: str, costs: EmulatedCosts | None = None
 ) -> Assignable:
     """Make the graph of `assignable_of` for a packing."""
-    return iteration_graph(layout, packing, costs or case.costs, name, case.memory, or_whole=False)
+    return iteration_graph(layout, packing, costs or setting.costs, name, setting.memory, or_whole=False)
 
 
 def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing) -> int:
@@ -195,7 +195,7 @@ def most_workspace_bytes(costs: EmulatedCosts, layout: Layout, packing: Packing)
 
 
 def layer_seconds(
-    case: ModelOnCluster,
+    setting: ModelOnCluster,
     batches: Sequence[Microbatches],
     sizes: dict[str, ModulePlacement] | None = None,
     encoder_dp: Collection[str] = (),
@@ -205,11 +205,11 @@ def layer_seconds(
     Keys are ``module/kind``. For ``encoder_dp`` modules (encoder data parallelism), it is the time of the most loaded
     tensor-parallel rank.
     """
-    costs = EncoderDpCosts(case.costs, frozenset(encoder_dp), case.degrees.tensor)
-    layout = single_rank(case.model, sizes or {})
-    packed = [pack_microbatches(case, layout, microbatches) for microbatches in batches]
+    costs = EncoderDpCosts(setting.costs, frozenset(encoder_dp), setting.degrees.tensor)
+    layout = single_rank(setting.model, sizes or {})
+    packed = [pack_microbatches(setting, layout, microbatches) for microbatches in batches]
     seconds: dict[str, float] = {}
-    for column, module in enumerate(case.model.modules):
+    for column, module in enumerate(setting.model.modules):
         parts = [part for p in packed for microbatch in p.microbatches for part in microbatch.parts[column]]
         for i, layer in enumerate(module.flat_layers):
             key = f"{module.name}/{layer.kind}"
@@ -219,20 +219,20 @@ def layer_seconds(
     return seconds
 
 
-def model_flops(case: ModelOnCluster, microbatches: Microbatches) -> float:
+def model_flops(setting: ModelOnCluster, microbatches: Microbatches) -> float:
     """Return the FLOPs of an iteration's matrix products, with the backward counted as two forwards."""
-    packing = pack_microbatches(case, single_rank(case.model, {}), microbatches)
+    packing = pack_microbatches(setting, single_rank(setting.model, {}), microbatches)
     total = 0.0
-    for column, module in enumerate(case.model.modules):
+    for column, module in enumerate(setting.model.modules):
         whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
         factor = 1 if module.frozen else 3
         for microbatch in packing.microbatches:
-            total += sum(factor * case.costs.chunk_flops(whole, part.workload) for part in microbatch.parts[column])
+            total += sum(factor * setting.costs.chunk_flops(whole, part.workload) for part in microbatch.parts[column])
     return total
 
 
 def assign_microbatches(
-    case: ModelOnCluster, microbatches: Microbatches, num_replicas: int, seed: int = 0
+    setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int, seed: int = 0
 ) -> list[Microbatches]:
     """Assign microbatches to data-parallel replicas with even work, since all wait for the slowest.
 
@@ -241,14 +241,14 @@ def assign_microbatches(
     InputError
         There are fewer microbatches than replicas.
     """
-    layout = single_rank(case.model, {})
-    packing = pack_microbatches(case, layout, microbatches)
-    seconds = np.zeros((len(microbatches), len(case.model.modules)))
+    layout = single_rank(setting.model, {})
+    packing = pack_microbatches(setting, layout, microbatches)
+    seconds = np.zeros((len(microbatches), len(setting.model.modules)))
     for m, microbatch in enumerate(packing.microbatches):
-        for column, module in enumerate(case.model.modules):
+        for column, module in enumerate(setting.model.modules):
             whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
             for part in microbatch.parts[column]:
-                base = case.costs.chunk_costs(whole, part.workload)[0]
+                base = setting.costs.chunk_costs(whole, part.workload)[0]
                 seconds[m, column] += base.forward_s + base.backward_s
     loads = Loads(np.ones(len(microbatches), np.int64), seconds[:, -1], seconds[:, :-1].sum(axis=1))
     return [[microbatches[i] for i in members] for members in assign_to_replicas(loads, num_replicas, seed)]

@@ -29,7 +29,7 @@ MOST_CHUNKS = 8
 """Most stages per rank that are tried when tuning a trainer."""
 
 
-def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
+def now_system(setting: ModelOnCluster, run: CurrentRun) -> System:
     """Make the system of the current run.
 
     It is timed even if it exceeds the emulated memory, since it runs in reality.
@@ -39,15 +39,15 @@ def now_system(case: ModelOnCluster, run: CurrentRun) -> System:
     InputError
         The layout does not match the model, or the number of experts is not divisible by ``ep``.
     """
-    experts = num_experts(case.architecture)
+    experts = num_experts(setting.architecture)
     if experts % run.ep:
         has = f"has {experts} experts a layer" if experts > 1 else "has no experts"
-        raise InputError("ep", f"{run.ep}, {case.model.name} {has}", "give a divisor, or leave it out")
+        raise InputError("ep", f"{run.ep}, {setting.model.name} {has}", "give a divisor, or leave it out")
     if run.layout:
-        layout = layout_of_stages(case.model, case.num_ranks, run.layout)
+        layout = layout_of_stages(setting.model, setting.num_ranks, run.layout)
     else:
-        layout = encoders_in_first_stage(case.model, case.num_ranks, run.num_chunks, counted=False)
-    return _timed_as(run, NOW_TITLE, case, layout, anyway=True)
+        layout = encoders_in_first_stage(setting.model, setting.num_ranks, run.num_chunks, counted=False)
+    return _timed_as(run, NOW_TITLE, setting, layout, anyway=True)
 
 
 def check_groups(run: CurrentRun, num_microbatches: int) -> None:
@@ -69,14 +69,16 @@ def _pytorch(run: CurrentRun) -> bool:
     return run.source.endswith("of torchtitan")
 
 
-def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
+def tuned_system(setting: ModelOnCluster, run: CurrentRun, batches: Sequence[Microbatches]) -> System:
     """Make the same trainer with the last module's layers balanced by time and the least recomputation that fits.
 
     Encoders remain in the first stage. 1F1B may become interleaved or vice versa, with the number of stages per rank
     that is fastest on the sampled iterations.
     """
     several = run.order in ("1f1b", "interleaved")
-    most = min(MOST_CHUNKS, len(case.model.modules[-1].flat_layers) // case.num_ranks) if several else run.num_chunks
+    most = (
+        min(MOST_CHUNKS, len(setting.model.modules[-1].flat_layers) // setting.num_ranks) if several else run.num_chunks
+    )
     if several and run.only == "1f1b":
         most = 1
     least = min(most, 2 if run.only == "interleaved" else 1) if several else most
@@ -84,17 +86,17 @@ def tuned_system(case: ModelOnCluster, run: CurrentRun, batches: Sequence[Microb
     for chunks in range(least, most + 1):
         schedule = ("interleaved" if chunks > 1 else "1f1b") if several else run.order
         same = msgspec.structs.replace(run, schedule=schedule, chunks=chunks, group=None, layout=(), recompute=None)
-        for load in loads_by_time(case, batches):
-            layout = encoders_in_first_stage(case.model, case.num_ranks, chunks, load)
-            systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, case, layout))
+        for load in loads_by_time(setting, batches):
+            layout = encoders_in_first_stage(setting.model, setting.num_ranks, chunks, load)
+            systems.setdefault(layout.chunks, _timed_as(same, TUNED_TITLE, setting, layout))
     return in_turn(TUNED_TITLE, list(systems.values()), batches)
 
 
-def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
-    costs = run_costs(case, run)
+def _timed_as(run: CurrentRun, name: str, setting: ModelOnCluster, layout: Layout, *, anyway: bool = False) -> System:
+    costs = run_costs(setting, run)
 
     def time(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        graph = static_graph(case, layout, pack_microbatches(case, layout, microbatches), costs)
+        graph = static_graph(setting, layout, pack_microbatches(setting, layout, microbatches), costs)
         try:
             return under_static_order(name, run, layout, graph, or_recomputing=not anyway)
         except InfeasibleError:
@@ -106,17 +108,17 @@ def _timed_as(run: CurrentRun, name: str, case: ModelOnCluster, layout: Layout, 
     return System(name, layout, time)
 
 
-def run_costs(case: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
+def run_costs(setting: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
     """Return costs with the run's memory strategy first, then Megatron-LM's strategies that its trainer accepts."""
     own = () if run.strategy is None else (run.strategy,)
     strategies = (*own, *(level for level in LEVELS if level not in own and level.first not in run.rejected))
     split = SCHEDULES[run.order].splits_backward
-    return EmulatedCosts(case.architecture, case.cluster, case.degrees, strategies, split=split)
+    return EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, strategies, split=split)
 
 
-def static_graph(case: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:
+def static_graph(setting: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:
     """Make the task graph of one packing, with split backwards if the costs have separate times."""
-    return iteration_graph(layout, packing, costs, case.model.name, case.memory, or_whole=False).graph
+    return iteration_graph(layout, packing, costs, setting.model.name, setting.memory, or_whole=False).graph
 
 
 def under_static_order(

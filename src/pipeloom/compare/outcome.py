@@ -40,14 +40,14 @@ class Outcome:
     would_fit: Degrees | None = None
 
     @property
-    def case(self) -> ModelOnCluster:
+    def setting(self) -> ModelOnCluster:
         """Model and cluster of the comparison."""
-        return self.question.case
+        return self.question.setting
 
     @property
     def title(self) -> str:
         """Model, cluster and degrees."""
-        return f"{self.case.architecture.name} on {self.case.cluster.name}, {degrees_text(self.case.degrees)}"
+        return f"{self.setting.architecture.name} on {self.setting.cluster.name}, {degrees_text(self.setting.degrees)}"
 
     @property
     def baseline(self) -> Comparison | None:
@@ -70,15 +70,15 @@ class Outcome:
             return {"system": one.name, "title": one.title} | problem | tried
         numbers = key_figures(self.track(one))
         base = self.baseline
-        capacity = self.case.capacity_bytes
+        capacity = self.setting.capacity_bytes
         return {
             "system": one.name,
             "title": one.title,
             "iteration_s": numbers.iteration_ns / NS_PER_S,
             "gain": None if base is None else self.iteration_s(base) / self.iteration_s(one) - 1,
             "tokens_per_s": numbers.tokens_per_s,
-            "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.case.degrees.num_devices,
-            "mfu": mfu(self.case, self.question.iterations.real, one.result.iteration_s),
+            "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.setting.degrees.num_devices,
+            "mfu": mfu(self.setting, self.question.iterations.real, one.result.iteration_s),
             "bubble_share": numbers.bubble_share,
             "peak_memory_bytes": numbers.peak_bytes,
             "fits": numbers.peak_bytes <= capacity,
@@ -88,7 +88,7 @@ class Outcome:
     def iteration_s(self, one: Comparison) -> float:
         """Return the seconds of an iteration, update included."""
         assert one.result is not None
-        return one.result.iteration_s + self.case.update_s
+        return one.result.iteration_s + self.setting.update_s
 
     def step_rows(self) -> list[dict[str, Any]]:
         """Return seconds, saving and share of the total saving of every step from the current run to Pipeloom."""
@@ -96,10 +96,10 @@ class Outcome:
         if not self.steps or base is None or base.name != NOW:
             return []
         before = first = self.iteration_s(base)
-        saved_all = first - (self.steps[-1].iteration_s + self.case.update_s)
+        saved_all = first - (self.steps[-1].iteration_s + self.setting.update_s)
         rows = []
         for step in self.steps:
-            seconds = step.iteration_s + self.case.update_s
+            seconds = step.iteration_s + self.setting.update_s
             share = (before - seconds) / saved_all if saved_all else 0.0
             rows.append(
                 {
@@ -117,8 +117,8 @@ class Outcome:
         """Make the track of a system that fits."""
         assert one.result is not None
         named = replace(one.result, name=f"{one.name}: {one.title}")
-        tokens = backbone_tokens(self.case, self.question.iterations.real)
-        return track_of(named, update_s=self.case.update_s, num_tokens=tokens)
+        tokens = backbone_tokens(self.setting, self.question.iterations.real)
+        return track_of(named, update_s=self.setting.update_s, num_tokens=tokens)
 
     def tracks(self) -> list[Track]:
         """Return the tracks of all systems that fit, the fastest first.
@@ -140,11 +140,11 @@ def degrees_text(degrees: Degrees) -> str:
     return f"tp {degrees.tensor} pp {degrees.pipeline} dp {degrees.data}{more}"
 
 
-def backbone_tokens(case: ModelOnCluster, microbatches: Microbatches) -> int:
+def backbone_tokens(setting: ModelOnCluster, microbatches: Microbatches) -> int:
     """Return the tokens of the last module in an iteration, on all replicas."""
-    backbone = case.model.modules[-1]
+    backbone = setting.model.modules[-1]
     one = sum(sum(backbone.instance_lengths(sample)) for microbatch in microbatches for sample in microbatch)
-    return one * case.degrees.data
+    return one * setting.degrees.data
 
 
 def _tried(trial: LayoutEvaluation) -> dict[str, Any]:

@@ -66,23 +66,23 @@ def per_rank_recomputation(
         step[full] += 1
 
 
-def level_tables(case: ModelOnCluster, batches: Sequence[Microbatches]) -> tuple[np.ndarray, np.ndarray]:
+def level_tables(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> tuple[np.ndarray, np.ndarray]:
     """Return seconds and bytes of every layer on the mean microbatch, shape (levels, layers).
 
     If a level applies to a share of the layers, its cost is divided among all layers by this share.
     """
-    layout = chain_of_stages(case.model, 1, 1, lambda _module, _layer: 1.0)
-    levels = case.levels.strategies
-    packed = [pack_microbatches(case, layout, microbatches) for microbatches in batches]
+    layout = chain_of_stages(setting.model, 1, 1, lambda _module, _layer: 1.0)
+    levels = setting.levels.strategies
+    packed = [pack_microbatches(setting, layout, microbatches) for microbatches in batches]
     count = sum(len(p.microbatches) for p in packed)
     seconds: list[list[float]] = []
     held: list[list[float]] = []
-    for column, module in enumerate(case.model.modules):
+    for column, module in enumerate(setting.model.modules):
         parts = [part for p in packed for m in p.microbatches for part in m.parts[column]]
         known: dict[str, tuple[list[float], list[float]]] = {}
         for i, layer in enumerate(module.flat_layers):
             if layer.kind not in known:
-                each = [case.levels.chunk_costs(Chunk(module.name, (i, i), 0), part.workload) for part in parts]
+                each = [setting.levels.chunk_costs(Chunk(module.name, (i, i), 0), part.workload) for part in parts]
                 # One layer has one strategy, so mixtures are computed in proportion below.
                 at = {level.first: k for k, level in enumerate(levels) if level.share == 1}
                 time = {s: sum(o[k].forward_s + o[k].backward_s for o in each) / count for s, k in at.items()}

@@ -61,13 +61,13 @@ BASELINES: dict[str, Baseline] = {
 """Baselines by the names that ``pipeloom compare`` accepts. Without ``-time``, stages are balanced by parameters."""
 
 
-def _ours(case: ModelOnCluster, typical: Sequence[Microbatches]) -> System:
+def _ours(setting: ModelOnCluster, typical: Sequence[Microbatches]) -> System:
     """Make Pipeloom with the layout that is best on the sampled iterations."""
-    tried = choose_layout(case, typical, final=FINAL)
-    return replace(searched_system("Pipeloom", case, tried[0].layout), tried=tried)
+    tried = choose_layout(setting, typical, final=FINAL)
+    return replace(searched_system("Pipeloom", setting, tried[0].layout), tried=tried)
 
 
-def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
+def suitable(setting: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the names of systems that can train a model.
 
     Raises
@@ -79,4 +79,4 @@ def suitable(case: ModelOnCluster, names: Sequence[str] | None = None) -> tuple[
     for name in chosen:
         if name not in BASELINES:
             raise InputError("system", f"{name!r} is none of {', '.join(BASELINES)}")
-    return tuple(name for name in chosen if BASELINES[name].suits(case.model))
+    return tuple(name for name in chosen if BASELINES[name].suits(setting.model))

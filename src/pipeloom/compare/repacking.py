@@ -24,7 +24,7 @@ from pipeloom.spec import Sample
 class Reordering:
     """The samples of an iteration, for packing into microbatches of even time."""
 
-    case: ModelOnCluster
+    setting: ModelOnCluster
     microbatches: Microbatches
 
     @property
@@ -39,13 +39,13 @@ class Reordering:
         The paper assigns these to all devices at once. Here a part is assigned to the devices of one rank, so
         microbatches are filled with multiples of that number, as ours are.
         """
-        case = self.case
-        loads = cost_loads(batch_of(self.microbatches), case.model, single_rank(case.model, {}), case.levels)
-        if case.degrees.tensor == 1:
+        setting = self.setting
+        loads = cost_loads(batch_of(self.microbatches), setting.model, single_rank(setting.model, {}), setting.levels)
+        if setting.degrees.tensor == 1:
             return loads
-        encoders = case.model.modules[:-1]
+        encoders = setting.model.modules[:-1]
         counts = [sum(len(module.instance_lengths(sample)) for module in encoders) for sample in self.samples]
-        return replace(loads, instances=np.array(counts, np.int64), num_devices=case.degrees.tensor)
+        return replace(loads, instances=np.array(counts, np.int64), num_devices=setting.degrees.tensor)
 
     @cached_property
     def spec(self) -> PackingSpec:
@@ -63,7 +63,7 @@ class Reordering:
         return [[samples[i] for i in members] for members in even_microbatches(self.loads, self.spec, number)]
 
 
-def reordered(system: System, case: ModelOnCluster) -> System:
+def reordered(system: System, setting: ModelOnCluster) -> System:
     """Return the same system with the best of many packings for every iteration.
 
     Tried are the given microbatches, halves, and two and four merged. If samples may be packed in another way, even
@@ -84,8 +84,8 @@ def reordered(system: System, case: ModelOnCluster) -> System:
 
         for size in SIZES:
             evaluate(resized(microbatches, size))
-        if packs_anew(case):
-            packings, params = Reordering(case, microbatches), DEFAULTS.packings
+        if packs_anew(setting):
+            packings, params = Reordering(setting, microbatches), DEFAULTS.packings
             counts = numbers(packings.loads, packings.spec)
             walk(counts, len(microbatches), params.slower, params.misses, lambda n: evaluate(packings.even(n)))
         if not found:

@@ -2,7 +2,7 @@
 
 - By modality: `layouts` builds the layouts, and `modality` has DIP's rules for sizes and segments.
 - By search: `choose` plans sampled batches under many layouts. `training` does this for a training run.
-- By co-optimization: `cooptimise` searches partition, placement and schedule of a chain of layers together, on a layer
+- By co-optimization: `cooptimize` searches partition, placement and schedule of a chain of layers together, on a layer
   table that `profiled_layers` writes.
 """
 

@@ -15,10 +15,10 @@ import msgspec
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout.choose import LayoutDraft
-from pipeloom.layout.cooptimise import CooptimisedPipeline, CooptimiseParams, LayerChain, chain_of_layers, layout_of
-from pipeloom.layout.cooptimise.joint import every_walk
-from pipeloom.layout.cooptimise.params import AgainParams, StartParams
-from pipeloom.layout.cooptimise.rules import cut_at, order_rule
+from pipeloom.layout.cooptimize import CooptimizedPipeline, CooptimizeParams, LayerChain, chain_of_layers, layout_of
+from pipeloom.layout.cooptimize.joint import every_walk
+from pipeloom.layout.cooptimize.params import AgainParams, StartParams
+from pipeloom.layout.cooptimize.rules import cut_at, order_rule
 from pipeloom.search import Evaluations, Progress
 from pipeloom.spec import Chunk, ModelSpec
 
@@ -48,10 +48,10 @@ def arrangement_budget(chain: LayerChain, iterations: int | None = None) -> Eval
     return Evaluations(max(FEWEST_EVALUATIONS, min(MOST_EVALUATIONS, int(most / tasks))))
 
 
-def walks_for(evaluations: int) -> CooptimiseParams:
+def walks_for(evaluations: int) -> CooptimizeParams:
     """Return parameters for many short walks from the best two starts. The best third of the walks continue."""
     walks = max(2, min(_MOST_WALKS, evaluations // _WALK))
-    return CooptimiseParams(walks=walks, starts=StartParams(walked=2), again=AgainParams(walks=walks // 3))
+    return CooptimizeParams(walks=walks, starts=StartParams(walked=2), again=AgainParams(walks=walks // 3))
 
 
 def arrangements(
@@ -91,7 +91,7 @@ def arrangements(
     InfeasibleError
         No layout that was tried fits into memory.
     """
-    found: list[CooptimisedPipeline] = []
+    found: list[CooptimizedPipeline] = []
     failure = None
     forms = list(product(tables, (False, True) if split else (False,)))
     for number, (table, halves) in enumerate(forms):
@@ -117,7 +117,7 @@ def _show(on_share: Callable[[float], None], number: int, count: int, evaluation
     on_share((number + min(1.0, state.evaluations / evaluations)) / count)
 
 
-def arrangement_of(found: CooptimisedPipeline, model: ModelSpec) -> LayoutDraft:
+def arrangement_of(found: CooptimizedPipeline, model: ModelSpec) -> LayoutDraft:
     """Convert a result for the chain of all layers into a layout of the modules and a rule for its chunks.
 
     A chunk with layers of two modules becomes two chunks on the same rank.

@@ -27,7 +27,7 @@ from pipeloom.layout import (
     separate,
 )
 from pipeloom.layout.layouts import by_count, chunk_counts, with_encoder_dp
-from pipeloom.layout.links import closer, links_differ, neighbours, on_ranks, rank_distances
+from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, rank_distances
 from pipeloom.search import Deadline, Evaluations, OrderRule, SearchParams, StoppingRule, solve_assignable
 from pipeloom.search.params import DEFAULTS
 from pipeloom.spec import Layout, ModelSpec
@@ -171,7 +171,7 @@ def search_layouts(
     start = modality_placements(model, sampled.costs, num_ranks, sampled.typical)
     known: dict[str, LayoutEvaluation] = {}
     distances = rank_distances(sampled.costs, num_ranks)
-    order = neighbours(distances)
+    order = neighbors(distances)
 
     def tried(name: str, layout: Layout, rule: OrderRule | None = None) -> LayoutEvaluation:
         if name not in known:

@@ -33,7 +33,7 @@ def links_differ(distances: FloatArray) -> bool:
     return bool(apart.size and (apart != apart[0]).any())
 
 
-def neighbours(distances: FloatArray) -> tuple[int, ...]:
+def neighbors(distances: FloatArray) -> tuple[int, ...]:
     """Order the ranks so that each is close to the next. The current order is kept if no other is shorter.
 
     A nearest-neighbor tour is tried from every rank.

@@ -29,7 +29,7 @@ from pipeloom.layout.choose import (
     ring_seconds,
     search_layouts,
 )
-from pipeloom.layout.links import neighbours, on_ranks, rank_distances
+from pipeloom.layout.links import neighbors, on_ranks, rank_distances
 from pipeloom.layout.modality import typical_lengths
 from pipeloom.packing import Packing, PackingSpec, packed_batch
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
@@ -289,7 +289,7 @@ def arrange_training_layout(
     )
 
     # The search assumes equal links; neighboring stages are then placed on ranks with fast links.
-    ranks = neighbours(distances)
+    ranks = neighbors(distances)
     drafts = []
     for draft in found:
         placed = on_ranks(draft.layout, ranks)

@@ -30,7 +30,7 @@ def emulated_track(title: str, result: EmulatedStep) -> Track:
             rank=[task.rank for task in tasks],
             duration_ns=end - start,
             pair=[pairs[task.module, task.stage, task.microbatch, task.part] for task in tasks],
-            segment=np.arange(len(tasks)),
+            pass_id=np.arange(len(tasks)),
             microbatch=[task.microbatch for task in tasks],
             module=[modules.index(task.module) for task in tasks],
             module_names=modules,

@@ -268,7 +268,7 @@ def _columns(track: Track, unit_ns: int, hues: dict[str, str], reference: Track 
 
 def _same_tasks(one: Track, other: Track) -> bool:
     """Return whether task numbers have the same meaning in both tracks."""
-    columns = ("kind", "rank", "pair", "segment", "microbatch")
+    columns = ("kind", "rank", "pair", "pass_id", "microbatch")
     return all(np.array_equal(getattr(one.graph, name), getattr(other.graph, name)) for name in columns)
 
 

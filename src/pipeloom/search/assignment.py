@@ -33,7 +33,7 @@ from pipeloom.taskgraph.rows import close_edges, compressed
 from pipeloom.timeline import (
     Schedule,
     assignable_bound,
-    heads_and_tails,
+    longest_paths,
     memory_changes,
     running_order,
     simulate,
@@ -292,7 +292,7 @@ def _arrays_of(assignable: Assignable, schedule: Schedule) -> tuple[kernels.Assi
     never = np.iinfo(np.int64).max // 4
     capacity = np.full(graph.num_ranks, never) if graph.headroom_bytes is None else graph.headroom_bytes
     duration = assignable.durations_ns(schedule.candidate)
-    _, tail = heads_and_tails(assignable.relaxed, duration.min(axis=1))
+    _, tail = longest_paths(assignable.relaxed, duration.min(axis=1))
     home = assignable.assignment.copy()
     arrays = kernels.AssignmentArrays(
         home=home,

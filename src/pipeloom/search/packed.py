@@ -17,7 +17,7 @@ from pipeloom.search.kernels.graph import depths, mark_implied
 from pipeloom.search.params import DEFAULTS
 from pipeloom.search.records import pack
 from pipeloom.taskgraph import FORWARD, WEIGHT_GRADIENT, IntArray, TaskGraph
-from pipeloom.timeline import heads_and_tails
+from pipeloom.timeline import longest_paths
 from pipeloom.timeline.residence import quick_topological_order
 
 Array = npt.NDArray[Any]
@@ -122,7 +122,7 @@ def pack_graph(
     position = np.empty(graph.num_tasks, np.int64)
     position[topological] = np.arange(graph.num_tasks)
     kind_class = np.where(graph.kind == FORWARD, 0, np.where(graph.kind == WEIGHT_GRADIENT, 2, 1)).astype(np.int64)
-    head, tail = heads_and_tails(graph, graph.duration_ns)
+    head, tail = longest_paths(graph, graph.duration_ns)
     peak, net = memory_demand(graph)
 
     keep = ~_implied(graph, topological, position)
@@ -140,7 +140,7 @@ def pack_graph(
         PEAK: peak,
         NET: net,
         JOB: components.component_of_task,
-        SEGMENT: graph.segment,
+        SEGMENT: graph.pass_id,
     }
     for column, values in columns.items():
         task[:-1, column] = values
@@ -148,7 +148,7 @@ def pack_graph(
 
     successor = np.ascontiguousarray(successor)
     records, cell = pack(
-        graph.segment, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_segments
+        graph.pass_id, task[:-1, PLACE], graph.duration_ns, first_successor, successor, waiting, graph.num_passes
     )
     memory, component = np.zeros((len(records.number), 2), np.int64), np.zeros(len(records.number), np.int32)
     memory[cell], component[cell] = task[:-1, PEAK : NET + 1], components.component_of_task
@@ -190,24 +190,24 @@ def _groups(
     most_unequal: float,
 ) -> tuple[Groups, tuple[IntArray, IntArray], tuple[IntArray, IntArray], IntArray, IntArray]:
     """Sort segments into groups, and give the groups the order in which a microbatch goes through them."""
-    num_segments = graph.num_segments
-    segment_class = np.full(num_segments, -1, np.int64)
-    segment_class[graph.segment] = kind_class
-    microbatch, module = np.zeros(num_segments, np.int64), np.zeros(num_segments, np.int64)
-    microbatch[graph.segment], module[graph.segment] = graph.microbatch, graph.module
-    first = np.full(num_segments, graph.num_tasks, np.int64)
-    np.minimum.at(first, graph.segment, position)
+    num_passes = graph.num_passes
+    segment_class = np.full(num_passes, -1, np.int64)
+    segment_class[graph.pass_id] = kind_class
+    microbatch, module = np.zeros(num_passes, np.int64), np.zeros(num_passes, np.int64)
+    microbatch[graph.pass_id], module[graph.pass_id] = graph.microbatch, graph.module
+    first = np.full(num_passes, graph.num_tasks, np.int64)
+    np.minimum.at(first, graph.pass_id, position)
     depth = depths(
-        graph.segment,
+        graph.pass_id,
         microbatch,
         module,
         segment_class,
         topological,
         graph.predecessor_start,
         graph.predecessor,
-        np.zeros(num_segments, np.int64),
+        np.zeros(num_passes, np.int64),
     )
-    work = np.bincount(graph.segment, weights=graph.duration_ns, minlength=num_segments).astype(np.int64)
+    work = np.bincount(graph.pass_id, weights=graph.duration_ns, minlength=num_passes).astype(np.int64)
     grouped = np.flatnonzero((segment_class == 0) | (segment_class == 1))
     columns = (first, depth, module, microbatch, segment_class)
     grouped = grouped[np.lexsort(tuple(column[grouped] for column in columns))]
@@ -230,15 +230,15 @@ def _groups(
     group = np.sort(group)
     leader = leader[by_leader]
     start = _starts(group, len(leader))
-    group_of_segment = np.full(num_segments, -1, np.int64)
+    group_of_segment = np.full(num_passes, -1, np.int64)
     group_of_segment[grouped] = group
     weights = np.flatnonzero(segment_class == 2)
     owner = group_of_segment[_backward_segment(graph)[weights]]
     weights, owner = (column[np.lexsort((first[weights], owner))] for column in (weights, owner))
-    segment_head = np.full(num_segments, 1 << 60, np.int64)
-    np.minimum.at(segment_head, graph.segment, head)
-    segment_tail = np.zeros(num_segments, np.int64)
-    np.maximum.at(segment_tail, graph.segment, tail + graph.duration_ns)
+    segment_head = np.full(num_passes, 1 << 60, np.int64)
+    np.minimum.at(segment_head, graph.pass_id, head)
+    segment_tail = np.zeros(num_passes, np.int64)
+    np.maximum.at(segment_tail, graph.pass_id, tail + graph.duration_ns)
     ends = _ends(graph, kind_class, segment_class)
 
     def of_groups(function: np.ufunc, values: IntArray) -> IntArray:
@@ -264,9 +264,9 @@ def _groups(
 
 def _backward_segment(graph: TaskGraph) -> IntArray:
     """By segment of weight gradients: that of their backwards, to whose group they belong."""
-    a_task = np.zeros(graph.num_segments, np.int64)
-    a_task[graph.segment] = np.arange(graph.num_tasks)
-    found: IntArray = graph.segment[graph.backward_of[graph.pair[a_task]]]
+    a_task = np.zeros(graph.num_passes, np.int64)
+    a_task[graph.pass_id] = np.arange(graph.num_tasks)
+    found: IntArray = graph.pass_id[graph.backward_of[graph.pair[a_task]]]
     return found
 
 
@@ -274,9 +274,9 @@ def _ends(graph: TaskGraph, kind_class: IntArray, segment_class: IntArray) -> In
     """By segment: 1 where it is backward and no backward of another segment waits for it."""
     source = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_start))
     both = (kind_class[source] == 1) & (kind_class[graph.successor] == 1)
-    both &= graph.segment[source] != graph.segment[graph.successor]
+    both &= graph.pass_id[source] != graph.pass_id[graph.successor]
     ends = (segment_class == 1).astype(np.int64)
-    ends[graph.segment[source[both]]] = 0
+    ends[graph.pass_id[source[both]]] = 0
     found: IntArray = ends
     return found
 

@@ -97,10 +97,10 @@ def minimum_memory(graph: TaskGraph) -> list[int]:
 
 def segment_priority(graph: TaskGraph) -> list[int]:
     """Return the priority of every segment, by microbatch and then by number: lower runs first."""
-    microbatch = np.zeros(graph.num_segments, np.int64)
-    microbatch[graph.segment] = graph.microbatch
-    priority = np.empty(graph.num_segments, np.int64)
-    priority[np.lexsort((np.arange(graph.num_segments), microbatch))] = np.arange(graph.num_segments)
+    microbatch = np.zeros(graph.num_passes, np.int64)
+    microbatch[graph.pass_id] = graph.microbatch
+    priority = np.empty(graph.num_passes, np.int64)
+    priority[np.lexsort((np.arange(graph.num_passes), microbatch))] = np.arange(graph.num_passes)
     return [int(p) for p in priority]
 
 
@@ -220,7 +220,7 @@ class _Decoder:
         self.graph, self.priority, self.rules = graph, priority, rules
         self.memory = _Memory(graph, components)
         self.kind = [0 if k == FORWARD else 2 if k == WEIGHT_GRADIENT else 1 for k in graph.kind.tolist()]
-        self.rank_of, self.segment = graph.rank.tolist(), graph.segment.tolist()
+        self.rank_of, self.pass_id = graph.rank.tolist(), graph.pass_id.tolist()
         self.length = graph.duration_ns.tolist()
         self.waiting = np.diff(graph.predecessor_start).tolist()
         self.ready = [0] * graph.num_tasks
@@ -232,7 +232,7 @@ class _Decoder:
                 self.ranks[self.rank_of[task]].key = 0
 
     def _put(self, task: int) -> None:
-        insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.segment[task]], task))
+        insort(self.ranks[self.rank_of[task]].queues[self.kind[task]], (self.priority[self.pass_id[task]], task))
 
     def _choose(self, home: _Rank, reach: int) -> tuple[int, bool]:
         """A rank's next task (-1: none), and whether one is refused only because some component could not finish."""
@@ -277,7 +277,7 @@ class _Decoder:
         home = self.ranks[self.rank_of[task]]
         begin = max(home.free_at, self.ready[task])
         home.free_at = begin + self.length[task]
-        home.queues[self.kind[task]].remove((self.priority[self.segment[task]], task))
+        home.queues[self.kind[task]].remove((self.priority[self.pass_id[task]], task))
         if self.kind[task] < 2:
             home.last_kind = self.kind[task]
         self.order[self.rank_of[task]].append(task)

@@ -1,7 +1,7 @@
 """The task graph packed for list scheduling: what one step reads lies together, and links say where to go next.
 
 A *cell* is the place of a task in the packed arrays: the cells of a segment follow one another by rank, so the
-cell is ``base[segment] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
+cell is ``base[pass_id] + rank``, and neighbours in a chain share a cache line. A *link* is an edge as one
 number: the place that the successor queues at, its segment, and its number among the joins.
 """
 
@@ -45,13 +45,13 @@ class Records(NamedTuple):
 
 
 def pack(
-    segment: IntArray,
+    pass_id: IntArray,
     place: IntArray,
     duration: IntArray,
     first_successor: IntArray,
     successor: IntArray,
     waiting: IntArray,
-    num_segments: int,
+    num_passes: int,
 ) -> tuple[Records, IntArray]:
     """Pack tasks; return the records and every task's cell.
 
@@ -60,26 +60,26 @@ def pack(
     first_successor, successor
         Rows ``(task, delay)`` of every task, as in `pipeloom.search.packed.PackedGraph`.
     """
-    num_tasks = len(segment)
+    num_tasks = len(pass_id)
     rank = place >> 2
-    if int(place.max()) >= 1 << PLACE_BITS or num_segments >= 1 << SEGMENT_BITS or num_tasks >= 1 << JOIN_BITS:
+    if int(place.max()) >= 1 << PLACE_BITS or num_passes >= 1 << SEGMENT_BITS or num_tasks >= 1 << JOIN_BITS:
         raise InputError(
             "instance", f"{num_tasks} tasks on {int(rank.max()) + 1} ranks are more than the search can number"
         )
-    lowest = np.full(num_segments, 1 << PLACE_BITS, np.int64)
-    np.minimum.at(lowest, segment, rank)
-    highest = np.full(num_segments, -1, np.int64)
-    np.maximum.at(highest, segment, rank)
+    lowest = np.full(num_passes, 1 << PLACE_BITS, np.int64)
+    np.minimum.at(lowest, pass_id, rank)
+    highest = np.full(num_passes, -1, np.int64)
+    np.maximum.at(highest, pass_id, rank)
     width = np.maximum(highest - lowest + 1, 0)
     base = np.cumsum(width) - width - np.where(width > 0, lowest, 0)
-    cell = base[segment] + rank
+    cell = base[pass_id] + rank
     number = np.full(int(width.sum()), -1, np.int64)
     number[cell] = np.arange(num_tasks)
 
     joins = np.flatnonzero(waiting > 1)
     join_of = np.zeros(num_tasks, np.int64)
     join_of[joins] = 1 + np.arange(len(joins))
-    link_to = segment << (PLACE_BITS + JOIN_BITS) | join_of << PLACE_BITS | place
+    link_to = pass_id << (PLACE_BITS + JOIN_BITS) | join_of << PLACE_BITS | place
 
     count = np.diff(first_successor)
     source = np.repeat(np.arange(num_tasks), count)

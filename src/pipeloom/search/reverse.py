@@ -30,7 +30,7 @@ def reversed_graph(graph: TaskGraph) -> TaskGraph | None:
             rank=graph.rank,
             duration_ns=graph.duration_ns,
             pair=graph.pair,
-            segment=graph.segment,
+            pass_id=graph.pass_id,
             microbatch=graph.microbatch,
             module=graph.module,
             module_names=graph.module_names,

@@ -236,7 +236,7 @@ class Parts:
             rank=graph.rank[tasks],
             duration_ns=graph.duration_ns[tasks],
             pair=pair,
-            segment=np.unique(graph.segment[tasks], return_inverse=True)[1],
+            pass_id=np.unique(graph.pass_id[tasks], return_inverse=True)[1],
             microbatch=np.unique(graph.microbatch[tasks], return_inverse=True)[1],
             module=graph.module[tasks],
             activation_bytes=graph.activation_bytes[pairs],

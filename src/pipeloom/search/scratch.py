@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
 
 def make_scratch(packed: PackedGraph) -> Scratch:
     """Return arrays for list scheduling of one problem; one set per thread."""
-    num_tasks, num_segments = len(packed.waiting), len(packed.base)
+    num_tasks, num_passes = len(packed.waiting), len(packed.base)
     num_ranks, num_components = len(packed.capacity), len(packed.demand)
     per_rank = int(np.bincount(packed.task[:-1, PLACE] >> 2, minlength=num_ranks).max())
     widest = int(np.diff(packed.class_start).max())
@@ -85,8 +85,8 @@ def make_scratch(packed: PackedGraph) -> Scratch:
         return np.zeros(shape, np.int64)
 
     return Scratch(
-        at=np.zeros(num_segments + (64 << group_shift), np.int32),
-        position=np.zeros(num_segments, np.int32),
+        at=np.zeros(num_passes + (64 << group_shift), np.int32),
+        position=np.zeros(num_passes, np.int32),
         sizes=np.array([(num_ranks - 1).bit_length(), word_shift, group_shift, 64, second, third], np.int64),
         bits=ints(4 * num_ranks << word_shift),
         node=ints(num_ranks << NODE_SHIFT),

@@ -112,13 +112,13 @@ class _PassTemplate(NamedTuple):
     kind: list[int]
     rank: list[int]
     pair: list[int]
-    segment: list[int]
+    pass_id: list[int]
     forward: list[int]
     backward: list[int]
     """Backward task of every pair; empty without backwards."""
     source: list[int]
     target: list[int]
-    num_segments: int
+    num_passes: int
 
 
 class _Pass(NamedTuple):
@@ -145,10 +145,10 @@ class _TaskColumns:
     rank: list[int] = field(default_factory=list)
     duration: list[int] = field(default_factory=list)
     pair: list[int] = field(default_factory=list)
-    segment: list[int] = field(default_factory=list)
+    pass_id: list[int] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     module: list[int] = field(default_factory=list)
-    num_segments: int = 0
+    num_passes: int = 0
 
 
 @dataclass
@@ -243,12 +243,12 @@ class _Builder:
         costs = self.costs.pair_costs(chunks, microbatch, workload, trained)
         template = self._template(chunks, tuple(each.split for each in costs), trained)
         tasks, pairs = self.tasks, self.pairs
-        pair, task, segment = len(pairs.activation), len(tasks.kind), tasks.num_segments
-        tasks.num_segments += template.num_segments
+        pair, task, pass_id = len(pairs.activation), len(tasks.kind), tasks.num_passes
+        tasks.num_passes += template.num_passes
         tasks.kind += template.kind
         tasks.rank += template.rank
         tasks.pair += [pair + each for each in template.pair]
-        tasks.segment += [segment + each for each in template.segment]
+        tasks.pass_id += [pass_id + each for each in template.pass_id]
         tasks.microbatch += [microbatch] * len(template.kind)
         tasks.module += [m] * len(template.kind)
         pairs.forward += [task + each for each in template.forward]
@@ -289,8 +289,8 @@ class _Builder:
         runs = number_runs(ranks)
         # Forward segments come first, then those of backwards, then those of weight gradients.
         per_kind = runs[-1] + 1
-        num_segments = per_kind * (1 + (2 if self.costs.form != "whole" else 1) * trained)
-        template = _PassTemplate([], [], [], [], [], [], [], [], num_segments)
+        num_passes = per_kind * (1 + (2 if self.costs.form != "whole" else 1) * trained)
+        template = _PassTemplate([], [], [], [], [], [], [], [], num_passes)
         for position, (rank, split) in enumerate(zip(ranks, splits, strict=True)):
             kinds = [FORWARD]
             if trained:
@@ -300,7 +300,7 @@ class _Builder:
             template.kind.extend(kinds)
             template.rank.extend([rank] * len(kinds))
             template.pair.extend([position] * len(kinds))
-            template.segment.extend(k * per_kind + runs[position] for k in range(len(kinds)))
+            template.pass_id.extend(k * per_kind + runs[position] for k in range(len(kinds)))
         for i in range(len(chunks) - 1):
             template.source.append(template.forward[i])
             template.target.append(template.forward[i + 1])
@@ -357,7 +357,7 @@ class _Builder:
         # Another assignment of replicated modules may use any of these delays, so all must be summable.
         summable("edges.delay_s", [max(each) for each in edges.crossing])
         # Close the gaps in segment numbers, which W segments of whole backwards leave.
-        segment = np.unique(np.array(tasks.segment, dtype=np.int64), return_inverse=True)[1]
+        pass_id = np.unique(np.array(tasks.pass_id, dtype=np.int64), return_inverse=True)[1]
         several = any(len(options) > 1 for options in pairs.candidates)
         return make_graph(
             name=name,
@@ -367,7 +367,7 @@ class _Builder:
                 rank=tasks.rank,
                 duration_ns=tasks.duration,
                 pair=tasks.pair,
-                segment=segment,
+                pass_id=pass_id,
                 microbatch=tasks.microbatch,
                 module=tasks.module,
                 module_names=tuple(m.name for m in self.layout.modules),

@@ -30,6 +30,10 @@ class PairLabel(NamedTuple):
     strategy: str = "keep"
 
 
+_FILE_NAMES = {"duration_ns": "duration_s", "pass_id": "segment"}
+"""Columns that instance files name otherwise."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
     """Columns of tasks, converted to arrays of integers.
@@ -39,7 +43,7 @@ class Tasks:
     kind : array, shape (num_tasks,)
         `FORWARD`, `BACKWARD`, `INPUT_GRADIENT` or `WEIGHT_GRADIENT`.
     rank, duration_ns, pair, microbatch : array, shape (num_tasks,)
-    segment : array, shape (num_tasks,)
+    pass_id : array, shape (num_tasks,)
         Number of the pass of one sub-microbatch through one segment of chunks, forward or backward.
     module : array, shape (num_tasks,)
         Index into ``module_names``.
@@ -54,7 +58,7 @@ class Tasks:
     rank: npt.ArrayLike
     duration_ns: npt.ArrayLike
     pair: npt.ArrayLike
-    segment: npt.ArrayLike
+    pass_id: npt.ArrayLike
     microbatch: npt.ArrayLike
     module: npt.ArrayLike
     module_names: tuple[str, ...]
@@ -65,12 +69,12 @@ class Tasks:
         if len(kind) == 0:
             raise InputError("tasks.kind", "is empty", "give at least one task")
         object.__setattr__(self, "kind", kind)
-        # Kernels hold one slot per segment, so segment numbers are below the number of tasks.
-        bounds = {"module": len(self.module_names), "segment": len(kind)}
+        # Kernels hold one slot per pass, so pass numbers are below the number of tasks.
+        bounds = {"module": len(self.module_names), "pass_id": len(kind)}
         for field in fields(self):
             if field.name in ("kind", "module_names"):
                 continue
-            name = "tasks.duration_s" if field.name == "duration_ns" else f"tasks.{field.name}"
+            name = f"tasks.{_FILE_NAMES.get(field.name, field.name)}"
             value = getattr(self, field.name)
             column = summable(name, value) if field.name == "duration_ns" else np.asarray(value, dtype=np.int64)
             if column.shape != kind.shape:

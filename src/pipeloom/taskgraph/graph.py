@@ -53,7 +53,7 @@ class Task(NamedTuple):
     rank: int
     duration_ns: int
     pair: int
-    segment: int
+    pass_id: int
     microbatch: int
     module: str
 
@@ -100,7 +100,7 @@ class TaskGraph:
     rank: IntArray
     duration_ns: IntArray
     pair: IntArray
-    segment: IntArray
+    pass_id: IntArray
     microbatch: IntArray
     module: IntArray
     activation_bytes: IntArray
@@ -136,9 +136,14 @@ class TaskGraph:
         return len(self.activation_bytes)
 
     @property
-    def num_segments(self) -> int:
+    def segment(self) -> IntArray:
+        """Return `pass_id`. Deprecated name; removed in the next release."""
+        return self.pass_id
+
+    @property
+    def num_passes(self) -> int:
         """One more than the largest segment number."""
-        return int(self.segment.max()) + 1
+        return int(self.pass_id.max()) + 1
 
     @property
     def most_headroom_bytes(self) -> IntArray | None:
@@ -172,7 +177,7 @@ class TaskGraph:
             int(self.rank[number]),
             int(self.duration_ns[number]),
             int(self.pair[number]),
-            int(self.segment[number]),
+            int(self.pass_id[number]),
             int(self.microbatch[number]),
             self.module_names[self.module[number]],
         )
@@ -268,13 +273,13 @@ def make_graph(
     """
     check_count("num_ranks", num_ranks)
     kind = np.asarray(tasks.kind)
-    rank, pair, segment = np.asarray(tasks.rank), np.asarray(tasks.pair), np.asarray(tasks.segment)
+    rank, pair, pass_id = np.asarray(tasks.rank), np.asarray(tasks.pair), np.asarray(tasks.pass_id)
     activation = np.asarray(pairs.activation_bytes)
     num_tasks, num_pairs = len(kind), len(activation)
     check_range("tasks.rank", rank, num_ranks)
     check_range("tasks.pair", pair, num_pairs)
     forward_of, backward_of, weight_of = _pair_tasks(kind, pair, rank, num_pairs)
-    _check_segments(kind, segment, rank)
+    _check_segments(kind, pass_id, rank)
     source, target, delay = np.asarray(edges.source), np.asarray(edges.target), np.asarray(edges.delay_ns)
     check_range("edges.source", source, num_tasks)
     check_range("edges.target", target, num_tasks)
@@ -289,7 +294,7 @@ def make_graph(
         rank=rank,
         duration_ns=np.asarray(tasks.duration_ns),
         pair=pair,
-        segment=segment,
+        pass_id=pass_id,
         microbatch=np.asarray(tasks.microbatch),
         module=np.asarray(tasks.module),
         activation_bytes=activation,
@@ -376,11 +381,11 @@ def _pair_tasks(kind: KindArray, pair: IntArray, rank: IntArray, num_pairs: int)
     return forward, np.maximum(whole, inputs), weights
 
 
-def _check_segments(kind: KindArray, segment: IntArray, rank: IntArray) -> None:
-    _, first, which = np.unique(segment, return_index=True, return_inverse=True)
+def _check_segments(kind: KindArray, pass_id: IntArray, rank: IntArray) -> None:
+    _, first, which = np.unique(pass_id, return_index=True, return_inverse=True)
     mixed = kind != kind[first][which]
-    for task in np.flatnonzero(mixed | _repeated(segment * (int(rank.max()) + 1) + rank))[:1].tolist():
-        number = segment[task]
+    for task in np.flatnonzero(mixed | _repeated(pass_id * (int(rank.max()) + 1) + rank))[:1].tolist():
+        number = pass_id[task]
         if mixed[task]:
             names = f"{KIND_NAMES[kind[first[which[task]]]]} and {KIND_NAMES[kind[task]]}"
             raise InputError(f"tasks.segment[{task}]", f"segment {number} has both {names}")

@@ -1,6 +1,6 @@
 """Simulate a schedule, check it, compute lower bounds, and attribute bubbles to their causes."""
 
-from pipeloom.timeline.bounds import assignable_bound, bound_of, heads_and_tails, lower_bound
+from pipeloom.timeline.bounds import assignable_bound, bound_of, longest_paths, lower_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
@@ -27,8 +27,8 @@ __all__ = [
     "bubbles",
     "check",
     "gap",
-    "heads_and_tails",
     "host_peaks",
+    "longest_paths",
     "lower_bound",
     "memory_changes",
     "memory_curve",

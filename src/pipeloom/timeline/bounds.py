@@ -46,7 +46,7 @@ def lower_bound(graph: TaskGraph) -> LowerBound:
     """
     options = without_oversized(graph, pair_options(graph))
     duration, longest = extreme_durations(graph, options)
-    head, tail = heads_and_tails(graph, duration)
+    head, tail = longest_paths(graph, duration)
     found = [LowerBound(int((head + duration + tail).max()), "critical path")]
     present = [rank for rank in range(graph.num_ranks) if (graph.rank == rank).any()]
     warm_up = _warm_up(graph, duration, longest, head)
@@ -123,7 +123,7 @@ def extreme_durations(graph: TaskGraph, options: Options) -> tuple[IntArray, Int
     return least, most
 
 
-def heads_and_tails(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntArray]:
+def longest_paths(graph: TaskGraph, duration: IntArray) -> tuple[IntArray, IntArray]:
     """Return the longest path of tasks and delays to the start of every task, and from its end to the end of all."""
     everything = np.arange(graph.num_tasks, dtype=np.int64)
     no_order = np.zeros(1, np.int64)
@@ -189,11 +189,11 @@ def _chain(
     if not turning:
         return none
     # slot[s, r]: the inside task of segment s on rank r.
-    slot = np.full((graph.num_segments, graph.num_ranks), NO_TASK, np.int64)
+    slot = np.full((graph.num_passes, graph.num_ranks), NO_TASK, np.int64)
     tasks = np.flatnonzero(inside)
-    slot[graph.segment[tasks], graph.rank[tasks]] = tasks
+    slot[graph.pass_id[tasks], graph.rank[tasks]] = tasks
     linked = _delays_along_segments(graph, tasks, *links)
-    passes = slot[graph.segment[np.array(turning)]]
+    passes = slot[graph.pass_id[np.array(turning)]]
     if (passes == NO_TASK).any() or (linked[passes[:, 1:]] < 0).any():
         return none
     idle = np.full(len(passes), floor[0], np.int64)
@@ -202,7 +202,7 @@ def _chain(
         here = tasks[graph.rank[tasks] == rank]
         has = linked[here] >= 0
         matched = here[has]
-        before = slot[graph.segment[matched], rank - 1]
+        before = slot[graph.pass_id[matched], rank - 1]
         excess = int(np.maximum(0, most[matched] - least[before]).sum() + most[here[~has]].sum())
         wire = int(linked[matched].min())
         idle = np.maximum(idle + least[passes[:, rank - 1]] + wire - excess, floor[rank])
@@ -233,7 +233,7 @@ def _delays_along_segments(
 ) -> IntArray:
     """Return each task's delay from its own segment's task on the previous rank; -1 without such an edge."""
     target = np.repeat(np.arange(graph.num_tasks), np.diff(rows))
-    same = (graph.segment[target] == graph.segment[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
+    same = (graph.pass_id[target] == graph.pass_id[neighbor]) & (graph.rank[target] == graph.rank[neighbor] + 1)
     linked = np.full(graph.num_tasks, -1, np.int64)
     np.maximum.at(linked, target[same], delay[same])
     kept = np.full(graph.num_tasks, -1, np.int64)
@@ -255,7 +255,7 @@ def assignable_bound(assignable: Assignable) -> LowerBound:
     graph = assignable.relaxed
     options = pair_options(graph)
     duration, _ = extreme_durations(graph, options)
-    head, tail = heads_and_tails(graph, duration)
+    head, tail = longest_paths(graph, duration)
     work = (options.forward_ns + options.backward_ns + options.weight_ns).min(axis=1)
     found = [
         LowerBound(int((head + duration + tail).max()), "critical path"),

@@ -68,7 +68,7 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
     left = ~(whole[graph.pair] & (graph.kind == WEIGHT_GRADIENT))
     number = np.where(left, np.cumsum(left) - 1, NO_TASK)
     # A pass may have whole and split backwards; each kind is a segment of its own.
-    segment = np.unique(graph.segment[left] * len(KIND_NAMES) + kind[left], return_inverse=True)[1]
+    pass_id = np.unique(graph.pass_id[left] * len(KIND_NAMES) + kind[left], return_inverse=True)[1]
     resolved = make_graph(
         name=graph.name,
         num_ranks=graph.num_ranks,
@@ -77,7 +77,7 @@ def resolve_candidates(graph: TaskGraph, choice: IntArray | None) -> Resolved:
             rank=graph.rank[left],
             duration_ns=chosen.duration_ns[left],
             pair=graph.pair[left],
-            segment=segment,
+            pass_id=pass_id,
             microbatch=graph.microbatch[left],
             module=graph.module[left],
             module_names=graph.module_names,

@@ -48,7 +48,7 @@ def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float, ki
         write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
     comparison = {name: [system.timeline.makespan_ns / 1e9 for system in results] for name, results in systems.items()}
     means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
-    return recorder.summarise(run, elapsed_s, comparison, explained, advice(means, kind))
+    return recorder.summarize(run, elapsed_s, comparison, explained, advice(means, kind))
 
 
 _PLAN = "per-batch plan"

@@ -338,7 +338,7 @@ class Recorder:
         """Discard the reports under the previous layout."""
         self.reports.clear()
 
-    def summarise(
+    def summarize(
         self,
         run: RunFacts,
         elapsed_s: float,

@@ -55,7 +55,7 @@ def run(model: Any, layout: Layout, plan: Any, packing: Any, samples: list[Any])
             executor = pl.Executor(mine, layout, rank, hub.transport(rank), options=options)
             with double():
                 result = executor.run(plan, packing, samples[rank])
-            losses.append(result.loss_sum / result.normaliser)
+            losses.append(result.loss_sum / result.normalizer)
             with lock:
                 for name, parameter in executor.named_parameters():
                     assert parameter.grad is not None

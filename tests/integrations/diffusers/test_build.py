@@ -304,7 +304,7 @@ def test_half_precision(name: str, weights: torch.dtype, autocast: Any) -> None:
         options = ExecutorOptions(autocast=region)
         executor = pl.Executor(model, drawn.layout, 0, ThreadHub().transport(0), options=options)
         result = executor.run(drawn.plan, drawn.packing, batch)
-        losses.append(result.loss_sum / result.normaliser)
+        losses.append(result.loss_sum / result.normalizer)
     assert losses[1] == pytest.approx(losses[0], rel=3e-2)
 
 

@@ -30,7 +30,7 @@ NAMED_BY_ANOTHER = ("account-for-embedding-in-pipeline-split", "account-for-loss
 @pytest.mark.parametrize("run", RUNS)
 def test_every_number_is_read_or_refused_by_its_name(run) -> None:
     cluster = load_cluster("h100-8")
-    for name, value in itertools.product(sorted(effects_of("arguments").modelled), VALUES):
+    for name, value in itertools.product(sorted(effects_of("arguments").modeled), VALUES):
         words = [*listed(run | {name.replace("-", "_"): None}), f"--{name}", value]
         said = ""
         try:

@@ -96,7 +96,7 @@ def known_arguments() -> frozenset[str]:
     return effects_of("arguments").names
 
 
-MODELLED = [
+MODELED = [
     {"attention_output_gate": True, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 64},
     {"add_qkv_bias": True, "disable_bias_linear": True, "qk_layernorm": True, "quick_geglu": True},
     {"num_experts": 8, "moe_latent_size": 64, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_grouped_gemm": True},
@@ -132,13 +132,13 @@ MODELLED = [
 """Runs that together have all modelled arguments."""
 
 
-def test_reading_asks_for_what_is_modelled_and_for_nothing_else() -> None:
+def test_reading_asks_for_what_is_modeled_and_for_nothing_else() -> None:
     asked: set[str] = set()
-    for changes in MODELLED:
+    for changes in MODELED:
         asked |= {label[2:] for label in read_megatron(listed(changes)).read}
     effects = effects_of("arguments")
-    assert effects.modelled <= asked
-    assert asked <= effects.modelled | effects.noted.keys()
+    assert effects.modeled <= asked
+    assert asked <= effects.modeled | effects.noted.keys()
 
 
 VALUES = {

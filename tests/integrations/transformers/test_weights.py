@@ -216,7 +216,7 @@ def unlike(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
 
-def quantised(folder: Path) -> None:
+def quantized(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -241,7 +241,7 @@ KEY = "model.layers.1.mlp.up_proj.weight"
         ),
         (lambda folder: change(folder, lambda t: t.pop(KEY)), f"parameter '{KEY}': is in none of the files"),
         (lambda folder: change(folder, lambda t: t.update({KEY: torch.ones(3, 2)})), "the shape .3, 2., the model's"),
-        (quantised, "has quantized weights"),
+        (quantized, "has quantized weights"),
         (
             lambda folder: change(folder, lambda t: t.update({KEY: t[KEY].to(torch.int8)})),
             f"{KEY}: has dtype int8, but the parameter is floating-point; quantized weights cannot be trained",

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise.bound import placement_bound
-from pipeloom.layout.cooptimise.evaluate import NEVER, Judge, schedule_of
-from pipeloom.layout.cooptimise.joint import CooptimisedPipeline, answer, nothing_fits, uniform_strategies
-from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, rank_work_ns
-from pipeloom.layout.cooptimise.rules import PriorityRule
-from pipeloom.layout.cooptimise.standard import round_robin, stages, wave
-from pipeloom.layout.cooptimise.starts import natural_keys
-from pipeloom.layout.cooptimise.walk import WalkReport
+from pipeloom.layout.cooptimize.bound import placement_bound
+from pipeloom.layout.cooptimize.evaluate import NEVER, Judge, schedule_of
+from pipeloom.layout.cooptimize.joint import CooptimizedPipeline, answer, nothing_fits, uniform_strategies
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, rank_work_ns
+from pipeloom.layout.cooptimize.rules import PriorityRule
+from pipeloom.layout.cooptimize.standard import round_robin, stages, wave
+from pipeloom.layout.cooptimize.starts import natural_keys
+from pipeloom.layout.cooptimize.walk import WalkReport
 from pipeloom.search import Progress
 from pipeloom.search.stopping import StoppingRule, Watch
 from pipeloom.taskgraph import IntArray
@@ -63,7 +63,7 @@ def tune_phases(
     budget: StoppingRule,
     phases: tuple[str, ...] = TUNED,
     on_progress: Callable[[Progress], None] | None = None,
-) -> CooptimisedPipeline:
+) -> CooptimizedPipeline:
     """Choose partition, placement and order of a chain as AdaPtis' generator does.
 
     Parameters

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeloom.layout.cooptimise.layer_chain import PartitionPlacement
+from pipeloom.layout.cooptimize.layer_chain import PartitionPlacement
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Timeline
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise.evaluate import NEVER, arrays_of, evaluate, schedule_of
-from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, graph_of
-from pipeloom.layout.cooptimise.rules import PriorityRule
-from pipeloom.layout.cooptimise.standard import one_f_one_b_peaks, round_robin, stages, wave
-from pipeloom.layout.cooptimise.starts import natural_keys
+from pipeloom.layout.cooptimize.evaluate import NEVER, arrays_of, evaluate, schedule_of
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, graph_of
+from pipeloom.layout.cooptimize.rules import PriorityRule
+from pipeloom.layout.cooptimize.standard import one_f_one_b_peaks, round_robin, stages, wave
+from pipeloom.layout.cooptimize.starts import natural_keys
 from pipeloom.search import gpipe, interleaved_one_f_one_b, one_f_one_b
 from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.taskgraph import IntArray, TaskGraph

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pipeloom.errors import InputError
 from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import IntArray, TaskGraph, topological_order
-from pipeloom.timeline import Schedule, heads_and_tails, memory_changes, simulate
+from pipeloom.timeline import Schedule, longest_paths, memory_changes, simulate
 from pipeloom_lab.solvers import highs
 from pipeloom_lab.solvers.exact import finish, unit_of
 from pipeloom_lab.solvers.highs import Row
@@ -91,7 +91,7 @@ def settled_orders(graph: TaskGraph, horizon_ns: int) -> BoolArray:
         for p in graph.predecessor[graph.predecessor_start[t] : graph.predecessor_start[t + 1]].tolist():
             reach[:, t] |= reach[:, p]
             reach[p, t] = True
-    head, tail = heads_and_tails(graph, graph.duration_ns)
+    head, tail = longest_paths(graph, graph.duration_ns)
     until_end, from_start = head + graph.duration_ns, tail + graph.duration_ns
     too_late = (until_end[None, :] + from_start[:, None] > horizon_ns) & ~reach & ~reach.T
     # Two tasks of which neither can be first would mean a horizon that is too short.
@@ -148,7 +148,7 @@ def state(graph: TaskGraph, hint: Schedule, bound_ns: int) -> LinearModel:
     """Build the model; no schedule longer than the hint is feasible."""
     horizon = simulate(graph, hint).makespan_ns
     unit = max(1.0, float(graph.duration_ns.mean()))
-    head, tail = heads_and_tails(graph, graph.duration_ns)
+    head, tail = longest_paths(graph, graph.duration_ns)
     length = graph.duration_ns / unit
     before = settled_orders(graph, horizon)
     low = [float(h) / unit for h in head]

@@ -13,7 +13,7 @@ from typing import Any
 from pipeloom.errors import InputError
 from pipeloom.search.methods import Exact
 from pipeloom.taskgraph import TaskGraph
-from pipeloom.timeline import Schedule, check, heads_and_tails, simulate
+from pipeloom.timeline import Schedule, check, longest_paths, simulate
 from pipeloom_lab.solvers import linear
 from pipeloom_lab.solvers.exact import finish, unit_of
 
@@ -67,7 +67,7 @@ class _Question:
         self.unit = unit_of(graph)
         horizon = simulate(graph, hint).makespan_ns
         self.before = linear.settled_orders(graph, horizon)
-        head, tail = (x // self.unit for x in heads_and_tails(graph, graph.duration_ns))
+        head, tail = (x // self.unit for x in longest_paths(graph, graph.duration_ns))
         length = (graph.duration_ns // self.unit).tolist()
         context = solver.Context()
         self.context: Any = context

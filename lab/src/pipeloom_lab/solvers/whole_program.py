@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.layout.cooptimise.layer_chain import LayerChain, PartitionPlacement, graph_of, task_number
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement, graph_of, task_number
 from pipeloom.search import gpipe
 from pipeloom.taskgraph import IntArray, topological_order
 from pipeloom.timeline import Schedule, check, simulate
@@ -199,7 +199,7 @@ def whole_program(chain: LayerChain, *, seconds: float) -> WholeAnswer:
 
 
 def _known(chain: LayerChain) -> WholeAnswer:
-    from pipeloom.layout.cooptimise.standard import stages
+    from pipeloom.layout.cooptimize.standard import stages
 
     placement = stages(chain)
     graph = graph_of(chain, placement)

@@ -11,16 +11,18 @@ from pipeloom.layout.modality import typical_lengths
 from pipeloom.spec import Layout
 
 
-def dip_layout(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
+def dip_layout(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
     """Return DIP's layout as published: sizes and segments by its rules, equal numbers of layers."""
-    return separate(case.model, case.num_ranks, _placements_by_rule(case, batches), by_count)
+    return separate(setting.model, setting.num_ranks, _placements_by_rule(setting, batches), by_count)
 
 
-def our_layout(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
+def our_layout(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> Layout:
     """Return the paper's sizes and segments, with layers assigned so that all ranks take equal time."""
-    return even_layout(case.model, case.num_ranks, _placements_by_rule(case, batches), by_time(case, batches))
+    return even_layout(
+        setting.model, setting.num_ranks, _placements_by_rule(setting, batches), by_time(setting, batches)
+    )
 
 
-def _placements_by_rule(case: ModelOnCluster, batches: Sequence[Microbatches]) -> dict[str, ModulePlacement]:
-    typical = typical_lengths(case.model, [microbatch for microbatches in batches for microbatch in microbatches])
-    return modality_placements(case.model, case.costs, case.num_ranks, typical)
+def _placements_by_rule(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> dict[str, ModulePlacement]:
+    typical = typical_lengths(setting.model, [microbatch for microbatches in batches for microbatch in microbatches])
+    return modality_placements(setting.model, setting.costs, setting.num_ranks, typical)

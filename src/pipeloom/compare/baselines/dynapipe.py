@@ -40,78 +40,78 @@ MANY, CLUSTERS = 20, (4, 3)
 """Number of clusters that are permuted, for up to `MANY` microbatches and for more."""
 
 
-def dynapipe(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def dynapipe(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Make DynaPipe: one chain of stages, and the fastest microbatches, order and recomputation for every iteration.
 
     Tried are the given microbatches, and microbatches made for each kind of recomputation, where each may use all
     memory or an equal share for as many microbatches as ranks. If stages of equal time do not fit, they are balanced
     partly by parameters, or by nnScaler's algorithm with one recomputation setting.
     """
-    chains = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads_by_time(case, batches)]
-    layouts = dict.fromkeys([*chains, *stages_that_fit(case, batches)])
-    return in_turn(NAME, [_system(case, layout) for layout in layouts], batches)
+    chains = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by_time(setting, batches)]
+    layouts = dict.fromkeys([*chains, *stages_that_fit(setting, batches)])
+    return in_turn(NAME, [_system(setting, layout) for layout in layouts], batches)
 
 
-def _system(case: ModelOnCluster, layout: Layout) -> System:
+def _system(setting: ModelOnCluster, layout: Layout) -> System:
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         found: list[BaselineResult] = []
-        for tried in _packings(case, layout, microbatches):
+        for tried in _packings(setting, layout, microbatches):
             with suppress(InfeasibleError):
-                found.append(_scheduled(layout, graph_of(case, layout, tried, NAME, case.levels)))
+                found.append(_scheduled(layout, graph_of(setting, layout, tried, NAME, setting.levels)))
         return fastest(NAME, found)
 
     return System(NAME, layout, run)
 
 
-def _packings(case: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Iterator[Microbatches]:
+def _packings(setting: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Iterator[Microbatches]:
     """Yield the given microbatches, and those of dynamic programming for each kind of recomputation."""
     yield microbatches
-    if not packs_anew(case):
+    if not packs_anew(setting):
         return
     samples = sorted((s for microbatch in microbatches for s in microbatch), key=lambda s: -s.sequence_tokens)
     known = set()
     for strategy in RECOMPUTED:
-        for together in (case.num_ranks, 1):
+        for together in (setting.num_ranks, 1):
             with suppress(InfeasibleError):
-                cuts = dynamic_microbatches(stage_loads(case, layout, samples, strategy, together))
+                cuts = dynamic_microbatches(stage_loads(setting, layout, samples, strategy, together))
                 if cuts not in known:
                     known.add(cuts)
                     yield [samples[first:end] for first, end in cuts]
 
 
 def stage_loads(
-    case: ModelOnCluster, layout: Layout, samples: Sequence[Sample], strategy: ChunkStrategy, together: int
+    setting: ModelOnCluster, layout: Layout, samples: Sequence[Sample], strategy: ChunkStrategy, together: int
 ) -> StageLoads:
     """Return the loads of samples on every rank of a chain of stages, if ``together`` microbatches share memory."""
     shape = layout.num_ranks, len(samples)
     seconds, held, fixed = np.zeros(shape), np.zeros(shape), np.zeros(layout.num_ranks)
-    static = rank_static_bytes(case.levels, layout)
-    level = case.levels.strategies.index(strategy)
+    static = rank_static_bytes(setting.levels, layout)
+    level = setting.levels.strategies.index(strategy)
     for chunk in layout.chunks:
-        lengths = [case.model.module(chunk.module).instance_lengths(sample) for sample in samples]
+        lengths = [setting.model.module(chunk.module).instance_lengths(sample) for sample in samples]
         every = [n for each in lengths for n in each if n > 0]
         if not every:
             continue
         mean = round(sum(every) / len(every))
-        marginal = marginal_cost(case.levels, (chunk,), mean)
+        marginal = marginal_cost(setting.levels, (chunk,), mean)
         typical = Workload((mean,) * 8)
-        costs = case.levels.chunk_costs(chunk, typical)
+        costs = setting.levels.chunk_costs(chunk, typical)
         base = costs[0].forward_s + costs[0].backward_s
         # Recomputation increases the time of a stage by the same factor for all samples.
         factor = (costs[level].forward_s + costs[level].backward_s) / base
         fixed[chunk.rank] += factor * max(0.0, base - marginal.of(typical.lengths))
         seconds[chunk.rank] += factor * np.array([marginal.of(each) for each in lengths])
         held[chunk.rank] += costs[level].activation_bytes / typical.num_tokens * np.array([sum(n) for n in lengths])
-    free_bytes = (case.capacity_bytes - static - _work_bytes(case, layout, samples)) / together
+    free_bytes = (setting.capacity_bytes - static - _work_bytes(setting, layout, samples)) / together
     return StageLoads(seconds, fixed, held, free_bytes)
 
 
-def _work_bytes(case: ModelOnCluster, layout: Layout, samples: Sequence[Sample]) -> int:
+def _work_bytes(setting: ModelOnCluster, layout: Layout, samples: Sequence[Sample]) -> int:
     """Return the largest workspace of the longest sample; larger microbatches need more and may not fit."""
 
     def need(chunk: Chunk) -> int:
-        lengths = case.model.module(chunk.module).instance_lengths(samples[0])
-        return case.levels.workspace_bytes(chunk, Workload(lengths)) if lengths else 0
+        lengths = setting.model.module(chunk.module).instance_lengths(samples[0])
+        return setting.levels.workspace_bytes(chunk, Workload(lengths)) if lengths else 0
 
     return max(need(chunk) for chunk in layout.chunks)
 

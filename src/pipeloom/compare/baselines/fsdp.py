@@ -45,7 +45,7 @@ class _Whole:
     """Memory for activations."""
 
 
-def fsdp_time(case: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
+def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: int) -> tuple[float, str]:
     """Return seconds and memory strategy of FSDP2 with ZeRO-3 on the same devices and data.
 
     Microbatches are assigned to replicas in turn. The strategy is the fastest under which the largest microbatch fits.
@@ -55,43 +55,43 @@ def fsdp_time(case: ModelOnCluster, microbatches: Microbatches, num_devices: int
     InfeasibleError
         The largest microbatch does not fit.
     """
-    seconds, level = _fastest(_whole(case, microbatches, num_devices), num_devices)
+    seconds, level = _fastest(_whole(setting, microbatches, num_devices), num_devices)
     return seconds, str(LEVELS[level])
 
 
-def fsdp(case: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
+def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     """Make FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
 
     All replicas begin a module's pass together, since they gather its weights together. The difference of its update
     time from that of the pipeline is counted.
     """
-    devices = case.degrees.tensor * case.degrees.pipeline * case.degrees.context
-    degrees = Degrees(data=devices * case.degrees.data, zero=3, state=case.degrees.state)
+    devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
+    degrees = Degrees(data=devices * setting.degrees.data, zero=3, state=setting.degrees.state)
 
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        whole = _whole(case, microbatches, degrees.num_devices)
+        whole = _whole(setting, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
-        update_s = put_on_cluster(case.architecture, case.cluster, degrees).update_s
-        return _timeline(case, whole, devices, level, update_s - case.update_s)
+        update_s = put_on_cluster(setting.architecture, setting.cluster, degrees).update_s
+        return _timeline(setting, whole, devices, level, update_s - setting.update_s)
 
-    modules = case.model.modules
+    modules = setting.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     return System(NAME, Layout(1, tuple(ModuleLayout.of(m) for m in modules), chunks), run)
 
 
-def _whole(case: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
-    degrees = Degrees(data=num_replicas, zero=3, state=case.degrees.state)
-    costs = EmulatedCosts(case.architecture, case.cluster, degrees, LEVELS, split=False)
-    modules = case.model.modules
+def _whole(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
+    degrees = Degrees(data=num_replicas, zero=3, state=setting.degrees.state)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False)
+    modules = setting.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)
-    packing = pack_microbatches(case, layout, microbatches)
+    packing = pack_microbatches(setting, layout, microbatches)
     static = sum(costs.static_bytes(c) for c in wholes)
     rows = [
         [[costs.chunk_costs(c, part.workload) for part in parts] for c, parts in zip(wholes, m.parts, strict=True)]
         for m in packing.microbatches
     ]
-    free_bytes = case.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
+    free_bytes = setting.capacity_bytes - static - most_workspace_bytes(costs, layout, packing)
     return _Whole(layout, rows, static, free_bytes)
 
 
@@ -120,7 +120,7 @@ def _pass(column: list[tuple[StrategyCost, ...]], level: int) -> tuple[float, fl
     return sum(o[level].forward_s for o in column), sum(o[level].backward_s for o in column)
 
 
-def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
+def _timeline(setting: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
     """Make the timeline with one rank per device; a pass begins when all passes of the previous module have ended."""
     tasks: list[tuple[int, int, int, int, int, int]] = []
     """Kind, rank, nanoseconds, pair, microbatch and module of every task."""
@@ -156,8 +156,8 @@ def _timeline(case: ModelOnCluster, whole: _Whole, num_replicas: int, level: int
         num_ranks=num_replicas,
         tasks=Tasks(
             **dict(zip(("kind", "rank", "duration_ns", "pair", "microbatch", "module"), columns, strict=True)),
-            segment=np.arange(len(tasks)),
-            module_names=tuple(m.name for m in case.model.modules),
+            pass_id=np.arange(len(tasks)),
+            module_names=tuple(m.name for m in setting.model.modules),
         ),
         pairs=Pairs(activation_bytes=held, weight_gradient_bytes=None, labels=tuple(labels)),
         edges=Edges(source=source, target=target, delay_ns=np.zeros(len(source), np.int64)),

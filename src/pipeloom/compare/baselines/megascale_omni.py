@@ -44,7 +44,7 @@ SIZES = (1, 2, 4, 8, 16)
 """Numbers of images or recordings that a rank encodes together."""
 
 
-def megascale_omni(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def megascale_omni(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Make MegaScale-Omni: whole encoders on every rank, and an interleaved backbone.
 
     The sampled iterations decide the number of chunks, with the backbone balanced by time and by parameters, then the
@@ -52,33 +52,36 @@ def megascale_omni(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sys
     to ranks, and recomputation settings of encoders and backbone. Iterations that do not fit run with encoders
     pipelined over all ranks.
     """
-    own = LongShortCosts(case)
-    after_s = _reduction(case, own)
-    wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(case, batches)]
-    start = _rule_sizes(case, batches)
-    first = [_option(case, _resized(one, start), own, after_s) for one in wholes]
+    own = LongShortCosts(setting)
+    after_s = _reduction(setting, own)
+    wholes = [replicated(one, [m.name for m in one.modules[:-1]]) for one in encoders_apart(setting, batches)]
+    start = _rule_sizes(setting, batches)
+    first = [_option(setting, _resized(one, start), own, after_s) for one in wholes]
     first = sorted(first, key=lambda option: standing(option, batches))[:_BEST_CHUNK_COUNTS]
     sizes: list[Mapping[str, int | None]] = [start]
     sizes += [dict.fromkeys(start, size) for size in SIZES]
     layouts = [_resized(one.layout, each) for one in first for each in sizes]
-    options = [_option(case, layout, own, after_s) for layout in dict.fromkeys(layouts)]
-    if case.degrees.tensor > 1:
+    options = [_option(setting, layout, own, after_s) for layout in dict.fromkeys(layouts)]
+    if setting.degrees.tensor > 1:
         # A divided encoder may fit where a whole one does not.
         options += [
-            _option(case, one.layout, case.levels, lambda layout: replica_seconds(case, layout)) for one in first
+            _option(setting, one.layout, setting.levels, lambda layout: replica_seconds(setting, layout))
+            for one in first
         ]
-    last = encoders_first(NAME, case, encoders_apart(case, batches))
-    return reordered(in_turn(NAME, options, batches, last), case)
+    last = encoders_first(NAME, setting, encoders_apart(setting, batches))
+    return reordered(in_turn(NAME, options, batches, last), setting)
 
 
-def _option(case: ModelOnCluster, layout: Layout, costs: EmulatedCosts, after_s: Callable[[Layout], float]) -> System:
+def _option(
+    setting: ModelOnCluster, layout: Layout, costs: EmulatedCosts, after_s: Callable[[Layout], float]
+) -> System:
     """Make the system of one layout, with the best group size and assignment for every iteration."""
 
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-        assignable = assignable_of(case, layout, [_longest_first(group) for group in microbatches], NAME, costs)
+        assignable = assignable_of(setting, layout, [_longest_first(group) for group in microbatches], NAME, costs)
         found = []
         for size in sorted(
-            {min(each, len(microbatches)) for each in (case.num_ranks, 2 * case.num_ranks, len(microbatches))}
+            {min(each, len(microbatches)) for each in (setting.num_ranks, 2 * setting.num_ranks, len(microbatches))}
         ):
             for assigned in (assignable, assigned_in_groups(assignable, size)):
                 with suppress(InfeasibleError):
@@ -112,11 +115,11 @@ def _longest_first(group: Sequence[Sample]) -> list[Sample]:
     return sorted(group, key=lambda sample: -max((*sample.patches, *sample.audio_seconds), default=0))
 
 
-def _rule_sizes(case: ModelOnCluster, batches: Sequence[Microbatches]) -> dict[str, int | None]:
+def _rule_sizes(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> dict[str, int | None]:
     """Return the smallest part of every encoder with which each device of a rank is efficient."""
-    typical = typical_lengths(case.model, [group for microbatches in batches for group in microbatches])
-    places = modality_placements(case.model, case.costs, case.num_ranks, typical)
-    return {module.name: places[module.name].sub_microbatch for module in case.model.modules[:-1]}
+    typical = typical_lengths(setting.model, [group for microbatches in batches for group in microbatches])
+    places = modality_placements(setting.model, setting.costs, setting.num_ranks, typical)
+    return {module.name: places[module.name].sub_microbatch for module in setting.model.modules[:-1]}
 
 
 def _resized(layout: Layout, sizes: Mapping[str, int | None]) -> Layout:
@@ -126,6 +129,6 @@ def _resized(layout: Layout, sizes: Mapping[str, int | None]) -> Layout:
     return layout
 
 
-def _reduction(case: ModelOnCluster, costs: LongShortCosts) -> Callable[[Layout], float]:
-    parameters = {m.name: sum(layer.num_parameters for layer in m.flat_layers) for m in case.model.modules}
+def _reduction(setting: ModelOnCluster, costs: LongShortCosts) -> Callable[[Layout], float]:
+    parameters = {m.name: sum(layer.num_parameters for layer in m.flat_layers) for m in setting.model.modules}
     return lambda layout: costs.reduction_s(layout, parameters)

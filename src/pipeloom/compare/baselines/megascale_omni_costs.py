@@ -24,14 +24,14 @@ class LongShortCosts(EmulatedCosts):
     favor.
     """
 
-    def __init__(self, case: ModelOnCluster) -> None:
-        degrees = case.degrees
-        super().__init__(case.architecture, case.cluster, degrees, LEVELS, split=False)
+    def __init__(self, setting: ModelOnCluster) -> None:
+        degrees = setting.degrees
+        super().__init__(setting.architecture, setting.cluster, degrees, LEVELS, split=False)
         everywhere = msgspec.structs.replace(
             degrees, tensor=1, pipeline=1, expert=1, data=degrees.tensor * degrees.pipeline * degrees.data
         )
-        self._whole = EmulatedCosts(case.architecture, case.cluster, everywhere, LEVELS, split=False)
-        self._encoders = {module.name for module in case.model.modules[:-1]}
+        self._whole = EmulatedCosts(setting.architecture, setting.cluster, everywhere, LEVELS, split=False)
+        self._encoders = {module.name for module in setting.model.modules[:-1]}
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of a chunk on a workload, one per strategy; an encoder uses the faster way."""

@@ -12,23 +12,30 @@ from pipeloom.layout.layouts import chunk_counts
 from pipeloom.search import interleaved_as_megatron, one_f_one_b
 
 
-def megatron_1f1b(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
+def megatron_1f1b(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
     """Make Megatron-LM's 1F1B with one chain of stages.
 
     If stages of equal time do not fit, stages are also balanced partly by parameters, or by nnScaler's algorithm with
     one recomputation setting. If stages of equal parameters do not fit, nnScaler's are used.
     """
     name = f"1F1B by {balance}"
-    layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads_by(case, batches, balance)]
-    fitting = stages_that_fit(case, batches)
+    layouts = [
+        chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by(setting, batches, balance)
+    ]
+    fitting = stages_that_fit(setting, batches)
     if balance == "time":
         layouts += fitting
     return in_turn(
-        name, fixed_systems(name, case, layouts, one_f_one_b), batches, fixed_systems(name, case, fitting, one_f_one_b)
+        name,
+        fixed_systems(name, setting, layouts, one_f_one_b),
+        batches,
+        fixed_systems(name, setting, fitting, one_f_one_b),
     )
 
 
-def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters") -> System:
+def megatron_interleaved(
+    setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "parameters"
+) -> System:
     """Make Megatron-LM's interleaved 1F1B, with the best number of chunks on the sampled iterations.
 
     Every possible number of chunks from two on is tried, with every balance. The time of an iteration depends on
@@ -37,9 +44,11 @@ def megatron_interleaved(case: ModelOnCluster, batches: Sequence[Microbatches], 
     less.
     """
     name = f"interleaved by {balance}"
-    counts = chunk_counts(case.num_ranks, case.model.modules)[1:] or [1]
-    loads = loads_by(case, batches, balance)
-    layouts = [chain_of_stages(case.model, case.num_ranks, v, load) for load in loads for v in counts]
-    whole = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads] + stages_that_fit(case, batches)
-    options = fixed_systems(name, case, layouts, interleaved_as_megatron)
-    return in_turn(name, options, batches, fixed_systems(name, case, whole, one_f_one_b))
+    counts = chunk_counts(setting.num_ranks, setting.model.modules)[1:] or [1]
+    loads = loads_by(setting, batches, balance)
+    layouts = [chain_of_stages(setting.model, setting.num_ranks, v, load) for load in loads for v in counts]
+    whole = [chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads] + stages_that_fit(
+        setting, batches
+    )
+    options = fixed_systems(name, setting, layouts, interleaved_as_megatron)
+    return in_turn(name, options, batches, fixed_systems(name, setting, whole, one_f_one_b))

@@ -94,7 +94,7 @@ def best_stages(
     return StaticStages(tuple(reversed(cuts)), tuple(reversed(levels)), float(slowest[num_stages, num_layers]))
 
 
-def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def nnscaler(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Make nnScaler*: the best static stages and recomputation for the mean microbatch, run by 1F1B.
 
     Stages made for the mean may leave too little memory for large microbatches. So stages for less memory are used if
@@ -103,17 +103,17 @@ def nnscaler(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
 
     def system(layout: Layout, levels: tuple[int, ...]) -> System:
         def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, microbatches, "nnScaler*", case.levels)
+            graph = graph_of(setting, layout, microbatches, "nnScaler*", setting.levels)
             return per_rank_recomputation("nnScaler*", layout, graph, one_f_one_b(graph), np.array(levels))
 
         return System("nnScaler*", layout, run)
 
-    planned = [static_stages(case, batches)]
+    planned = [static_stages(setting, batches)]
     for share in MEMORY_SHARES:
         with suppress(InfeasibleError):
-            planned.append(static_stages(case, batches, memory_share=share))
-    even = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
-    last = fixed_systems("nnScaler*", case, [even], one_f_one_b)
+            planned.append(static_stages(setting, batches, memory_share=share))
+    even = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
+    last = fixed_systems("nnScaler*", setting, [even], one_f_one_b)
     return in_turn("nnScaler*", [system(*one) for one in dict.fromkeys(planned)], batches, last)
 
 
@@ -122,7 +122,7 @@ MEMORY_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 
 
 def static_stages(
-    case: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, memory_share: float = 1.0
+    setting: ModelOnCluster, batches: Sequence[Microbatches], *, alike: bool = False, memory_share: float = 1.0
 ) -> tuple[Layout, tuple[int, ...]]:
     """Return the best stages for 1F1B that fit on the mean microbatch, and the recomputation setting of each.
 
@@ -138,34 +138,36 @@ def static_stages(
     InfeasibleError
         No cut fits.
     """
-    layers = [(m.name, i, layer) for m in case.model.modules for i, layer in enumerate(m.flat_layers)]
-    seconds, held = level_tables(case, batches)
-    kept = np.array([case.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
-    plain = chain_of_stages(case.model, case.num_ranks, 1, by_parameters(case, batches))
-    need = most_workspace_bytes(case.levels, plain, pack_microbatches(case, plain, batches[0]))
-    capacity = int(memory_share * case.capacity_bytes) - need
+    layers = [(m.name, i, layer) for m in setting.model.modules for i, layer in enumerate(m.flat_layers)]
+    seconds, held = level_tables(setting, batches)
+    kept = np.array([setting.levels.static_bytes(Chunk(module, (i, i), 0)) for module, i, _ in layers], float)
+    plain = chain_of_stages(setting.model, setting.num_ranks, 1, by_parameters(setting, batches))
+    need = most_workspace_bytes(setting.levels, plain, pack_microbatches(setting, plain, batches[0]))
+    capacity = int(memory_share * setting.capacity_bytes) - need
     found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
     for rows in [[level] for level in range(len(seconds))] if alike else [list(range(len(seconds)))]:
         with suppress(InfeasibleError):
-            stages = best_stages(seconds[rows], held[rows], kept, case.num_ranks, capacity)
+            stages = best_stages(seconds[rows], held[rows], kept, setting.num_ranks, capacity)
             found.append((stages.slowest_s, stages.cuts, tuple(rows[level] for level in stages.levels)))
     if not found:
-        raise InfeasibleError(f"no cut into {case.num_ranks} stages fits {size_text(capacity)} on the mean microbatch")
+        raise InfeasibleError(
+            f"no cut into {setting.num_ranks} stages fits {size_text(capacity)} on the mean microbatch"
+        )
     _, cuts, levels = min(found)
     chunks: list[Chunk] = []
-    for rank in range(case.num_ranks):
+    for rank in range(setting.num_ranks):
         here = layers[cuts[rank] : cuts[rank + 1]]
         for name in dict.fromkeys(module for module, _, _ in here):
             numbers = [i for module, i, _ in here if module == name]
             chunks.append(Chunk(name, (numbers[0], numbers[-1]), rank))
-    modules = tuple(ModuleLayout.of(m) for m in case.model.modules)
-    return Layout(case.num_ranks, modules, tuple(chunks)), levels
+    modules = tuple(ModuleLayout.of(m) for m in setting.model.modules)
+    return Layout(setting.num_ranks, modules, tuple(chunks)), levels
 
 
-def stages_that_fit(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+def stages_that_fit(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """Return the best stages with one recomputation setting, for each of `MEMORY_SHARES` with a solution."""
     found = []
     for share in (1.0, *MEMORY_SHARES) if batches else ():
         with suppress(InfeasibleError):
-            found.append(static_stages(case, batches, alike=True, memory_share=share)[0])
+            found.append(static_stages(setting, batches, alike=True, memory_share=share)[0])
     return found

@@ -31,15 +31,15 @@ def has_encoders(model: ModelSpec) -> bool:
     return len(model.modules) > 1 and model.modules[-1].reads != "videos"
 
 
-def optimus(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def optimus(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Make coarse-grained Optimus: encoders on all ranks before the backbone, their backwards after it."""
     name = "Optimus coarse"
-    layouts = encoders_apart(case, batches)
-    options = [fixed_system(name, case, layout, optimus_coarse, per_module_recomputation) for layout in layouts]
-    return in_turn(name, options, batches, encoders_first(name, case, layouts))
+    layouts = encoders_apart(setting, batches)
+    options = [fixed_system(name, setting, layout, optimus_coarse, per_module_recomputation) for layout in layouts]
+    return in_turn(name, options, batches, encoders_first(name, setting, layouts))
 
 
-def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def optimus_bubbles(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """Make fine-grained Optimus: encoders run in the bubbles of the backbone's pipeline, in pieces of a few layers.
 
     An encoder is a pipeline over all ranks, or whole on each rank, whichever is faster on the sampled iterations:
@@ -51,7 +51,7 @@ def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sy
 
     def system(layout: Layout) -> System:
         def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, microbatches, name, case.levels)
+            graph = graph_of(setting, layout, microbatches, name, setting.levels)
             orders = [optimus_coarse(graph)]
             for level in uniform_settings(graph):
                 choice = np.full(graph.num_pairs, level)
@@ -60,31 +60,33 @@ def optimus_bubbles(case: ModelOnCluster, batches: Sequence[Microbatches]) -> Sy
             for order in orders:
                 with suppress(InfeasibleError):
                     found.append(per_module_recomputation(name, layout, graph, order))
-            return replace(fastest(name, found), after_s=replica_seconds(case, layout))
+            return replace(fastest(name, found), after_s=replica_seconds(setting, layout))
 
         return System(name, layout, run)
 
-    apart = encoders_apart(case, batches)
+    apart = encoders_apart(setting, batches)
     layouts = [_in_pieces(layout, PIECES) for layout in apart]
-    if case.num_ranks > 1:
-        layouts += [_on_every_rank(case, batches, layout, PIECES) for layout in apart]
-    return in_turn(name, [system(layout) for layout in layouts], batches, encoders_first(name, case, apart))
+    if setting.num_ranks > 1:
+        layouts += [_on_every_rank(setting, batches, layout, PIECES) for layout in apart]
+    return in_turn(name, [system(layout) for layout in layouts], batches, encoders_first(name, setting, apart))
 
 
-def encoders_first(name: str, case: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
+def encoders_first(name: str, setting: ModelOnCluster, layouts: Sequence[Layout]) -> list[System]:
     """Make interleaved 1F1B, which encodes on demand, for iterations whose encodings do not all fit at once."""
-    return [fixed_system(name, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts]
+    return [
+        fixed_system(name, setting, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts
+    ]
 
 
-def encoders_apart(case: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
+def encoders_apart(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> list[Layout]:
     """Return separated layouts with every possible number of backbone chunks per rank, by time and by parameters."""
-    if len(case.model.modules) < 2:
+    if len(setting.model.modules) < 2:
         raise InputError("model", "has one module", "Optimus needs encoders and a backbone")
-    backbone = case.model.modules[-1]
-    counts = chunk_counts(case.num_ranks, [backbone])
+    backbone = setting.model.modules[-1]
+    counts = chunk_counts(setting.num_ranks, [backbone])
     layouts = [
-        separate(case.model, case.num_ranks, {backbone.name: ModulePlacement(v)}, load)
-        for load in (by_time(case, batches), by_parameters(case, batches))
+        separate(setting.model, setting.num_ranks, {backbone.name: ModulePlacement(v)}, load)
+        for load in (by_time(setting, batches), by_parameters(setting, batches))
         for v in counts
     ]
     return distinct(layouts)
@@ -101,9 +103,9 @@ def _in_pieces(layout: Layout, pieces: int) -> Layout:
     return msgspec.structs.replace(layout, chunks=tuple(chunks))
 
 
-def _on_every_rank(case: ModelOnCluster, batches: Sequence[Microbatches], layout: Layout, pieces: int) -> Layout:
+def _on_every_rank(setting: ModelOnCluster, batches: Sequence[Microbatches], layout: Layout, pieces: int) -> Layout:
     """Return the layout with whole encoders on each rank, and their microbatches in about ``pieces`` parts."""
-    typical = typical_lengths(case.model, [microbatch for microbatches in batches for microbatch in microbatches])
+    typical = typical_lengths(setting.model, [microbatch for microbatches in batches for microbatch in microbatches])
     encoders = [module.name for module in layout.modules[:-1]]
     modules = tuple(
         msgspec.structs.replace(module, sub_microbatch=max(1, -(-len(typical[module.name]) // pieces)))

@@ -20,21 +20,21 @@ from pipeloom.search.zero_bubble import zero_bubble_h1
 from pipeloom.spec import Layout
 
 
-def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "time") -> System:
+def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str = "time") -> System:
     """Make zero-bubble H1: 1F1B's chain of stages with split backwards, whose weight gradients fill idle time.
 
     Recomputed activations are held until the weight gradients, so their delay is limited by memory. Every iteration
     uses its best number of delayed microbatches. Every rank recomputes as little as fits. An iteration that does not
     fit runs by 1F1B with whole backwards.
     """
-    costs = EmulatedCosts(case.architecture, case.cluster, case.degrees, LEVELS)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, LEVELS)
 
     def system(layout: Layout) -> System:
         def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
-            graph = graph_of(case, layout, microbatches, "zero-bubble H1", costs)
-            settings = np.full(case.num_ranks, uniform_settings(graph)[0])
+            graph = graph_of(setting, layout, microbatches, "zero-bubble H1", costs)
+            settings = np.full(setting.num_ranks, uniform_settings(graph)[0])
             found = []
-            for behind in range(case.num_ranks):
+            for behind in range(setting.num_ranks):
                 with suppress(InfeasibleError):
                     order = zero_bubble_h1(graph, behind)
                     found.append(per_rank_recomputation("zero-bubble H1", layout, graph, order, settings))
@@ -42,6 +42,8 @@ def zero_bubble(case: ModelOnCluster, batches: Sequence[Microbatches], balance: 
 
         return System("zero-bubble H1", layout, run)
 
-    layouts = [chain_of_stages(case.model, case.num_ranks, 1, load) for load in loads_by(case, batches, balance)]
-    whole = fixed_systems("zero-bubble H1", case, [*layouts, *stages_that_fit(case, batches)], one_f_one_b)
+    layouts = [
+        chain_of_stages(setting.model, setting.num_ranks, 1, load) for load in loads_by(setting, batches, balance)
+    ]
+    whole = fixed_systems("zero-bubble H1", setting, [*layouts, *stages_that_fit(setting, batches)], one_f_one_b)
     return in_turn("zero-bubble H1", [system(layout) for layout in distinct(layouts)], batches, whole)

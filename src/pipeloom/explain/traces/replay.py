@@ -108,7 +108,7 @@ def chain_graph(
             rank=[run.stage_rank[unit.stage] for unit in units],
             duration_ns=[duration_ns[unit] for unit in units],
             pair=[pairs[unit.stage, unit.microbatch] for unit in units],
-            segment=[segments[unit.kind, turn[unit.stage], unit.microbatch] for unit in units],
+            pass_id=[segments[unit.kind, turn[unit.stage], unit.microbatch] for unit in units],
             microbatch=[unit.microbatch for unit in units],
             module=[0] * len(units),
             module_names=("model",),

@@ -49,7 +49,7 @@ class Effects:
         Arguments that cannot be emulated, with the reason.
     """
 
-    modelled: frozenset[str]
+    modeled: frozenset[str]
     harmless: Mapping[str, str]
     noted: Mapping[str, Note]
     rejected: Mapping[str, str]
@@ -61,7 +61,7 @@ class Effects:
     @property
     def names(self) -> frozenset[str]:
         """All names."""
-        return self.modelled.union(self.harmless, self.noted, self.rejected)
+        return self.modeled.union(self.harmless, self.noted, self.rejected)
 
 
 @functools.cache

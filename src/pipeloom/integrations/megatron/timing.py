@@ -11,7 +11,7 @@ import numpy as np
 from pipeloom.integrations.megatron.costs import StageCosts, StageNumbers
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import Setup
-from pipeloom.layout.cooptimise import LayerChain, PartitionPlacement, graph_of
+from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph

@@ -206,7 +206,7 @@ class PlannedSchedule:
             microbatches = self._microbatches(inputs, known)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             self._loss.scale = len(microbatches) if self.scale_grads else 1
-            result = executor.run_linked(linked, microbatches, normaliser=1.0)
+            result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
         # The same order at both ends of a boundary.
         for seen, microbatch in zip(known.signatures, microbatches, strict=True):

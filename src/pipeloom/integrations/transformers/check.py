@@ -225,7 +225,7 @@ def _run(model: TransformersModel, drawn: _RandomPlan, batch: Sequence[Any]) -> 
             with double():
                 result = executor.run(drawn.plan, drawn.packing, batch)
             with lock:
-                losses.append(result.loss_sum / result.normaliser)
+                losses.append(result.loss_sum / result.normalizer)
                 seen: set[int] = set()
                 for name, parameter in executor.named_parameters():
                     if parameter.grad is not None and id(parameter) not in seen:

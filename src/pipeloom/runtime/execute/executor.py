@@ -182,8 +182,9 @@ class Executor:
         samples: Sequence[Any],
         *,
         optimizer_step: Callable[[], None] | None = None,
-        normaliser: float | None = None,
+        normalizer: float | None = None,
         counts: bool = True,
+        normaliser: float | None = None,
     ) -> StepResult:
         """Run one iteration. Gradients are added to ``.grad`` of the parameters.
 
@@ -197,19 +198,22 @@ class Executor:
             The user's samples in the order of ``packing.batch``.
         optimizer_step : callable or None
             Called by OPTIMIZER_STEP. None does nothing.
-        normaliser : float or None
+        normalizer : float or None
             Number of targets of the global batch. None is the sum over ``samples``. Required with replicas.
         counts : bool
             False if another replica runs these samples too and contributes their gradients. Here they are zero
             then.
+        normaliser : float or None
+            Deprecated name of ``normalizer``; removed in the next release.
 
         Raises
         ------
         ExecutionError
             The iteration failed. The error names rank, step and action.
         """
+        divisor = normaliser if normalizer is None else normalizer
         return self.run_linked(
-            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normaliser=normaliser, counts=counts
+            self.prepare(plan, packing), samples, optimizer_step=optimizer_step, normalizer=divisor, counts=counts
         )
 
     def run_linked(
@@ -218,7 +222,7 @@ class Executor:
         samples: Sequence[Any],
         *,
         optimizer_step: Callable[[], None] | None = None,
-        normaliser: float | None = None,
+        normalizer: float | None = None,
         counts: bool = True,
     ) -> StepResult:
         """Run a plan linked by `prepare`, as `run` does."""
@@ -230,13 +234,13 @@ class Executor:
         if linked.was_run:
             raise ExecutionError(f"rank {self.rank}: a linked plan runs once; prepare it anew")
         linked.was_run = True
-        if normaliser is None:
-            normaliser = count_targets(self.model, samples)
-        if not 0 < normaliser < float("inf"):
+        if normalizer is None:
+            normalizer = count_targets(self.model, samples)
+        if not 0 < normalizer < float("inf"):
             raise ExecutionError(
-                f"rank {self.rank}: the batch has {normaliser} {self.model.targets}; give it at least one"
+                f"rank {self.rank}: the batch has {normalizer} {self.model.targets}; give it at least one"
             )
-        each = 1.0 / normaliser if counts else 0.0
+        each = 1.0 / normalizer if counts else 0.0
         iteration = self.iteration_type(self, linked, samples, optimizer_step, each)
         if self.forward_seeds is not None:
             self.forward_seeds.begin(linked.plan.iteration, linked.packing)
@@ -262,7 +266,7 @@ class Executor:
             linked.unlink()
             iteration.close()
         return StepResult(
-            iteration.loss_sum, normaliser, linked.actions, moments, *dataclasses.astuple(iteration.counts)
+            iteration.loss_sum, normalizer, linked.actions, moments, *dataclasses.astuple(iteration.counts)
         )
 
     def _where(self, linked: LinkedPlan, step: int) -> str:

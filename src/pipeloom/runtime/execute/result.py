@@ -39,9 +39,9 @@ class StepResult:
     Attributes
     ----------
     loss_sum : float
-        Sum of the losses of the microbatches whose last chunk is here, before division by ``normaliser``. 0.0 on
+        Sum of the losses of the microbatches whose last chunk is here, before division by ``normalizer``. 0.0 on
         ranks without the last chunk.
-    normaliser : float
+    normalizer : float
         Number of targets of the global batch, by which the gradients are divided.
     actions : tuple of Action
         The actions in the order in which they ran.
@@ -55,13 +55,18 @@ class StepResult:
     """
 
     loss_sum: float
-    normaliser: float
+    normalizer: float
     actions: tuple[Action, ...]
     moments_ns: Sequence[int]
     num_recomputed: int
     offloaded_bytes: int
     sent_bytes: int
     received_bytes: int
+
+    @property
+    def normaliser(self) -> float:
+        """Return ``normalizer``. Deprecated name; removed in the next release."""
+        return self.normalizer
 
     @property
     def times(self) -> tuple[ActionTime, ...]:

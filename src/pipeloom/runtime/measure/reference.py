@@ -39,9 +39,9 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
     """
     model.check_declared()
     give_all_weights(model)
-    normaliser = count_targets(model, samples)
-    if not normaliser > 0:
-        raise InputError("samples", f"have {normaliser} {model.targets}", "give at least one")
+    normalizer = count_targets(model, samples)
+    if not normalizer > 0:
+        raise InputError("samples", f"have {normalizer} {model.targets}", "give at least one")
     for module in model.modules:
         if module.frozen:
             for layer in module.layers:
@@ -64,7 +64,7 @@ def run_undivided(model: Model, batch: Batch, samples: Sequence[Any], *, backwar
         if not losses:
             # Without work for the last module, only other layers may emit a loss.
             return 0.0
-        loss = sum(losses[1:], losses[0]) / normaliser
+        loss = sum(losses[1:], losses[0]) / normalizer
     if backward and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
         for module in idle:

@@ -150,7 +150,7 @@ class Evaluator:
                 delivery, batch, self.model.spec, self.executor.layout, group=here.team, stages=here.stages
             )
         try:
-            result = self.executor.run(forwards, packing, [samples[i] for i in mine], normaliser=1.0)
+            result = self.executor.run(forwards, packing, [samples[i] for i in mine], normalizer=1.0)
         except ExecutionError as error:
             raise ExecutionError(f"{_named(number)}, {error}") from error
         # Tensor-parallel ranks have the same loss, which counts once.

@@ -524,17 +524,17 @@ class Trainer:
     def _step(self, request: _PlanRequest, delivery: Delivery | None, delivered: DeliveredPlan) -> StepReport:
         batch, correction, packing = request.batch, request.correction, delivered.packing
         with user_code("num_targets"):
-            normaliser = count_targets(self.model, request.whole.samples)
+            normalizer = count_targets(self.model, request.whole.samples)
         counts = self.membership.counts(request.whole.batch)
         cpu_ns = time.thread_time_ns()
         try:
-            result = self._executor.run(delivered.plan, packing, request.samples, normaliser=normaliser, counts=counts)
+            result = self._executor.run(delivered.plan, packing, request.samples, normalizer=normalizer, counts=counts)
         except ExecutionError as error:
             raise ExecutionError(f"iteration {batch.iteration}, {error}") from error
         cpu_ns = time.thread_time_ns() - cpu_ns if self.device.type == "cpu" else -1
         # Tensor-parallel ranks have the same loss, which counts once.
         loss_sum = 0.0 if self.membership.tensor_rank or not counts else result.loss_sum
-        loss = torch.tensor(loss_sum / result.normaliser, dtype=torch.float64)
+        loss = torch.tensor(loss_sum / result.normalizer, dtype=torch.float64)
         flops = self._executor.flops
         done = torch.tensor(
             0.0 if flops is None or not counts else flops.of(result.actions, packing), dtype=torch.float64

@@ -405,9 +405,9 @@ def longest_path(s: BlockPointers, makespan: int, random: Array) -> int:
         after = -1
         seen = 0
         if at > s.row[rank_of(s, number)]:
-            neighbour = s.order[at - 1]
-            if s.start[neighbour] + length_of(s, neighbour) == begin:
-                after = neighbour
+            neighbor = s.order[at - 1]
+            if s.start[neighbor] + length_of(s, neighbor) == begin:
+                after = neighbor
                 seen = 1
         if s.released[number] == begin:
             for e in range(s.before_start[number], s.before_start[number + 1]):

@@ -1,6 +1,6 @@
 """List scheduling by a priority rule: each task has a key, and a rank may wait briefly for a task with a lower key.
 
-`pipeloom.layout.cooptimise.kernels.run` does this for equal microbatches; this module does it for any task graph.
+`pipeloom.layout.cooptimize.kernels.run` does this for equal microbatches; this module does it for any task graph.
 Limits on pairs in flight and headroom for later chunks are soft here: a limit that would stall all ranks is ignored.
 The banker decides what fits into memory, so nothing deadlocks.
 """

@@ -34,9 +34,9 @@ def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
     for i in range(p.num_groups[0]):
         group = order[i]
         for k in range(group_start[group], group_start[group + 1]):
-            segment = group_segment[k]
-            at[place] = base[segment]
-            position[segment] = place
+            pass_id = group_segment[k]
+            at[place] = base[pass_id]
+            position[pass_id] = place
             place += 1
     second = s.sizes[SECOND]
     third = s.sizes[THIRD]
@@ -49,12 +49,12 @@ def arrange(p: PackedGraph, s: Scratch, order: Array, urgent: int) -> None:
             s.sizes[NUM_URGENT] = place // unit
         group = order[p.num_groups[0] + i]
         for k in range(group_start[group], group_start[group + 1]):
-            segment = group_segment[k]
-            at[second + place] = base[segment]
-            position[segment] = place
+            pass_id = group_segment[k]
+            at[second + place] = base[pass_id]
+            position[pass_id] = place
             place += 1
         for k in range(p.weight_start[group], p.weight_start[group + 1]):
-            segment = p.weight_segment[k]
-            at[third + weight] = base[segment]
-            position[segment] = weight
+            pass_id = p.weight_segment[k]
+            at[third + weight] = base[pass_id]
+            position[pass_id] = weight
             weight += 1

@@ -82,7 +82,7 @@ def walk(
 
 @kernel
 def depths(
-    segment: Array,
+    pass_id: Array,
     microbatch: Array,
     module: Array,
     segment_class: Array,
@@ -93,9 +93,9 @@ def depths(
 ) -> Array:
     """Compute the longest chain of segments of the same microbatch, module and class before each segment."""
     for task in topological:
-        here = segment[task]
+        here = pass_id[task]
         for e in range(start[task], start[task + 1]):
-            other = segment[predecessor[e]]
+            other = pass_id[predecessor[e]]
             if (
                 other != here
                 and microbatch[other] == microbatch[here]

@@ -212,10 +212,10 @@ def pass_on(b: QueuePointers, link: int, when: int, settled: int, keep: bool) ->
         rank = place >> 2
         row = rank << NODE_SHIFT
         column = row + (place & 3)
-        segment = link >> SEGMENT_SHIFT
-        position = int64(b.where[segment])
+        pass_id = link >> SEGMENT_SHIFT
+        position = int64(b.where[pass_id])
         if keep:
-            b.ready[int64(b.base[segment]) + rank] = when
+            b.ready[int64(b.base[pass_id]) + rank] = when
         free_at = node[row + FREE]
         b.key[rank] = min(b.key[rank], max(free_at, when) << b.rank_bits | rank)
         other = node[column + TIME]

@@ -1,6 +1,6 @@
 """AdaPtis's evaluation: its parts, in the order of the paper."""
 
-from pipeloom_lab.reproduce.adaptis.characterise import figure_1, figure_3, figure_4
+from pipeloom_lab.reproduce.adaptis.characterize import figure_1, figure_3, figure_4
 from pipeloom_lab.reproduce.adaptis.depths import figure_8_depths
 from pipeloom_lab.reproduce.adaptis.execution import figure_11, figure_12
 from pipeloom_lab.reproduce.adaptis.generation import figure_13, figure_13_programs

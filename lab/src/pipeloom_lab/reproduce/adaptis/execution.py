@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.layout.cooptimise.layer_chain import layout_of
+from pipeloom.layout.cooptimize.layer_chain import layout_of
 from pipeloom.packing import Microbatch, Packing, SubMicrobatch
 from pipeloom.plan import lower
 from pipeloom.report import make_track, timeline_svg
@@ -116,7 +116,7 @@ def sleep(results: list[ChainResult]) -> list[tuple[int, int, float]]:
         names = layout.chunk_names
         cases.append((Emulation(plan, step_durations(graph, names)), graph, schedule, names))
     num_ranks = results[0].graph.num_ranks
-    runs = run_on_ranks([case[0] for case in cases] * _REPEATS, num_ranks, "sleep")
+    runs = run_on_ranks([setting[0] for setting in cases] * _REPEATS, num_ranks, "sleep")
     found = []
     for i, (_, graph, schedule, names) in enumerate(cases):
         mine = sorted(runs[i :: len(cases)], key=lambda run: run.total_ns)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.layout.cooptimise import LayerChain, cooptimise, graph_of
-from pipeloom.layout.cooptimise.cuts import equal_cuts
-from pipeloom.layout.cooptimise.standard import stages
+from pipeloom.layout.cooptimize import LayerChain, cooptimize, graph_of
+from pipeloom.layout.cooptimize.cuts import equal_cuts
+from pipeloom.layout.cooptimize.standard import stages
 from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, gpipe
 from pipeloom.taskgraph import IntArray
@@ -41,7 +41,7 @@ def figure_13(options: Options) -> Outcome:
         for count in _COUNTS:
             chain = chains(PaperSetup(model, depth, 2, count, 4096))[1]
             begin = time.process_time()
-            found = cooptimise(chain, budget=Evaluations(_TRIED), seed=options.seeds[0])
+            found = cooptimize(chain, budget=Evaluations(_TRIED), seed=options.seeds[0])
             spent = time.process_time() - begin
             lines[f"{label}, ours"].add(count, spent)
             begin = time.process_time()
@@ -96,8 +96,8 @@ def _solver(options: Options, ranks: int, counts: tuple[int, ...]) -> tuple[Line
         begin = time.process_time()
         found = milp(graph, seconds=options.solver_s, hint=gpipe(graph), bound_ns=0)
         took = time.process_time() - begin
-        case = f"S, P = {ranks}, {count} microbatch{'es' if count > 1 else ''}"
-        rows.append((case, f"{took:.2f} s", "optimal" if found.proved else "cut"))
+        setting = f"S, P = {ranks}, {count} microbatch{'es' if count > 1 else ''}"
+        rows.append((setting, f"{took:.2f} s", "optimal" if found.proved else "cut"))
         if not found.proved:
             break
         solved.add(count, max(took, 1e-3))
@@ -127,8 +127,8 @@ def figure_13_programs(options: Options) -> Outcome:
         cases = {label: (model, ranks, 0) for label, (model, ranks) in MODELS.items()}
         if title == _WHOLE:
             cases |= {f"S in {blocks} blocks": (MODELS["S"][0], 2, blocks) for blocks in BLOCKS}
-        for label, case in cases.items():
-            solved, more = _until_cut(label, case, solve, limit, options.seeds[0])
+        for label, setting in cases.items():
+            solved, more = _until_cut(label, setting, solve, limit, options.seeds[0])
             rows += more
             ends.append((label, more[-1][1], more[-1][3], more[-1][4]))
             if solved.x:
@@ -172,10 +172,10 @@ def blocks_of(chain: LayerChain, count: int) -> LayerChain:
 
 
 def _until_cut(
-    label: str, case: tuple[str, int, int], solve: Solve, limit: float, seed: int
+    label: str, setting: tuple[str, int, int], solve: Solve, limit: float, seed: int
 ) -> tuple[Line, list[tuple[str, ...]]]:
     """Seconds by microbatches of what was solved, and a row for each try."""
-    model, ranks, blocks = case
+    model, ranks, blocks = setting
     solved = Line([], [])
     rows: list[tuple[str, ...]] = []
     for count in COUNTS:
@@ -184,7 +184,7 @@ def _until_cut(
         begin = time.monotonic()
         found, bound, proved = solve(chain, limit)
         took = time.monotonic() - begin
-        ours = cooptimise(chain, budget=Evaluations(_TRIED_BESIDE), seed=seed).timeline.makespan_ns
+        ours = cooptimize(chain, budget=Evaluations(_TRIED_BESIDE), seed=seed).timeline.makespan_ns
         rows.append(
             (
                 label,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.layout.cooptimise import placement_bound
+from pipeloom.layout.cooptimize import placement_bound
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom_lab.adaptis.systems import SYSTEMS, ChainResult
 from pipeloom_lab.reproduce.adaptis import setups

@@ -14,9 +14,9 @@ import numpy as np
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_layers import emulated_layers
 from pipeloom.errors import InputError
-from pipeloom.layout.cooptimise import CooptimiseParams, chain_of_layers, cooptimise
-from pipeloom.layout.cooptimise.joint import compile_kernels
-from pipeloom.layout.cooptimise.layer_chain import LayerChain
+from pipeloom.layout.cooptimize import CooptimizeParams, chain_of_layers, cooptimize
+from pipeloom.layout.cooptimize.joint import compile_kernels
+from pipeloom.layout.cooptimize.layer_chain import LayerChain
 from pipeloom.search import Deadline
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
@@ -130,9 +130,9 @@ def ours(setup: PaperSetup, seed: int, seconds: float, phases: tuple[str, ...] =
 
 @functools.lru_cache(maxsize=512)
 def _ours(setup: PaperSetup, seed: int, seconds: float, phases: tuple[str, ...], split: bool) -> ChainResult:
-    params = CooptimiseParams(tuned=phases) if phases else CooptimiseParams()
+    params = CooptimizeParams(tuned=phases) if phases else CooptimizeParams()
     chain = chains(setup)[1 if split else 0]
-    found = cooptimise(chain, budget=Deadline(seconds, "cpu"), seed=seed, params=params)
+    found = cooptimize(chain, budget=Deadline(seconds, "cpu"), seed=seed, params=params)
     return ChainResult("ours", found.placement, found.graph, found.schedule, found.timeline, True)
 
 

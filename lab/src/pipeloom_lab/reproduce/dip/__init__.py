@@ -1,7 +1,7 @@
 """DIP's evaluation: its parts, in the order of the paper."""
 
 from pipeloom_lab.reproduce.dip.ablation import figure_9, figure_10, section_3_1, table_5
-from pipeloom_lab.reproduce.dip.characterise import figure_4, section_2_2, table_1
+from pipeloom_lab.reproduce.dip.characterize import figure_4, section_2_2, table_1
 from pipeloom_lab.reproduce.dip.end_to_end import (
     figure_8a,
     figure_8b,

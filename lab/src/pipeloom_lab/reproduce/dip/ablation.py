@@ -79,8 +79,8 @@ def table_5(options: Options) -> Outcome:
 def section_3_1(options: Options) -> Outcome:
     """Separated against mixed partitioning, in static orders and the plain dual queue (13.1 %)."""
     setup = PaperSetup("vlm-7b", "dip-h800-64", 2, 4)
-    held = _partitionings(setup, setup.case, options)
-    free = _partitionings(setup, replace(setup.case, capacity_bytes=NO_LIMIT), options)
+    held = _partitionings(setup, setup.setting, options)
+    free = _partitionings(setup, replace(setup.setting, capacity_bytes=NO_LIMIT), options)
     base, free_base = held["mixed, 1F1B"], free["mixed, 1F1B"]
     paper = {"separated, dual queue": "+13.1 % (order and memory not stated)"}
     rows = tuple(
@@ -97,20 +97,20 @@ def section_3_1(options: Options) -> Outcome:
     return Outcome((make_table("dip/section-3-1", rows),), devices=device(setup))
 
 
-def _partitionings(setup: PaperSetup, case: ModelOnCluster, options: Options) -> dict[str, float]:
+def _partitionings(setup: PaperSetup, setting: ModelOnCluster, options: Options) -> dict[str, float]:
     """Mean seconds of an iteration by partitioning and order."""
     batches = setup.typical
-    load = by_time(case, batches)
-    chained = chain_of_stages(case.model, case.num_ranks, 1, load)
-    apart = separate(case.model, case.num_ranks, {}, load)
+    load = by_time(setting, batches)
+    chained = chain_of_stages(setting.model, setting.num_ranks, 1, load)
+    apart = separate(setting.model, setting.num_ranks, {}, load)
     systems = {
-        "mixed, 1F1B": megatron_1f1b(case, batches, "time"),
-        "mixed, interleaved 1F1B": megatron_interleaved(case, batches, "time"),
-        "mixed, dual queue": runs.unadaptive_system("mixed", case, chained, runs.FIFO),
-        "separated, interleaved 1F1B": fixed_system("separated", case, apart, interleaved_one_f_one_b),
-        "separated, dual queue": runs.unadaptive_system("separated", case, apart, runs.FIFO),
+        "mixed, 1F1B": megatron_1f1b(setting, batches, "time"),
+        "mixed, interleaved 1F1B": megatron_interleaved(setting, batches, "time"),
+        "mixed, dual queue": runs.unadaptive_system("mixed", setting, chained, runs.FIFO),
+        "separated, interleaved 1F1B": fixed_system("separated", setting, apart, interleaved_one_f_one_b),
+        "separated, dual queue": runs.unadaptive_system("separated", setting, apart, runs.FIFO),
         "separated with sub-microbatches, dual queue": runs.unadaptive_system(
-            "sub-microbatches", case, dip_layout(case, batches), runs.FIFO
+            "sub-microbatches", setting, dip_layout(setting, batches), runs.FIFO
         ),
     }
     values = {}
@@ -174,10 +174,10 @@ def figure_9(options: Options) -> Outcome:
 
 def graph_of_size(setup: PaperSetup, groups: Microbatches, size: int) -> TaskGraph:
     """Return the graph of DIP's layout with ``size`` images in a sub-microbatch."""
-    case, published = setup.case, dip_layout(setup.case, setup.typical)
-    segments = {m.name: len(published.chunks_of(m.name)) // case.num_ranks for m in published.modules}
+    setting, published = setup.setting, dip_layout(setup.setting, setup.typical)
+    segments = {m.name: len(published.chunks_of(m.name)) // setting.num_ranks for m in published.modules}
     places = {n: ModulePlacement(k, size if n == "vision" else None) for n, k in segments.items()}
-    return graph_of(case, separate(case.model, case.num_ranks, places, by_count), groups, f"{size} images")
+    return graph_of(setting, separate(setting.model, setting.num_ranks, places, by_count), groups, f"{size} images")
 
 
 def figure_10(options: Options) -> Outcome:
@@ -214,10 +214,10 @@ def figure_10(options: Options) -> Outcome:
     base = "Megatron-LM interleaved"
     # Optimus and ours at Optimus' peak.
     layout = setup.layouts[0].layout
-    graph = graph_of(setup.case, layout, groups, "ours at Optimus' peak")
+    graph = graph_of(setup.setting, layout, groups, "ours at Optimus' peak")
     capped = replace(graph, capacity_bytes=np.full(graph.num_ranks, int(peak["Optimus, coarse"] * 1e9)))
     equal = solve(capped, budget=Deadline(options.search_s, "cpu"), seed=seed).timeline.makespan_ns / 1e9
-    equal += replica_seconds(setup.case, layout)
+    equal += replica_seconds(setup.setting, layout)
     above = peak["Optimus, coarse"] / peak[base] - 1
     dips = ("DIP as published", "DIP from uniform strategies")
     quick = min(dips, key=lambda name: took[name])

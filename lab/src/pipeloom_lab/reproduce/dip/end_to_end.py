@@ -96,7 +96,7 @@ def figure_8a(options: Options) -> Outcome:
 
 def _gain_table(rows: Sequence[tuple[str, ...]], options: Options) -> Table:
     """What ours gains on every model, over the best baseline first."""
-    jitter = max(setup.case.cluster.device.jitter for setup in SETUPS.values())
+    jitter = max(setup.setting.cluster.device.jitter for setup in SETUPS.values())
     return make_table(
         "dip/figure-8a-gain",
         rows,
@@ -109,16 +109,16 @@ def _gain_table(rows: Sequence[tuple[str, ...]], options: Options) -> Table:
 
 def _by_chunks(setup: PaperSetup) -> list[str]:
     """Seconds of the sampled iterations under the best number of chunks up to each of `MOST_CHUNKS`, and any."""
-    case, mine = setup.case, runs.system(setup, runs.OURS)
+    setting, mine = setup.setting, runs.system(setup, runs.OURS)
     ours = mean(
         planned.iteration_s
         for seed, groups in enumerate(setup.typical)
         if (planned := runs.run(mine, groups, runs.CHOICE, seed)) is not None
     )
     seconds = dict[int, float]()
-    for chunks in chunk_counts(case.num_ranks, case.model.modules)[1:]:
-        layout = chain_of_stages(case.model, case.num_ranks, chunks, by_parameters(case, setup.typical))
-        one = fixed_system("interleaved", case, layout, interleaved_one_f_one_b)
+    for chunks in chunk_counts(setting.num_ranks, setting.model.modules)[1:]:
+        layout = chain_of_stages(setting.model, setting.num_ranks, chunks, by_parameters(setting, setup.typical))
+        one = fixed_system("interleaved", setting, layout, interleaved_one_f_one_b)
         found = [runs.run(one, groups, Evaluations(1), 0) for groups in setup.typical]
         if None not in found:
             seconds[chunks] = mean(each.iteration_s for each in found if each is not None)
@@ -131,10 +131,10 @@ def _by_chunks(setup: PaperSetup) -> list[str]:
 
 def _vision_note(setup: PaperSetup) -> str:
     """Images of a microbatch, and the encoder's share of the time; empty where there is no encoder of images."""
-    case, seconds = setup.case, layer_seconds(setup.case, setup.typical)
-    if "vision" not in {module.name for module in case.model.modules}:
+    setting, seconds = setup.setting, layer_seconds(setup.setting, setup.typical)
+    if "vision" not in {module.name for module in setting.model.modules}:
         return ""
-    time = {m.name: sum(seconds[f"{m.name}/{layer.kind}"] for layer in m.flat_layers) for m in case.model.modules}
+    time = {m.name: sum(seconds[f"{m.name}/{layer.kind}"] for layer in m.flat_layers) for m in setting.model.modules}
     groups = [group for batch in setup.typical for group in batch]
     return (
         f" A microbatch has {images_of(groups):.1f} images, and vision takes "
@@ -311,8 +311,8 @@ def tried_layouts(_options: Options) -> Outcome:
 def table_4(options: Options) -> Outcome:
     """VLM-S on 16 H20: FSDP, Megatron-LM, DIP, ours."""
     setup = H20
-    case, batches = setup.case, runs.planned_iterations(options, runs.PUBLISHED)
-    fsdp = [fsdp_time(case, setup.groups(*each), case.cluster.num_devices) for each in batches]
+    setting, batches = setup.setting, runs.planned_iterations(options, runs.PUBLISHED)
+    fsdp = [fsdp_time(setting, setup.groups(*each), setting.cluster.num_devices) for each in batches]
     values: dict[str, float | None] = {"FSDP2, ZeRO-3": mean(seconds for seconds, _ in fsdp)}
     for name in (runs.MEGATRON, runs.MEGATRON_EVEN, runs.PUBLISHED):
         found = runs.seconds_of(setup, name, batches, options.search_s)
@@ -333,7 +333,7 @@ def table_4(options: Options) -> Outcome:
             make_table(
                 "dip/table-4",
                 rows,
-                num_devices=case.cluster.num_devices,
+                num_devices=setting.cluster.num_devices,
                 used=used,
                 count=len(batches),
                 rule=runs.rule(options),

@@ -17,7 +17,7 @@ from pipeloom.report.figures import Axis, line_figure
 from pipeloom.search import Deadline, Evaluations, solve
 from pipeloom_lab.reproduce.dip import runs
 from pipeloom_lab.reproduce.dip.ablation import graph_of_size
-from pipeloom_lab.reproduce.dip.characterise import LM_MICROBATCHES, models_of_table_1, up_to
+from pipeloom_lab.reproduce.dip.characterize import LM_MICROBATCHES, models_of_table_1, up_to
 from pipeloom_lab.reproduce.dip.setups import SETUPS, bounded_microbatches, device, gain, mean
 from pipeloom_lab.reproduce.part import Figure, Line, Options, Outcome, Table
 from pipeloom_lab.reproduce.texts import make_table
@@ -96,11 +96,11 @@ def _overheads(options: Options) -> tuple[Table, _Lines]:
     return make_table("dip/images-overheads", (*rows, *near), lm_microbatches=LM_MICROBATCHES, base=base), lines
 
 
-def _seconds_and_mfu(case: ModelOnCluster, groups: Microbatches) -> tuple[float, float]:
-    found = runs.run(megatron_1f1b(case, [groups]), groups, Evaluations(1), 0)
+def _seconds_and_mfu(setting: ModelOnCluster, groups: Microbatches) -> tuple[float, float]:
+    found = runs.run(megatron_1f1b(setting, [groups]), groups, Evaluations(1), 0)
     if found is None:
         raise InfeasibleError("1F1B by parameters: an iteration of the axis does not fit")
-    return found.iteration_s, mfu(case, groups, found.iteration_s)
+    return found.iteration_s, mfu(setting, groups, found.iteration_s)
 
 
 def _nearest(rows: Sequence[tuple[str, ...]], places: tuple[int, int, int], paper: float) -> tuple[str, str, str]:
@@ -127,14 +127,14 @@ def _iterations(count: int, seed: int) -> _Iterations:
 
 def _throughput(options: Options) -> tuple[Table, _Lines]:
     """Fig. 8a: ours and all baselines on VLM-S."""
-    case, names = SETUPS["VLM-S"].case, {name: BASELINES[name].title for name in runs.BASELINE_NAMES}
+    setting, names = SETUPS["VLM-S"].setting, {name: BASELINES[name].title for name in runs.BASELINE_NAMES}
     lines = {title: Line([], []) for title in names.values()}
     rows = []
     for count in THROUGHPUT_AXIS:
         each = _iterations(count, options.seeds[0])
-        systems = {title: any_size(BASELINES[name].make(case, [each.typical])) for name, title in names.items()}
-        chosen = choose_layout(case, [each.typical], trial=Deadline(TRIAL_S * options.search_s, "cpu"), rounds=1)[0]
-        ours = own_system("ours", case, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
+        systems = {title: any_size(BASELINES[name].make(setting, [each.typical])) for name, title in names.items()}
+        chosen = choose_layout(setting, [each.typical], trial=Deadline(TRIAL_S * options.search_s, "cpu"), rounds=1)[0]
+        ours = own_system("ours", setting, [chosen.layout], [each.typical], TOKENS, runs.CHOICE)
         mine = _mean_s(ours, each, runs.planning_s(runs.OURS, options.search_s))
         cells = [str(count), " to ".join(map(str, spread_around(count))), "" if mine is None else f"{mine:.2f}"]
         gains = list[float]()

@@ -78,9 +78,9 @@ def mean_and_mfu(
     found = runs.seconds_of(setup, name, numbers, search_s)
     if found is None:
         return None
-    case = setup.case
-    used = [mfu(case, setup.groups(*at), seconds) for at, seconds in zip(numbers, found, strict=True)]
-    return mean(found) + case.update_s, mean(used)
+    setting = setup.setting
+    used = [mfu(setting, setup.groups(*at), seconds) for at, seconds in zip(numbers, found, strict=True)]
+    return mean(found) + setting.update_s, mean(used)
 
 
 def _layout_name(setup: PaperSetup) -> str:

@@ -46,9 +46,11 @@ class KnapsackCosts(EmulatedCosts):
         return rows + rows[-1:] * (MOST_CANDIDATES + 1 - len(rows))
 
 
-def knapsack_costs(case: ModelOnCluster) -> KnapsackCosts:
+def knapsack_costs(setting: ModelOnCluster) -> KnapsackCosts:
     """Costs of a model on a cluster with DIP's own candidates."""
-    return KnapsackCosts(case.architecture, case.cluster, case.degrees, split=False, pareto_steps=ParetoSteps())
+    return KnapsackCosts(
+        setting.architecture, setting.cluster, setting.degrees, split=False, pareto_steps=ParetoSteps()
+    )
 
 
 COUNTS = (1, 2, 4, 8, 16, 64)
@@ -68,10 +70,10 @@ def programs(options: Options) -> Outcome:
     ways = {"to the end, cold": (0.0, False), "to 5 %, cold": (HIGHS_GAP, False), "to 5 %, warm": (HIGHS_GAP, True)}
     rows, lines = [], {name: Line([], []) for name in (*ways, "ours")}
     for label in ("VLM-S", "T2V-S"):
-        case = SETUPS[label].case
-        layout, costs = runs.system(SETUPS[label], runs.PUBLISHED).layout, knapsack_costs(case)
+        setting = SETUPS[label].setting
+        layout, costs = runs.system(SETUPS[label], runs.PUBLISHED).layout, knapsack_costs(setting)
         for count in COUNTS:
-            graph = graph_of(case, layout, draw_iteration(case, count, 500 + options.seeds[0]), label, costs)
+            graph = graph_of(setting, layout, draw_iteration(setting, count, 500 + options.seeds[0]), label, costs)
             found = _timed_programs(graph, ways)
             sizes = [program.pairs for program in found]
             rows.append(
@@ -164,14 +166,16 @@ class Workload:
     def graphs(self, seed: int) -> tuple[TaskGraph, TaskGraph]:
         """Graphs with DIP's candidates and with uniform settings, under its memory."""
         setup = SETUPS[self.model]
-        case, layout = setup.case, runs.system(setup, runs.PUBLISHED).layout
+        setting, layout = setup.setting, runs.system(setup, runs.PUBLISHED).layout
         groups: Microbatches
         if self.images is None:
-            groups = draw_iteration(case, self.microbatches, 500 + seed)
+            groups = draw_iteration(setting, self.microbatches, 500 + seed)
         else:
             groups = bounded_microbatches(self.microbatches, *self.images, 500 + seed)
         name = " ".join(self.words)
-        free, levels = (graph_of(case, layout, groups, name, costs) for costs in (knapsack_costs(case), case.levels))
+        free, levels = (
+            graph_of(setting, layout, groups, name, costs) for costs in (knapsack_costs(setting), setting.levels)
+        )
         return self._tight(free), self._tight(levels)
 
     def _tight(self, graph: TaskGraph) -> TaskGraph:

@@ -42,7 +42,7 @@ def figure_11(options: Options) -> Outcome:
     setup = SETUPS["VLM-L"]
     seed, number = runs.iterations(options, 1)[0]
     layout = runs.system(setup, runs.PUBLISHED).layout
-    graph = graph_of(setup.case, layout, setup.groups(seed, number), "VLM-L")
+    graph = graph_of(setup.setting, layout, setup.groups(seed, number), "VLM-L")
     limit = 10 * options.search_s
     series, rows = {}, []
     for name, method in METHODS.items():
@@ -88,10 +88,10 @@ def figure_12(options: Options) -> Outcome:
     solvers = {"ours": "default", "HiGHS": "milp", "Gurobi": "gurobi", "Z3": "z3", "CP-SAT": "cp-sat"}
     graphs: dict[tuple[str, int], TaskGraph] = {}
     for label in ("VLM-S", "T2V-S"):
-        case = SETUPS[label].case
+        setting = SETUPS[label].setting
         layout = runs.system(SETUPS[label], runs.PUBLISHED).layout
         for count in counts:
-            graph = graph_of(case, layout, draw_iteration(case, count, 500 + options.seeds[0]), label)
+            graph = graph_of(setting, layout, draw_iteration(setting, count, 500 + options.seeds[0]), label)
             assert graph.candidates is not None
             graphs[label, count] = graph.with_candidates(np.full(graph.num_pairs, len(graph.candidates[0]) - 1))
     answers: dict[tuple[str, str, int], _SolverRun] = {}
@@ -188,7 +188,7 @@ def _cell(answers: Mapping[tuple[str, str, int], _SolverRun], name: str, label: 
 def figure_13(options: Options) -> Outcome:
     """VLM-M on 64 GPUs under every combination of degrees."""
     total, rows, best = 128, [], ("", 0.0)
-    drawn = draw_iteration(SETUPS["VLM-M"].case, total, 10_000 * (1 + options.seeds[0]))
+    drawn = draw_iteration(SETUPS["VLM-M"].setting, total, 10_000 * (1 + options.seeds[0]))
     bars: dict[str, float] = {}
     for tensor in (1, 2, 4, 8):
         for pipeline in (1, 2, 4, 8, 16, 32):
@@ -197,19 +197,19 @@ def figure_13(options: Options) -> Outcome:
                 continue
             name = f"DP {data}, TP {tensor}, PP {pipeline}"
             try:
-                case = put_on_cluster("vlm-m", "dip-h800-64", Degrees(tensor=tensor, pipeline=pipeline, data=data))
-                replicas = assign_microbatches(case, drawn, data) if data > 1 else [drawn]
-                mine = max(replicas, key=lambda groups: model_flops(case, groups))
-                graph = graph_of(case, our_layout(case, [mine]), mine, name)
+                setting = put_on_cluster("vlm-m", "dip-h800-64", Degrees(tensor=tensor, pipeline=pipeline, data=data))
+                replicas = assign_microbatches(setting, drawn, data) if data > 1 else [drawn]
+                mine = max(replicas, key=lambda groups: model_flops(setting, groups))
+                graph = graph_of(setting, our_layout(setting, [mine]), mine, name)
                 found = solve(graph, budget=Deadline(options.search_s, "cpu"), seed=0)
             except (InfeasibleError, InputError) as error:
                 rows.append((name, "", "", str(error).partition(";")[0]))
                 continue
             seconds = found.timeline.makespan_ns / 1e9
             # All replicas wait for the fullest, so what counts is the work of all of them over its time.
-            share = mfu(case, drawn, seconds) / data
+            share = mfu(setting, drawn, seconds) / data
             bars[name] = share
-            rows.append((name, f"{seconds + case.update_s:.2f}", f"{share:.3f}", ""))
+            rows.append((name, f"{seconds + setting.update_s:.2f}", f"{share:.3f}", ""))
             best = max(best, (name, share), key=lambda entry: entry[1])
     order = sorted(bars, key=lambda name: -bars[name])
     figure = bar_figure(order, {"MFU": [bars[name] for name in order]}, y=Axis("MFU"), title="VLM-M on 64 H800")
@@ -231,20 +231,20 @@ def figure_13(options: Options) -> Outcome:
 def assigning(options: Options) -> Outcome:
     """Assign microbatches to data-parallel replicas in turn, and by work, which the papers leave out."""
     setup, replicas, each = SETUPS["VLM-S"], 4, 16
-    case = setup.case
-    layout = our_layout(case, setup.typical)
+    setting = setup.setting
+    layout = our_layout(setting, setup.typical)
     slowest: dict[str, list[float]] = {"in turn": [], "by work": []}
     average: dict[str, list[float]] = {"in turn": [], "by work": []}
     for seed in options.seeds:
-        drawn = draw_iteration(case, replicas * each, 20_000 + seed)
+        drawn = draw_iteration(setting, replicas * each, 20_000 + seed)
         ways = {
             "in turn": [drawn[r::replicas] for r in range(replicas)],
-            "by work": assign_microbatches(case, drawn, replicas),
+            "by work": assign_microbatches(setting, drawn, replicas),
         }
         for name, assigned in ways.items():
             budget = Deadline(options.search_s, "cpu")
             times = [
-                solve(graph_of(case, layout, groups, name), budget=budget, seed=seed).timeline.makespan_ns / 1e9
+                solve(graph_of(setting, layout, groups, name), budget=budget, seed=seed).timeline.makespan_ns / 1e9
                 for groups in assigned
             ]
             slowest[name].append(max(times))
@@ -266,10 +266,10 @@ def consistency(graph: TaskGraph, schedule: Schedule) -> tuple[int, int]:
     place = np.empty(graph.num_tasks, np.int64)
     for tasks in schedule.order:
         place[tasks] = np.arange(len(tasks))
-    slot = np.full((graph.num_segments, graph.num_ranks), -1, np.int64)
-    slot[graph.segment, graph.rank] = np.arange(graph.num_tasks)
-    forward = np.zeros(graph.num_segments, np.bool_)
-    forward[graph.segment] = graph.kind == FORWARD
+    slot = np.full((graph.num_passes, graph.num_ranks), -1, np.int64)
+    slot[graph.pass_id, graph.rank] = np.arange(graph.num_tasks)
+    forward = np.zeros(graph.num_passes, np.bool_)
+    forward[graph.pass_id] = graph.kind == FORWARD
     together = same = 0
     for rank in range(graph.num_ranks - 1):
         both = np.flatnonzero((slot[:, rank] >= 0) & (slot[:, rank + 1] >= 0))

@@ -67,7 +67,7 @@ def planned(
     Without the collector, which here would look over all the iterations that the evaluation keeps; the planner's own
     process has taken what it keeps out of the collector's sight (`pipeloom.planner.service`).
     """
-    case, groups = setup.case, setup.groups(seed, number)
+    setting, groups = setup.setting, setup.groups(seed, number)
     try:
         one = runs.system(setup, runs.OURS)
         begin = time.process_time()
@@ -78,7 +78,7 @@ def planned(
     searched = time.process_time()
     layout, packing = found.layout, found.packing
     assert packing is not None
-    plan = lower(found.graph, found.schedule, found.timeline, layout, packing, boundary_shapes(case.model, layout))
+    plan = lower(found.graph, found.schedule, found.timeline, layout, packing, boundary_shapes(setting.model, layout))
     verify(plan, layout, packing)
     after = time.process_time() - searched
     finishing.took(after, found.graph.num_tasks)

@@ -105,19 +105,19 @@ def jittered_s(found: BaselineResult, jitter: float, seed: int, draws: int = 3) 
     return total / draws + found.after_s
 
 
-def partitioned(case: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
+def partitioned(setting: ModelOnCluster, batches: Sequence[Microbatches]) -> System:
     """DIP's layout under Megatron-LM's interleaved order (the first step of `dip.txt` Table 5)."""
-    return fixed_system("modality-aware, static order", case, dip_layout(case, batches), interleaved_one_f_one_b)
+    return fixed_system("modality-aware, static order", setting, dip_layout(setting, batches), interleaved_one_f_one_b)
 
 
-def unadaptive_system(name: str, case: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
+def unadaptive_system(name: str, setting: ModelOnCluster, layout: Layout, method: str, threads: int = 1) -> System:
     """A system that searches orders only, under one setting of recomputation for all.
 
     The setting is the one under which first in, first out is fastest.
     """
 
     def run(groups: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
-        graph = graph_of(case, layout, groups, name, case.levels)
+        graph = graph_of(setting, layout, groups, name, setting.levels)
         schedule = uniform_start(graph)
         if schedule is None:
             raise InfeasibleError(f"{name}: no setting of recomputation fits")
@@ -195,7 +195,7 @@ class TimedIteration:
 def suits(name: str, setup: PaperSetup) -> bool:
     """Whether a system can train a model. Those that only this evaluation has are forms of DIP, which train all."""
     entry = _ENTRIES.get(name)
-    return entry is None or entry.suits(setup.case.model)
+    return entry is None or entry.suits(setup.setting.model)
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,36 +210,37 @@ def system(setup: PaperSetup, name: str) -> System:
     InfeasibleError
         Its layout cannot be made in memory.
     """
-    case = setup.case
+    setting = setup.setting
     if name == OURS_GIVEN:
-        return searched_system(OURS_GIVEN, case, setup.layouts[0].layout)
+        return searched_system(OURS_GIVEN, setting, setup.layouts[0].layout)
     if name == OURS:
         fitting = [one for one in setup.layouts if not one.problem]
         few = fitting[:1] if setup in LARGE.values() else nearest(fitting)[:MOST_TRIED]
-        return own_system(OURS, case, [one.layout for one in few], setup.typical, TOKENS, CHOICE)
+        return own_system(OURS, setting, [one.layout for one in few], setup.typical, TOKENS, CHOICE)
     if name == UNSEARCHED:
         return _unsearched(setup)
     make = _PARTS.get(name) or _ENTRIES[name].make
-    made = make(case, setup.typical)
+    made = make(setting, setup.typical)
     return any_size(made) if name in BASELINE_TITLES else sized(made, _size_of_dip(setup)) if name in _OF_DIP else made
 
 
 def _unsearched(setup: PaperSetup) -> System:
     """Our layouts and packings under Megatron-LM's interleaved order."""
-    case = setup.case
+    setting = setup.setting
     fitting = [one for one in setup.layouts if not one.problem]
     chains = [one for one in fitting if one.name.startswith(CHAIN)]
     layouts = {one.layout.chunks: one.layout for one in (*nearest(fitting)[:MOST_TRIED], *chains)}.values()
     options = [
-        fixed_system(UNSEARCHED, case, layout, interleaved_one_f_one_b, per_module_recomputation) for layout in layouts
+        fixed_system(UNSEARCHED, setting, layout, interleaved_one_f_one_b, per_module_recomputation)
+        for layout in layouts
     ]
-    return reordered(in_turn(UNSEARCHED, options, setup.typical), case)
+    return reordered(in_turn(UNSEARCHED, options, setup.typical), setting)
 
 
 @functools.lru_cache(maxsize=64)
 def _size_of_dip(setup: PaperSetup) -> int:
     """How many of the given microbatches are best as one on DIP's layout, by its form that does not search."""
-    plain = _PARTS[NO_SEARCH](setup.case, setup.typical)
+    plain = _PARTS[NO_SEARCH](setup.setting, setup.typical)
     return min(SIZES, key=lambda size: standing(sized(plain, size), setup.typical))
 
 
@@ -300,7 +301,7 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
         spent,
         found.graph.num_tasks,
         found.lower_bound.ns / NS_PER_S + found.after_s,
-        jittered_s(found, setup.case.cluster.device.jitter, number),
+        jittered_s(found, setup.setting.cluster.device.jitter, number),
         found.layout == one.layout,
     )
 
@@ -362,6 +363,6 @@ def least_bound_s(setup: PaperSetup, groups: Microbatches) -> float:
     fitting = sorted((one for one in setup.layouts if not one.problem), key=lambda one: one.bound_s)
     bounds = []
     for one in fitting[:FEW_BOUNDS]:
-        bound = assignable_bound(assignable_of(setup.case, one.layout, groups, "bound"))
-        bounds.append(bound.ns / NS_PER_S + replica_seconds(setup.case, one.layout))
+        bound = assignable_bound(assignable_of(setup.setting, one.layout, groups, "bound"))
+        bounds.append(bound.ns / NS_PER_S + replica_seconds(setup.setting, one.layout))
     return min(bounds)

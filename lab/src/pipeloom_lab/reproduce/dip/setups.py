@@ -35,7 +35,7 @@ class PaperSetup:
     """`dip.txt` §2.3 counts with 64; the larger tables do not say, and 64 is assumed."""
 
     @property
-    def case(self) -> ModelOnCluster:
+    def setting(self) -> ModelOnCluster:
         """The model on its cluster; made once, so that all parts share what was emulated."""
         return _case(self)
 
@@ -51,7 +51,7 @@ class PaperSetup:
 
     def groups(self, seed: int, number: int) -> Microbatches:
         """Microbatches of one timed iteration."""
-        return draw_iteration(self.case, self.num_microbatches, 10_000 * (1 + seed) + number)
+        return draw_iteration(self.setting, self.num_microbatches, 10_000 * (1 + seed) + number)
 
 
 SETUPS = {
@@ -81,14 +81,14 @@ def _case(setup: PaperSetup) -> ModelOnCluster:
 
 @functools.lru_cache(maxsize=32)
 def _typical(setup: PaperSetup) -> tuple[Microbatches, ...]:
-    return tuple(draw_iteration(setup.case, setup.num_microbatches, seed) for seed in TYPICAL_SEEDS)
+    return tuple(draw_iteration(setup.setting, setup.num_microbatches, seed) for seed in TYPICAL_SEEDS)
 
 
 @functools.lru_cache(maxsize=32)
 def _layouts(setup: PaperSetup) -> tuple[LayoutEvaluation, ...]:
     if setup in LARGE.values():
-        return choose_layout(setup.case, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
-    return choose_layout(setup.case, setup.typical, final=FINAL)
+        return choose_layout(setup.setting, setup.typical[:1], trial=Deadline(0.5, "cpu"), rounds=1)
+    return choose_layout(setup.setting, setup.typical, final=FINAL)
 
 
 def images_of(groups: Microbatches) -> float:
@@ -135,9 +135,9 @@ def seconds_text(value: float | None) -> str:
 
 def device(*setups: PaperSetup) -> tuple[str, ...]:
     """Device tables that the times rest on."""
-    return tuple(dict.fromkeys(device_text(s.case) for s in setups))
+    return tuple(dict.fromkeys(device_text(s.setting) for s in setups))
 
 
-def device_text(case: ModelOnCluster) -> str:
+def device_text(setting: ModelOnCluster) -> str:
     """The device of a case, whether its table is of a data sheet or calibrated, and its error."""
-    return case.cluster.device.label
+    return setting.cluster.device.label

@@ -51,7 +51,7 @@ def figure_5(options: Options) -> Outcome:
 def figure_8(options: Options) -> Outcome:
     """Tuning time over the global batch size."""
     setup = setups.ON_A["13b"]
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     compile_kernels()
     sizes = [128, 256, 512, 1024, 4096, 16384]
     paper = {128: "below 0.2 s", 1024: "below 1.5 s"}
@@ -66,7 +66,7 @@ def figure_8(options: Options) -> Outcome:
                 if name != "ours" and size > 1024:
                     continue
                 begin = time.thread_time()
-                tune(case.pipeline, batch, case.token_budget, spec, k)
+                tune(setting.pipeline, batch, setting.token_budget, spec, k)
                 times.setdefault(name, []).append(1000 * (time.thread_time() - begin))
         cells = {name: float(np.median(values)) for name, values in times.items()}
         for name, value in cells.items():
@@ -77,17 +77,17 @@ def figure_8(options: Options) -> Outcome:
         )
     svg = line_figure(lines, x=Axis("samples of a global batch", log=True), y=Axis("milliseconds", log=True))
     figure = Figure("figure-8", "Tuning time", svg)
-    return Outcome((make_table("pipetune/figure-8", rows),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-8", rows),), (figure,), devices=(setting.device,))
 
 
 def figure_10(options: Options) -> Outcome:
     """One LLaMA-7B layer with tensor parallelism 4: time, and time per token, by length."""
     del options
     setup = setups.ON_A["7b"]
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     chunk = Chunk("lm", (1, 1), 0)
     lengths = [2**k for k in range(6, 15)]
-    costs = [case.costs.chunk_costs(chunk, Workload((n,)))[0] for n in lengths]
+    costs = [setting.costs.chunk_costs(chunk, Workload((n,)))[0] for n in lengths]
     total = [1e3 * (cost.forward_s + cost.backward_s) for cost in costs]
     each = [1e3 * ms / n for ms, n in zip(total, lengths, strict=True)]
     table = tuple((str(n), f"{ms:.3f}", f"{us:.3f}") for n, ms, us in zip(lengths, total, each, strict=True))
@@ -95,21 +95,21 @@ def figure_10(options: Options) -> Outcome:
     return Outcome(
         (make_table("pipetune/figure-10", table),),
         (Figure("figure-10", "Time per token", svg),),
-        devices=(case.device,),
+        devices=(setting.device,),
     )
 
 
 def packing(options: Options) -> Outcome:
     """Packing by itself: how far the heaviest microbatch is above the lower bound."""
     setup = setups.ON_A["13b"]
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     policies: tuple[Policy, ...] = ("random", "algorithm1", "algorithm1_opened", "balanced")
     rows = []
     for mixture in setups.MIXTURES:
         for contexts in (1, 2, 4):
             gaps: dict[str, list[float]] = {}
             for seed, batch in setups.batches(setup, mixture, options):
-                loads = batch_sizes(case.pipeline, batch).loads
+                loads = batch_sizes(setting.pipeline, batch).loads
                 for policy in policies:
                     spec = PackingSpec(contexts * setup.context, policy, seed=seed)
                     groups = group(loads, spec, batch.iteration)
@@ -117,4 +117,4 @@ def packing(options: Options) -> Outcome:
                     gaps.setdefault(policy, []).append(heaviest / height_bound(loads.backbone, len(groups)) - 1)
             cells = (f"{100 * float(np.mean(gaps[p])):.2f} / {100 * max(gaps[p]):.2f} %" for p in policies)
             rows.append((setups.NAMES[mixture], str(contexts), *cells))
-    return Outcome((make_table("pipetune/packing", rows),), devices=(case.device,))
+    return Outcome((make_table("pipetune/packing", rows),), devices=(setting.device,))

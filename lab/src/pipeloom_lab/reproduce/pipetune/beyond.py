@@ -61,8 +61,8 @@ def trained(options: Options) -> Outcome:
         "ours, encoder as it comes": TuningSpec(precompute="frozen"),
         "ours": TuningSpec(),
     }
-    case = replace(frozen, costs=costs, layout=layout, pipeline=pipeline)
-    ways = {name: setups.tuned_by(case, spec) for name, spec in settings.items()}
+    setting = replace(frozen, costs=costs, layout=layout, pipeline=pipeline)
+    ways = {name: setups.tuned_by(setting, spec) for name, spec in settings.items()}
     rows = []
     for mixture in setups.MIXTURES:
         mean = setups.means(setups.seconds_by(setup, mixture, options, ways))
@@ -76,7 +76,7 @@ def trained(options: Options) -> Outcome:
 def replicas(options: Options) -> Outcome:
     """Assign a global batch to data-parallel replicas and tune each; the slowest one counts."""
     setup = setups.ON_A["13b"]
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     rows = []
     for mixture in setups.MIXTURES:
         for count in _REPLICAS:
@@ -84,8 +84,8 @@ def replicas(options: Options) -> Outcome:
             waits: dict[str, list[float]] = {}
             for seed in options.seeds:
                 batch = setups.batch_of(setup, mixture, seed * 10_000, count * setups.GLOBAL_BATCH)
-                for name, assigned in _dealings(case, batch, count, seed).items():
-                    seconds = [_seconds(case, replica) for replica in assigned]
+                for name, assigned in _dealings(setting, batch, count, seed).items():
+                    seconds = [_seconds(setting, replica) for replica in assigned]
                     slowest.setdefault(name, []).append(max(seconds))
                     waits.setdefault(name, []).append(max(seconds) / float(np.mean(seconds)) - 1)
             mean = setups.means(slowest)
@@ -101,31 +101,33 @@ def replicas(options: Options) -> Outcome:
                 )
                 for name, value in mean.items()
             ]
-    return Outcome((make_table("pipetune/replicas", rows, global_batch=setups.GLOBAL_BATCH),), devices=(case.device,))
+    return Outcome(
+        (make_table("pipetune/replicas", rows, global_batch=setups.GLOBAL_BATCH),), devices=(setting.device,)
+    )
 
 
-def _dealings(case: setups.EmulatedSetup, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
+def _dealings(setting: setups.EmulatedSetup, batch: Batch, count: int, seed: int) -> dict[str, tuple[Replica, ...]]:
     order = random.Random(seed).sample(range(len(batch.samples)), len(batch.samples))
     chance = tuple(tuple(sorted(order[k::count])) for k in range(count))
-    loads = batch_sizes(case.pipeline, batch).loads
+    loads = batch_sizes(setting.pipeline, batch).loads
     return {
-        "by chance": _tuned(case, batch, chance, seed),
-        "by loads": _tuned(case, batch, assign_to_replicas(loads, count, seed), seed),
-        "by simulated time": tune_replicas(case.pipeline, batch, count, case.token_budget, seed=seed),
+        "by chance": _tuned(setting, batch, chance, seed),
+        "by loads": _tuned(setting, batch, assign_to_replicas(loads, count, seed), seed),
+        "by simulated time": tune_replicas(setting.pipeline, batch, count, setting.token_budget, seed=seed),
     }
 
 
 def _tuned(
-    case: setups.EmulatedSetup, batch: Batch, assigned: tuple[tuple[int, ...], ...], seed: int
+    setting: setups.EmulatedSetup, batch: Batch, assigned: tuple[tuple[int, ...], ...], seed: int
 ) -> tuple[Replica, ...]:
     parts = [batch.part(members) for members in assigned]
     return tuple(
-        Replica(members, own, tune(case.pipeline, own, case.token_budget, seed=seed))
+        Replica(members, own, tune(setting.pipeline, own, setting.token_budget, seed=seed))
         for members, own in zip(assigned, parts, strict=True)
     )
 
 
-def _seconds(case: setups.EmulatedSetup, replica: Replica) -> float:
+def _seconds(setting: setups.EmulatedSetup, replica: Replica) -> float:
     """By the emulator's own costs, whatever the tables said."""
-    plan = tuned_plan(case.pipeline, replica.batch, replica.tuned, case.costs, case.capacity_bytes)
+    plan = tuned_plan(setting.pipeline, replica.batch, replica.tuned, setting.costs, setting.capacity_bytes)
     return simulate(plan.graph, plan.schedule).makespan_ns / 1e9

@@ -51,13 +51,13 @@ class _SizedRun:
 def figure_11(options: Options) -> Outcome:
     """Estimated against emulated and executed iteration times: are microbatch sizes ranked rightly?"""
     setup = setups.ON_A["3b"]
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     rows, points = [], {}
     slept: list[_SizedRun] = []
     for mixture in setups.MIXTURES:
         planned, real, right, pairs = [], [], 0, 0
         for number, (seed, batch) in enumerate(setups.batches(setup, mixture, options)):
-            runs = [setups.run_batch(case, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
+            runs = [setups.run_batch(setting, batch, _SPEC, seed, contexts * setup.context) for contexts in _SIZES]
             ours = [one.tuned.planned_ns / 1e9 for one in runs]
             theirs = [one.seconds for one in runs]
             good, of = ranked_alike(ours, theirs)
@@ -80,8 +80,8 @@ def figure_11(options: Options) -> Outcome:
     svg = scatter_figure(points, x=Axis("emulated, seconds"), y=Axis("estimated, seconds"), diagonal=True)
     figure = Figure("figure-11", "Iteration times of microbatches of 1, 2, 4 and 8 contexts", svg)
     table = make_table("pipetune/figure-11-sizes", rows)
-    executed, picture = _executed(case, slept)
-    return Outcome((table, executed), (figure, picture), devices=(case.device,))
+    executed, picture = _executed(setting, slept)
+    return Outcome((table, executed), (figure, picture), devices=(setting.device,))
 
 
 def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> tuple[int, int]:
@@ -94,9 +94,9 @@ def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> tuple[int, i
     return right, pairs
 
 
-def _executed(case: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table, Figure]:
+def _executed(setting: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table, Figure]:
     """Run the plans on processes that sleep instead of computing."""
-    found = run_on_ranks([emulation_of(case, one) for one in slept], setups.RANKS, "sleep")
+    found = run_on_ranks([emulation_of(setting, one) for one in slept], setups.RANKS, "sleep")
     rows, points = [], {}
     for mixture in setups.MIXTURES:
         mine = [(one, took) for one, took in zip(slept, found, strict=True) if one.mixture == mixture]
@@ -107,7 +107,7 @@ def _executed(case: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table
             right, pairs = right + good, pairs + of
         errors = [took.total_ns / 1e9 / one.estimated_s - 1 for one, took in mine]
         late = [
-            replayed_ns(one.graph, one.run.plan.schedule, case.layout.chunk_names, took.steps_ns)
+            replayed_ns(one.graph, one.run.plan.schedule, setting.layout.chunk_names, took.steps_ns)
             / simulate(one.graph, one.run.plan.schedule).makespan_ns
             - 1
             for one, took in mine
@@ -128,15 +128,15 @@ def _executed(case: setups.EmulatedSetup, slept: list[_SizedRun]) -> tuple[Table
     return make_table("pipetune/figure-11-executed", rows, ranks=setups.RANKS, mean_ms=_MEAN_MS), picture
 
 
-def emulation_of(case: setups.EmulatedSetup, one: _SizedRun) -> Emulation:
+def emulation_of(setting: setups.EmulatedSetup, one: _SizedRun) -> Emulation:
     """Lower a tuned batch, and say how long each step is to be slept."""
     graph, plan = one.graph, one.run.plan
     lowered = lower(
         graph,
         plan.schedule,
         simulate(graph, plan.schedule),
-        case.layout,
+        setting.layout,
         plan.packing,
-        boundary_shapes(case.costs.model_spec, case.layout),
+        boundary_shapes(setting.costs.model_spec, setting.layout),
     )
-    return Emulation(lowered, step_durations(graph, case.layout.chunk_names))
+    return Emulation(lowered, step_durations(graph, setting.layout.chunk_names))

@@ -44,10 +44,10 @@ def table_2(options: Options) -> Outcome:
         )
         tables.append(make_table("pipetune/table-2", rows, mixture=setups.NAMES[mixture]))
     tables.append(_smaller(setup, options))
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     settings, static = make_note("pipetune/settings"), make_note("pipetune/static")
-    note = make_note("pipetune/table-2", max_contexts=case.max_contexts, context=setup.context, settings=settings)
-    return Outcome(tuple(tables), notes=(note, static), devices=(case.device,))
+    note = make_note("pipetune/table-2", max_contexts=setting.max_contexts, context=setup.context, settings=settings)
+    return Outcome(tuple(tables), notes=(note, static), devices=(setting.device,))
 
 
 def _contexts(count: int) -> str:
@@ -56,9 +56,9 @@ def _contexts(count: int) -> str:
 
 def _smaller(setup: setups.PaperSetup, options: Options) -> Table:
     """The same where memory leaves an untuned run smaller microbatches."""
-    case, rows = setups.emulated(setup), []
+    setting, rows = setups.emulated(setup), []
     for mixture in setups.MIXTURES:
-        mean = _mean(case, mixture, _FEW, options)
+        mean = _mean(setting, mixture, _FEW, options)
         quoted = _PAPER_TABLE_2[mixture][-1].partition("(")[2].rstrip(")")
         rows.append(
             (
@@ -82,8 +82,8 @@ def figure_6(options: Options) -> Outcome:
         rows, names = [], []
         bars: dict[str, list[float]] = {}
         for setup in cluster.values():
-            case = setups.emulated(setup)
-            devices.append(case.device)
+            setting = setups.emulated(setup)
+            devices.append(setting.device)
             for mixture in setups.MIXTURES:
                 seconds = setups.mean_seconds(setup, mixture, options, setups.ends_of(setup))
                 names.append(f"{setup.size.upper()} {setups.NAMES[mixture].removeprefix('Data')}")
@@ -97,7 +97,7 @@ def figure_6(options: Options) -> Outcome:
                     (
                         setup.name,
                         setups.NAMES[mixture],
-                        str(case.max_contexts),
+                        str(setting.max_contexts),
                         f"{seconds[setups.ORIGINAL]:.3f}",
                         *(gains[n] for n in (setups.BALANCED, setups.PIPETUNE, setups.OURS, setups.OURS_BALANCED)),
                         setups.change(seconds[setups.BALANCED], seconds[setups.PIPETUNE]),
@@ -107,7 +107,7 @@ def figure_6(options: Options) -> Outcome:
                         setups.change(still, seconds[setups.OURS]),
                     )
                 )
-                if case.max_contexts == 1:
+                if setting.max_contexts == 1:
                     single.setdefault(setup.name, []).append(
                         f"{gains[setups.PIPETUNE]} (PipeTune) and {gains[setups.OURS]} (ours) on "
                         f"{setups.NAMES[mixture]}"
@@ -126,15 +126,15 @@ def figure_6(options: Options) -> Outcome:
 def figure_7(options: Options) -> Outcome:
     """Static microbatch sizes against adaptive ones, 3B on cluster A."""
     setup = setups.ON_A["3b"]
-    case = setups.emulated(setup)
-    sizes = [k for k in (1, 2, 4, 8) if k <= case.max_contexts]
+    setting = setups.emulated(setup)
+    sizes = [k for k in (1, 2, 4, 8) if k <= setting.max_contexts]
     static = TuningSpec("algorithm1_opened", "fixed", "clusters", "frozen")
-    ways = {str(k): setups.tuned_by(case, static, k) for k in sizes}
+    ways = {str(k): setups.tuned_by(setting, static, k) for k in sizes}
     ways |= {
-        "adaptive": setups.tuned_by(case, setups.steps_of(setup)[setups.PIPETUNE]),
-        setups.OURS: setups.tuned_by(case, TuningSpec()),
+        "adaptive": setups.tuned_by(setting, setups.steps_of(setup)[setups.PIPETUNE]),
+        setups.OURS: setups.tuned_by(setting, TuningSpec()),
     }
-    ways[setups.OURS_SEARCHED] = setups.searched_by(case, options)
+    ways[setups.OURS_SEARCHED] = setups.searched_by(setting, options)
     rows, lines = [], {}
     for mixture in setups.MIXTURES:
         found = setups.seconds_by(setup, mixture, options, ways)
@@ -164,15 +164,15 @@ def figure_7(options: Options) -> Outcome:
     return Outcome(
         (make_table("pipetune/figure-7", rows, sizes=(f"static {k}" for k in sizes)),),
         (figure,),
-        devices=(case.device,),
+        devices=(setting.device,),
     )
 
 
 def figure_2(options: Options) -> Outcome:
     """The four-panel example: one batch, one technique more in every panel."""
     setup = setups.ON_A["13b"]
-    case = setups.emulated(setup)
-    half = max(1, case.max_contexts // 2)
+    setting = setups.emulated(setup)
+    half = max(1, setting.max_contexts // 2)
     balance: Policy = "algorithm1_opened"
     panels = (
         ("a: random packing", TuningSpec("random", "fixed", "given", "off"), None, ""),
@@ -181,7 +181,7 @@ def figure_2(options: Options) -> Outcome:
         ("d: reordered, encoder pre-computed", TuningSpec(balance, "fixed", "clusters", "frozen"), half, "-6.05 %"),
         ("e: ours", TuningSpec(), None, ""),
     )
-    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec, contexts, _ in panels}
+    ways = {name: setups.tuned_by(setting, spec, contexts) for name, spec, contexts, _ in panels}
     mean = setups.means(setups.seconds_by(setup, "datamix2", options, ways))
     first = before = mean[panels[0][0]]
     rows = []
@@ -192,12 +192,12 @@ def figure_2(options: Options) -> Outcome:
     batch = setups.batch_of(setup, "datamix2", options.seeds[0] * 10_000)
     tracks = []
     for name, spec, contexts, _ in panels:
-        one = setups.run_batch(case, batch, spec, options.seeds[0], contexts and contexts * setup.context)
+        one = setups.run_batch(setting, batch, spec, options.seeds[0], contexts and contexts * setup.context)
         tracks.append(
-            make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=case.layout.chunk_names)
+            make_track(name, one.plan.graph, one.plan.schedule, one.timeline, chunk_names=setting.layout.chunk_names)
         )
     figure = Figure("figure-2", "One batch of DataMix2, 13B TP4·PP4, emulated", timeline_svg(tracks))
-    return Outcome((make_table("pipetune/figure-2", rows),), (figure,), devices=(case.device,))
+    return Outcome((make_table("pipetune/figure-2", rows),), (figure,), devices=(setting.device,))
 
 
 SIZES = (2, 4, 6, 8, 12)
@@ -218,14 +218,14 @@ def sensitivity(options: Options) -> Outcome:
     rows: dict[str, list[tuple[str, ...]]] = {mixture: [] for mixture in setups.MIXTURES}
     lines = {setups.NAMES[mixture]: Line([], []) for mixture in setups.MIXTURES}
     for strategy, text in _STRATEGIES.items():
-        case = setups.emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
+        setting = setups.emulated(setup, recomputed=strategy, most_contexts=max(SIZES))
         for contexts in SIZES:
-            if contexts > case.max_contexts:
+            if contexts > setting.max_contexts:
                 for each in rows.values():
                     each.append((text, str(contexts), "does not fit", *[""] * 4))
                 break
             for mixture in setups.MIXTURES:
-                seconds = _mean(case, mixture, contexts, options)
+                seconds = _mean(setting, mixture, contexts, options)
                 first, balanced = seconds[setups.ORIGINAL], seconds[setups.BALANCED]
                 changes = (
                     setups.change(first, seconds[name]) for name in (setups.BALANCED, setups.PIPETUNE, setups.OURS)
@@ -250,8 +250,8 @@ def sensitivity(options: Options) -> Outcome:
     return Outcome(tables, (figure,), notes, devices=(used.device,))
 
 
-def _mean(case: setups.EmulatedSetup, mixture: str, contexts: int, options: Options) -> dict[str, float]:
+def _mean(setting: setups.EmulatedSetup, mixture: str, contexts: int, options: Options) -> dict[str, float]:
     """Mean seconds of Original, Balanced, PipeTune and ours with microbatches of at most so many contexts."""
-    settings = setups.ends_of(case.setup) | {setups.OURS: TuningSpec()}
-    ways = {name: setups.tuned_by(case, spec, contexts) for name, spec in settings.items()}
-    return setups.means(setups.seconds_by(case.setup, mixture, options, ways))
+    settings = setups.ends_of(setting.setup) | {setups.OURS: TuningSpec()}
+    ways = {name: setups.tuned_by(setting, spec, contexts) for name, spec in settings.items()}
+    return setups.means(setups.seconds_by(setting.setup, mixture, options, ways))

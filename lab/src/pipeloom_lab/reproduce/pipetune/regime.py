@@ -52,10 +52,10 @@ HELD = setups.ON_A["3b"]
 @cache
 def held_factor() -> float:
     """How many times the emulator's bytes activations must take for `HELD` to hold just as much as the paper says."""
-    case = setups.emulated(HELD)
+    setting = setups.emulated(HELD)
     return min(
-        (case.capacity_bytes - static) / held
-        for static, held in setups.held_bytes(case.setup, case.costs, case.layout, setups.MOST_CONTEXTS)
+        (setting.capacity_bytes - static) / held
+        for static, held in setups.held_bytes(setting.setup, setting.costs, setting.layout, setups.MOST_CONTEXTS)
     )
 
 
@@ -66,18 +66,20 @@ class Regime:
     ``max_contexts`` is 0 where not even one context fits.
     """
 
-    case: setups.EmulatedSetup
+    setting: setups.EmulatedSetup
     max_contexts: int
 
 
 @cache
 def regime(setup: setups.PaperSetup, recomputed: str = setups.RECOMPUTED) -> Regime:
     """Put a setup into the memory that `held_factor` says."""
-    case, factor = setups.emulated(setup, recomputed=recomputed), held_factor()
-    contexts = max_contexts(setup, case.costs, case.layout, case.capacity_bytes, setups.MOST_CONTEXTS, factor)
-    pipeline = case.pipeline
-    tight = _tight(case.capacity_bytes, pipeline.static_bytes)
-    return Regime(replace(case, pipeline=replace(pipeline, capacity_bytes=pipeline.capacity_bytes - tight)), contexts)
+    setting, factor = setups.emulated(setup, recomputed=recomputed), held_factor()
+    contexts = max_contexts(setup, setting.costs, setting.layout, setting.capacity_bytes, setups.MOST_CONTEXTS, factor)
+    pipeline = setting.pipeline
+    tight = _tight(setting.capacity_bytes, pipeline.static_bytes)
+    return Regime(
+        replace(setting, pipeline=replace(pipeline, capacity_bytes=pipeline.capacity_bytes - tight)), contexts
+    )
 
 
 def _tight(capacity_bytes: int, static_bytes: IntArray) -> IntArray:
@@ -86,13 +88,13 @@ def _tight(capacity_bytes: int, static_bytes: IntArray) -> IntArray:
     return np.array(np.ceil(capacity_bytes - static_bytes - room), np.int64)
 
 
-def padded(case: setups.EmulatedSetup, batch: Batch, policy: Policy, seed: int) -> Batch:
+def padded(setting: setups.EmulatedSetup, batch: Batch, policy: Policy, seed: int) -> Batch:
     """Pack a batch into contexts by a policy, and fill each up with a sequence of nothing.
 
     Taken in order, any whole number of these contexts is a microbatch of just as many tokens.
     """
-    context = case.setup.context
-    loads = batch_sizes(case.pipeline, batch).loads
+    context = setting.setup.context
+    loads = batch_sizes(setting.pipeline, batch).loads
     samples: list[Sample] = []
     for row, members in enumerate(group(loads, PackingSpec(context, policy, seed=seed), batch.iteration)):
         samples += [batch.samples[i] for i in members]
@@ -147,11 +149,11 @@ def tuned_seconds(
 def _tuned(
     setup: setups.PaperSetup, recomputed: str, seed: int, batch: Batch, spec: TuningSpec, contexts: int, pad: bool
 ) -> float:
-    case = regime(setup, recomputed).case
+    setting = regime(setup, recomputed).setting
     if pad:
-        batch = padded(case, batch, spec.pack, seed)
+        batch = padded(setting, batch, spec.pack, seed)
         spec = TuningSpec("first_fit", spec.micro_batch, spec.order, spec.precompute, setup.context)
-    return setups.run_batch(case, batch, spec, seed, contexts * setup.context).seconds
+    return setups.run_batch(setting, batch, spec, seed, contexts * setup.context).seconds
 
 
 @cache
@@ -165,10 +167,10 @@ def joined(setup: setups.PaperSetup, name: str) -> Problem:
     name : str
         One of `layouts`.
     """
-    case = setups.emulated(setup)
+    setting = setups.emulated(setup)
     degrees = Degrees(tensor=setup.tensor, pipeline=setups.RANKS)
     costs = EmulatedCosts(
-        case.costs.architecture, case.costs.cluster, degrees, split=False, pareto_steps=ParetoSteps(offloading=0)
+        setting.costs.architecture, setting.costs.cluster, degrees, split=False, pareto_steps=ParetoSteps(offloading=0)
     )
     layout = layouts(setup)[name]
     static = rank_static_bytes(costs_under_layout(costs, layout), layout)
@@ -177,8 +179,8 @@ def joined(setup: setups.PaperSetup, name: str) -> Problem:
         layout,
         costs,
         PackingSpec(setups.MOST_CONTEXTS * setup.context, "planned"),
-        case.capacity_bytes,
-        reserve_bytes=tuple(_tight(case.capacity_bytes, static).tolist()),
+        setting.capacity_bytes,
+        reserve_bytes=tuple(_tight(setting.capacity_bytes, static).tolist()),
         memory_model=MemoryLimit(num_messages=0),
     )
 
@@ -188,15 +190,15 @@ def layouts(setup: setups.PaperSetup) -> dict[str, Layout]:
     """The paper's layout, and others that the planner may be given: the encoder's images dealt, where ranks are several
     devices.
     """
-    case = setups.emulated(setup)
-    model = case.costs.model_spec
+    setting = setups.emulated(setup)
+    model = setting.costs.model_spec
     names = frozenset(module.name for module in model.modules[:-1])
-    found = {PAPERS: case.layout, "layers balanced": setups.emulated(setup, even=False).layout}
+    found = {PAPERS: setting.layout, "layers balanced": setups.emulated(setup, even=False).layout}
     ways = {"": frozenset[str]()}
     if setup.tensor > 1:
         ways[", images dealt"] = names
     for words, of in ways.items():
-        load = setups.mean_load(setup, case.costs, of)
+        load = setups.mean_load(setup, setting.costs, of)
         for chunks in CHUNKS:
             layout = chain_of_stages(model, setups.RANKS, chunks, _loads(load))
             found[f"{chunks} chunks a rank{words}"] = with_encoder_dp(layout, of)

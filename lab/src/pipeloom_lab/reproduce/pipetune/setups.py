@@ -206,10 +206,12 @@ class Run:
         return self.timeline.makespan_ns / 1e9
 
 
-def run_batch(case: EmulatedSetup, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None) -> Run:
+def run_batch(
+    setting: EmulatedSetup, batch: Batch, spec: TuningSpec, seed: int, token_budget: int | None = None
+) -> Run:
     """Tune a batch by the tables, then time it with the emulator's own costs."""
-    tuned = tune(case.pipeline, batch, token_budget or case.token_budget, spec, seed)
-    plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
+    tuned = tune(setting.pipeline, batch, token_budget or setting.token_budget, spec, seed)
+    plan = tuned_plan(setting.pipeline, batch, tuned, setting.costs, setting.capacity_bytes)
     return Run(tuned, plan, simulate(plan.graph, plan.schedule))
 
 
@@ -218,10 +220,10 @@ Way = Callable[[Batch, int], float]
 Key = TypeVar("Key")
 
 
-def tuned_by(case: EmulatedSetup, spec: TuningSpec, contexts: int | None = None) -> Way:
+def tuned_by(setting: EmulatedSetup, spec: TuningSpec, contexts: int | None = None) -> Way:
     """Time batches under a setting, in microbatches of at most so many contexts (None: as many as fit)."""
-    budget = None if contexts is None else contexts * case.setup.context
-    return lambda batch, seed: run_batch(case, batch, spec, seed, budget).seconds
+    budget = None if contexts is None else contexts * setting.setup.context
+    return lambda batch, seed: run_batch(setting, batch, spec, seed, budget).seconds
 
 
 def seconds_by(setup: PaperSetup, mixture: str, options: Options, ways: Mapping[Key, Way]) -> dict[Key, list[float]]:
@@ -238,9 +240,9 @@ def means(found: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def static_sizes(case: EmulatedSetup) -> tuple[int, ...]:
+def static_sizes(setting: EmulatedSetup) -> tuple[int, ...]:
     """Sizes of a microbatch, in contexts, that a user would try: powers of two, and the largest that fits."""
-    return tuple(sorted({k for k in (1, 2, 4, 8) if k < case.max_contexts} | {case.max_contexts}))
+    return tuple(sorted({k for k in (1, 2, 4, 8) if k < setting.max_contexts} | {setting.max_contexts}))
 
 
 def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) -> tuple[int, float]:
@@ -251,19 +253,19 @@ def best_static(setup: PaperSetup, mixture: str, options: Options, name: str) ->
     name : str
         One of `steps_of` with a fixed size; all else is as it says.
     """
-    case, spec = emulated(setup), steps_of(setup)[name]
-    mean = means(seconds_by(setup, mixture, options, {k: tuned_by(case, spec, k) for k in static_sizes(case)}))
+    setting, spec = emulated(setup), steps_of(setup)[name]
+    mean = means(seconds_by(setup, mixture, options, {k: tuned_by(setting, spec, k) for k in static_sizes(setting)}))
     best = min(mean, key=lambda k: mean[k])
     return best, mean[best]
 
 
-def searched_by(case: EmulatedSetup, options: Options) -> Way:
+def searched_by(setting: EmulatedSetup, options: Options) -> Way:
     """Time batches under ours as a planner has it: half of the search goes to tuning, half to orders beyond 1F1B."""
     half = Deadline(options.search_s / 2, "cpu")
 
     def seconds(batch: Batch, seed: int) -> float:
-        tuned = tune(case.pipeline, batch, case.token_budget, TuningSpec(), seed, half)
-        plan = tuned_plan(case.pipeline, batch, tuned, case.costs, case.capacity_bytes)
+        tuned = tune(setting.pipeline, batch, setting.token_budget, TuningSpec(), seed, half)
+        plan = tuned_plan(setting.pipeline, batch, tuned, setting.costs, setting.capacity_bytes)
         found = solve(plan.graph, budget=half, seed=seed)
         return min(simulate(plan.graph, plan.schedule).makespan_ns, found.timeline.makespan_ns) / 1e9
 
@@ -274,11 +276,11 @@ def mean_seconds(
     setup: PaperSetup, mixture: str, options: Options, settings: dict[str, TuningSpec] | None = None
 ) -> dict[str, float]:
     """Mean iteration time under every setting (None: Table 2's, and a search after ours) and ours, same batches."""
-    case = emulated(setup)
-    ways = {name: tuned_by(case, spec) for name, spec in (settings or steps_of(setup)).items()}
-    ways[OURS] = tuned_by(case, TuningSpec())
+    setting = emulated(setup)
+    ways = {name: tuned_by(setting, spec) for name, spec in (settings or steps_of(setup)).items()}
+    ways[OURS] = tuned_by(setting, TuningSpec())
     if settings is None:
-        ways[OURS_SEARCHED] = searched_by(case, options)
+        ways[OURS_SEARCHED] = searched_by(setting, options)
     ways[OURS_BALANCED] = tuned_by(emulated(setup, even=False), TuningSpec())
     return means(seconds_by(setup, mixture, options, ways))
 

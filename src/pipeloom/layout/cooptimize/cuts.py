@@ -1,0 +1,173 @@
+"""Cut a chain of layers by load, or by count as frameworks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.errors import InputError
+from pipeloom.layout.cooptimize import kernels
+from pipeloom.layout.cooptimize.layer_chain import LayerChain, PartitionPlacement
+from pipeloom.taskgraph import IntArray
+
+
+def balanced_cuts(loads: IntArray, ranks: tuple[int, ...], thin: int = 0) -> tuple[int, ...]:
+    """Cut a chain so that the ranks (not the chunks) of a given placement have similar loads.
+
+    Chunks of overloaded ranks shrink and the others grow for several rounds; the best cuts are returned.
+    The first ``thin`` chunks have one layer.
+    """
+    home = np.array(ranks)
+    rest = loads[thin:]
+    share = np.ones(len(ranks) - thin)
+    best: tuple[int, tuple[int, ...]] | None = None
+    for _ in range(12):
+        cuts = (*range(thin), *(thin + cut for cut in _shared_cuts(rest, share)))
+        chunk = np.add.reduceat(loads, np.array(cuts[:-1]))
+        rank = np.zeros(int(home.max()) + 1, np.int64)
+        np.add.at(rank, home, chunk)
+        if best is None or int(rank.max()) < best[0]:
+            best = (int(rank.max()), cuts)
+        share = np.maximum(share * (rank.mean() / np.maximum(rank[home[thin:]], 1)), 1e-6)
+    assert best is not None
+    return best[1]
+
+
+def settled_cuts(loads: IntArray, ranks: tuple[int, ...], cuts: tuple[int, ...], sweeps: int = 200) -> tuple[int, ...]:
+    """Move boundaries by single layers while that lowers the sum of the squared rank loads.
+
+    Needed for many ranks with few layers each, since `balanced_cuts` leaves their loads more than 10 % apart. Stop
+    after ``sweeps`` passes over all boundaries.
+    """
+    at, sizes = list(cuts), loads.tolist()
+    rank = [0] * (max(ranks) + 1)
+    for c, home in enumerate(ranks):
+        rank[home] += sum(sizes[at[c] : at[c + 1]])
+    for _ in range(sweeps):
+        moved = False
+        for c in range(1, len(ranks)):
+            up, down = ranks[c - 1], ranks[c]
+            for giver, taker, layer, step, count in (
+                (up, down, at[c] - 1, -1, at[c] - at[c - 1]),
+                (down, up, at[c], 1, at[c + 1] - at[c]),
+            ):
+                if giver != taker and count > 1 and rank[giver] - rank[taker] > sizes[layer]:
+                    rank[giver] -= sizes[layer]
+                    rank[taker] += sizes[layer]
+                    at[c] += step
+                    moved = True
+                    break
+        if not moved:
+            break
+    return tuple(at)
+
+
+def stage_cuts(chain: LayerChain) -> tuple[int, ...]:
+    """Cut into one stage per rank and minimize the largest sum of load, warm-up and cool-down, a lower bound of 1F1B.
+
+    Filling each stage up to a limit is optimal for that limit: a stage that begins one layer later loses at most as
+    much of its limit as it has less work. Bisection finds the minimum limit.
+    """
+    p, n = chain.num_ranks, chain.num_layers
+    work, before, hop = _work_and_ends(chain)
+
+    def cuts_for(limit: int) -> tuple[int, ...] | None:
+        cuts = [0]
+        for k in range(p):
+            free = limit - before[cuts[-1]] - k * hop + work[cuts[-1]]
+            end = min(int(np.searchsorted(work, free, side="right")) - 1, n - (p - k - 1))
+            if end <= cuts[-1]:
+                return None
+            cuts.append(end)
+        return tuple(cuts) if cuts[-1] == n else None
+
+    found = cuts_for(_least(lambda limit: cuts_for(limit) is not None, int(work[-1] + before[-1]) + p * hop, 1))
+    if found is None:
+        raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
+    return found
+
+
+def folded(chain: LayerChain, ends: float = 1.0) -> PartitionPlacement:
+    """Place two chunks per rank, down the ranks and up again, and minimize the largest sum of load, warm-up and
+    cool-down.
+
+    Warm-up and cool-down are weighted by ``ends``. The limit is found with a relative precision of 1e-5; for a given
+    limit, `pipeloom.layout.cooptimize.kernels.fold` is exact. The last rank, and ranks whose second chunk would be
+    empty, have one chunk.
+    """
+    p, n = chain.num_ranks, chain.num_layers
+    work, before, hop = _work_and_ends(chain)
+    before, hop = (before * ends).astype(np.int64), int(hop * ends)
+    low, back = (np.zeros((p + 1, n + 1), np.int64) for _ in range(2))
+    cuts = np.zeros((2, p), np.int64)
+    total = int(work[-1])
+    fits = _least(
+        lambda limit: kernels.fold(work, before, limit, hop, low, back, cuts),
+        total + int(before[-1]) + p * hop,
+        total // p // 100_000 + 1,
+    )
+    if not kernels.fold(work, before, fits, hop, low, back, cuts):
+        raise InputError("layers", f"{n} cannot fill {p} stages", "use fewer ranks")
+    chunks = [(int(cuts[0, r]), r) for r in range(p)]
+    chunks += [(int(cuts[1, r + 1]), r) for r in range(p - 2, -1, -1) if cuts[1, r + 1] < cuts[1, r]]
+    return PartitionPlacement((*(first for first, _ in chunks), n), tuple(rank for _, rank in chunks))
+
+
+def _work_and_ends(chain: LayerChain) -> tuple[IntArray, IntArray, int]:
+    """Return cumulative sums of work and of warm-up plus cool-down, and what a boundary transfer adds to the latter."""
+    work = np.concatenate([[0], np.cumsum(chain.total_ns[:, 0])]) * chain.num_microbatches
+    fillable = bool(chain.weight_ns.any())
+    ends = chain.forward_ns[:, 0] if fillable else chain.forward_ns[:, 0] + chain.backward_ns[:, 0]
+    return work, np.concatenate([[0], np.cumsum(ends)]), chain.delay_ns * (1 if fillable else 2)
+
+
+def _least(enough: Callable[[int], bool], high: int, step: int) -> int:
+    """Return the minimum sufficient limit with precision ``step``, or ``high`` if no lower limit suffices."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + step
+    return high
+
+
+def _shared_cuts(loads: IntArray, shares: npt.NDArray[np.float64]) -> tuple[int, ...]:
+    """Cut where the cumulative load is closest to the cumulative shares, with at least one layer per chunk."""
+    total = np.concatenate([[0], np.cumsum(loads)])
+    wanted = np.cumsum(shares) / shares.sum() * total[-1]
+    num = len(shares)
+    cuts = [0]
+    for c in range(1, num):
+        at = int(np.searchsorted(total, wanted[c - 1]))
+        if at > 0 and wanted[c - 1] - total[at - 1] < total[min(at, len(loads))] - wanted[c - 1]:
+            at -= 1
+        cuts.append(min(max(at, cuts[-1] + 1), len(loads) - (num - c)))
+    return (*cuts, len(loads))
+
+
+def equal_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Cut into chunks with equal numbers of layers. If they do not divide evenly, the first chunks have one more."""
+    if not 1 <= num_chunks <= num_layers:
+        raise InputError(
+            "layers", f"{num_layers} cannot fill {num_chunks} chunks", "use fewer ranks or chunks per rank"
+        )
+    sizes = [num_layers // num_chunks + (c < num_layers % num_chunks) for c in range(num_chunks)]
+    return tuple(int(x) for x in np.concatenate([[0], np.cumsum(sizes)]))
+
+
+EMBEDDING, HEAD = "embedding", "head"
+"""Names of first and last layers that standard partitions add to the first and last chunk without counting them."""
+
+
+def equal_cuts(chain: LayerChain, num_chunks: int) -> tuple[int, ...]:
+    """Cut as frameworks do: equal numbers of layers per chunk, not counting embedding and head."""
+    first, last = chain.layer_names[0] == EMBEDDING, chain.layer_names[-1] == HEAD
+    counted = chain.num_layers - first - last
+    if counted < num_chunks:
+        return equal_layers(chain.num_layers, num_chunks)
+    inner = equal_layers(counted, num_chunks)
+    return (0, *(cut + first for cut in inner[1:-1]), chain.num_layers)

@@ -1,0 +1,295 @@
+"""Shifting layers and chunks so that the rank with the most to do has less."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.compiled import allocating, kernel
+from pipeloom.compiled.arrays import assign
+from pipeloom.compiled.random import below, uniform
+from pipeloom.layout.cooptimize.kernels.draft import (
+    FIRST,
+    KEY,
+    NUM_CHUNKS,
+    RANK,
+    SCALARS,
+    SPREAD,
+    ChainArrays,
+    Draft,
+    clear,
+    copy_rows,
+)
+from pipeloom.layout.cooptimize.kernels.run import NEVER
+
+Array = npt.NDArray[Any]
+
+
+class Balance(NamedTuple):
+    """How loads are balanced; `pipeloom.layout.cooptimize.params.BalanceParams` says what each is."""
+
+    tries: int
+    exchanges: int
+    steps: int
+    hot: float
+    cold: float
+
+
+@kernel
+def ends_bound(chunks: Array, sums: Array, load: Array, ends: Array, num_microbatches: int, delay: int) -> Any:
+    """Largest load + head + tail of all ranks; ``sums`` (3, layers + 1) are F, B that make tails, and all work."""
+    for r in range(len(load)):
+        load[r] = 0
+        ends[r] = -1
+    hops = np.int64(0)
+    for c in range(chunks[SCALARS, NUM_CHUNKS]):
+        r = chunks[RANK, c]
+        first = chunks[FIRST, c]
+        if c > 0 and chunks[RANK, c - 1] != r:
+            hops += delay
+        load[r] += sums[2, chunks[FIRST, c + 1]] - sums[2, first]
+        if ends[r] < 0:
+            ends[r] = sums[0, first] + sums[1, first] + hops
+    worst = np.int64(0)
+    for r in range(len(load)):
+        worst = max(worst, load[r] * num_microbatches + ends[r])
+    return worst
+
+
+@kernel
+def layer_sums(draft: Draft, chain: ChainArrays, sums: Array) -> bool:
+    """Write running sums of F, of B, and of all work of the layers; say whether any weight gradient can fill time."""
+    fillable = False
+    for layer in range(len(draft.strategy)):
+        s = draft.strategy[layer]
+        forward, backward, weight = chain.forward_ns[layer, s], chain.backward_ns[layer, s], chain.weight_ns[layer, s]
+        sums[0, layer + 1] = sums[0, layer] + forward
+        sums[1, layer + 1] = sums[1, layer] + backward
+        sums[2, layer + 1] = sums[2, layer] + forward + backward + weight
+        fillable = fillable or weight > 0
+    return fillable
+
+
+@allocating
+def rebalance(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool | np.bool_, rng: Array) -> bool:
+    """Move a few boundaries (and ranks) so that the rank with the most to do has less; say whether that was found."""
+    chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
+    num_microbatches, delay = chain.num_microbatches, chain.delay_ns
+    num = chunks[SCALARS, NUM_CHUNKS]
+    if num < 2:
+        return False
+    sums = np.zeros((3, len(draft.strategy) + 1), np.int64)
+    if layer_sums(draft, chain, sums):
+        clear(sums[1])
+    load = np.zeros(num_ranks, np.int64)
+    ends = np.zeros(num_ranks, np.int64)
+    now = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+    saved = np.empty((KEY, chunks.shape[1]), np.int64)
+    copy_rows(chunks, saved, KEY)
+    for _ in range(balance.tries):
+        for _change in range(1 + below(rng, 4)):
+            if ranks_too and below(rng, 3) == 0:
+                c = below(rng, num)
+                o = below(rng, num)
+                if below(rng, 2):
+                    chunks[RANK, c], chunks[RANK, o] = chunks[RANK, o], chunks[RANK, c]
+                else:
+                    chunks[RANK, c] = below(rng, num_ranks)
+            else:
+                c = 1 + below(rng, num - 1)
+                at = chunks[FIRST, c] + (1 if below(rng, 2) else -1)
+                if chunks[FIRST, c - 1] < at < chunks[FIRST, c + 1]:
+                    chunks[FIRST, c] = at
+        if ends_bound(chunks, sums, load, ends, num_microbatches, delay) < now:
+            return True
+        copy_rows(saved, chunks, KEY)
+    return False
+
+
+@allocating
+def repartition(draft: Draft, chain: ChainArrays, balance: Balance, ranks_too: bool, goal: int, rng: Array) -> int:
+    """Anneal boundaries (and ranks) on loads alone, until the largest load + head + tail is at most ``goal``.
+
+    Keys of chunks move with their places in a microbatch's pass, those with a spread by themselves. Returns the
+    largest load + head + tail of the best that was found, which the draft then is.
+    """
+    chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
+    num_microbatches, delay = chain.num_microbatches, chain.delay_ns
+    num = chunks[SCALARS, NUM_CHUNKS]
+    if num < 2:
+        return NEVER
+    sums = np.zeros((3, len(draft.strategy) + 1), np.int64)
+    fillable = layer_sums(draft, chain, sums)
+    after = np.empty(len(draft.strategy) + 1, np.int64)
+    assign(after, sums[1])
+    if fillable:
+        clear(sums[1])
+    load = np.zeros(num_ranks, np.int64)
+    ends = np.zeros(num_ranks, np.int64)
+    old, best = np.empty((KEY, chunks.shape[1]), np.int64), np.empty((KEY, chunks.shape[1]), np.int64)
+    copy_rows(chunks, old, KEY)
+    copy_rows(chunks, best, KEY)
+    now = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+    least = now
+    heat = balance.hot * now
+    cooling = (balance.cold / balance.hot) ** (1.0 / balance.steps)
+    for _ in range(balance.steps):
+        if least <= goal:
+            break
+        heat *= cooling
+        kind = below(rng, 8) if ranks_too else 0
+        c = 0
+        o = 0
+        kept = np.int64(0)
+        if kind <= 4:
+            c = 1 + below(rng, num - 1)
+            by = 1 + below(rng, 2)
+            kept = chunks[FIRST, c]
+            at = kept + (by if below(rng, 2) else -by)
+            if at <= chunks[FIRST, c - 1] or at >= chunks[FIRST, c + 1]:
+                continue
+            chunks[FIRST, c] = at
+        elif kind <= 6:
+            c = below(rng, num)
+            o = below(rng, num)
+            if chunks[RANK, c] == chunks[RANK, o]:
+                continue
+            chunks[RANK, c], chunks[RANK, o] = chunks[RANK, o], chunks[RANK, c]
+        else:
+            c = below(rng, num)
+            kept = chunks[RANK, c]
+            chunks[RANK, c] = below(rng, num_ranks)
+        value = ends_bound(chunks, sums, load, ends, num_microbatches, delay)
+        if value <= now or uniform(rng) < np.exp((now - value) / heat):
+            now = value
+            if value < least:
+                least = value
+                copy_rows(chunks, best, KEY)
+        elif kind <= 4:
+            chunks[FIRST, c] = kept
+        elif kind <= 6:
+            chunks[RANK, c], chunks[RANK, o] = chunks[RANK, o], chunks[RANK, c]
+        else:
+            chunks[RANK, c] = kept
+    copy_rows(best, chunks, KEY)
+    if chunks[SCALARS, SPREAD] > 0:
+        return int(least)
+    for c in range(num):
+        chunks[KEY, c] += sums[0, chunks[FIRST, c]] - sums[0, old[FIRST, c]]
+        chunks[KEY + 1, c] += after[old[FIRST, c + 1]] - after[chunks[FIRST, c + 1]]
+    return int(least)
+
+
+@allocating
+def exchange_layers(draft: Draft, chain: ChainArrays, balance: Balance, limit: int, rng: Array) -> bool:
+    """Let two or three single layers of different ranks change places, or two of one rank and one of another.
+
+    Only where load + head + tail then stay below ``limit`` on every rank. A layer that leaves its chunk keeps the
+    chunk's keys. Says whether that was found.
+    """
+    chunks, num_ranks = draft.chunks, len(chain.capacity_bytes)
+    num_microbatches, delay = chain.num_microbatches, chain.delay_ns
+    num = chunks[SCALARS, NUM_CHUNKS]
+    n = len(draft.strategy)
+    sums = np.zeros((3, n + 1), np.int64)
+    if layer_sums(draft, chain, sums):
+        clear(sums[1])
+    home = np.empty(n, np.int64)
+    origin = np.empty(n, np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for c in range(num):
+        for i in range(chunks[FIRST, c], chunks[FIRST, c + 1]):
+            home[i] = chunks[RANK, c]
+            origin[i] = c
+        load[chunks[RANK, c]] += sums[2, chunks[FIRST, c + 1]] - sums[2, chunks[FIRST, c]]
+    picked = np.empty(3, np.int64)
+    to = np.empty(3, np.int64)
+    for _ in range(balance.exchanges):
+        count = 2 + below(rng, 2)
+        for q in range(count):
+            picked[q] = below(rng, n)
+        a, b = home[picked[0]], home[picked[1]]
+        if a == b:
+            continue
+        to[0], to[1] = b, a
+        if count == 3:
+            c = home[picked[2]]
+            if picked[2] == picked[0] or picked[2] == picked[1]:
+                continue
+            if c == a:
+                to[2] = b
+            elif c == b:
+                to[2] = a
+            else:
+                to[1], to[2] = c, a
+        for q in range(count):
+            work = sums[2, picked[q] + 1] - sums[2, picked[q]]
+            load[home[picked[q]]] -= work
+            load[to[q]] += work
+        fits = True
+        for r in range(num_ranks):
+            fits = fits and load[r] * num_microbatches < limit
+        if fits:
+            for q in range(count):
+                a = home[picked[q]]
+                home[picked[q]] = to[q]
+                to[q] = a
+            fits = _ends_fit(home, sums, load, num_microbatches, delay, limit)
+            made = 1
+            for i in range(1, n):
+                if home[i] != home[i - 1] or origin[i] != origin[i - 1]:
+                    made += 1
+            if fits and made <= chain.most_chunks:
+                _regroup(chunks, home, origin)
+                return True
+            for q in range(count):
+                a = home[picked[q]]
+                home[picked[q]] = to[q]
+                to[q] = a
+        for q in range(count):
+            work = sums[2, picked[q] + 1] - sums[2, picked[q]]
+            load[home[picked[q]]] += work
+            load[to[q]] -= work
+    return False
+
+
+@kernel
+def _ends_fit(home: Array, sums: Array, load: Array, num_microbatches: int, delay: int, limit: int) -> bool:
+    """Whether load + head + tail of every rank are below ``limit``."""
+    seen = 0
+    hops = np.int64(0)
+    for i in range(len(home)):
+        if i > 0 and home[i] != home[i - 1]:
+            hops += delay
+        first = True
+        for before in range(i):
+            if home[before] == home[i]:
+                first = False
+                break
+        if first:
+            seen += 1
+            if load[home[i]] * num_microbatches + sums[0, i] + sums[1, i] + hops >= limit:
+                return False
+            if seen == len(load):
+                break
+    return True
+
+
+@allocating
+def _regroup(chunks: Array, home: Array, origin: Array) -> None:
+    """Make chunks of the layers' ranks; each has the keys of the chunk that its layers came from."""
+    old = np.empty((SCALARS, chunks.shape[1]), np.int64)
+    copy_rows(chunks, old, SCALARS)
+    num = 0
+    n = len(home)
+    for i in range(n):
+        if i == 0 or home[i] != home[i - 1] or origin[i] != origin[i - 1]:
+            chunks[FIRST, num] = i
+            chunks[RANK, num] = home[i]
+            for k in range(KEY, SCALARS):
+                chunks[k, num] = old[k, origin[i]]
+            num += 1
+    chunks[FIRST, num] = n
+    chunks[SCALARS, NUM_CHUNKS] = num

@@ -1,0 +1,232 @@
+"""Parameters of the joint search, with defaults tuned on measured models (``docs/notes/cooptimize.md``).
+
+``pipeloom arrange --params FILE`` and `pipeloom.io.read_spec` read them from a TOML file with the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipeloom.bounds import Budget, Count, Factor, Magnitude, Number, Share
+from pipeloom.errors import InputError, check_count, check_limit, check_not_negative, check_share
+from pipeloom.layout.cooptimize.kernels import MOVES, TUNABLE
+
+
+class StartParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Starts of the walks."""
+
+    budget_share: Share = 0.3
+    """Fraction of the budget for trying starts."""
+    walked: Count = 4
+    """Number of best starts that walks begin from, in turn."""
+    spreads: tuple[Count, ...] = (2, 3)
+    """Multiples of a single microbatch's times at which keys are also tried. Later chunks then run older microbatches,
+    so that unequal chunks keep each other supplied."""
+    many_ranks: Count = 16
+    """Number of ranks above which starts need balanced loads, because annealing moves too few boundaries to balance
+    them."""
+    fine_chunks: Count = 3
+    """Minimum number of chunks per rank of the starts that are annealed where memory is ample. They are rarely the best
+    starts, but give the best results."""
+    ample_memory: Magnitude = 1.75
+    """Memory is ample at this multiple of the peak memory of 1F1B."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        check_share("budget_share", self.budget_share)
+        for spread in self.spreads:
+            check_count("spreads", spread)
+        check_count("walked", self.walked)
+        check_count("many_ranks", self.many_ranks)
+        check_count("fine_chunks", self.fine_chunks)
+        check_limit("ample_memory", self.ample_memory)
+
+
+class TimetableParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Timetables for many ranks (`pipeloom.layout.cooptimize.timetables`). All combinations are tried."""
+
+    ends: tuple[Magnitude, ...] = (1.0, 0.5, 1.5, 0.75, 1.25)
+    """Weights of late starts and early ends relative to loads. The best weight depends on the chain."""
+    buffers: tuple[Magnitude, ...] = (0.0, 0.15, 0.25, 0.5)
+    """Number of periods by which microbatches are further ahead at every boundary transfer, as a buffer against
+    delays."""
+    waits: tuple[Magnitude, ...] = (0.0, 0.25)
+    """Maximum number of periods that a rank may wait for the next task of the timetable."""
+    ahead: Magnitude = 1.25
+    """Maximum number of microbatches in flight, as a multiple of the planned number. The limit keeps early microbatches
+    from filling the memory."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        for name in ("ends", "buffers", "waits"):
+            for value in getattr(self, name):
+                check_not_negative(name, value)
+        check_limit("ahead", self.ahead)
+
+
+class AnnealParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Annealing of everything that may be tuned."""
+
+    hot: Factor = 0.005
+    """First temperature, relative to the makespan of the start."""
+    cold: Factor = 0.0003
+    """Last temperature, relative to the makespan of the start."""
+    most_steps: Count = 1000
+    """Maximum number of proposals between two checks of the clock."""
+    tasks: Count = 200_000
+    """Maximum number of tasks that are run between two checks of the clock."""
+    fewest_steps: Count = 100
+    """Below this number of proposals between two checks, there is no time to cool down or refine. Such walks begin
+    cold."""
+    slow_evaluations: Count = 40_000
+    """Minimum number of evaluations for each of such walks. Smaller budgets have fewer walks."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        if not 0 < self.cold <= self.hot:
+            raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
+        for name in ("most_steps", "tasks", "fewest_steps", "slow_evaluations"):
+            check_count(name, getattr(self, name))
+
+
+class RefineParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Refining: the best of several partitions with less load on the fullest rank is reordered.
+
+    A partition with better loads is usually worse under the current order, so annealing rejects it.
+    """
+
+    partitions: Count = 20
+    """Number of partitions that are tried under the current order."""
+    reach: Share = 0.7
+    """Maximum fraction of the gap between the best makespan and the bound that a partition may aim to close."""
+    steps: Count = 1500
+    """Number of changes to the order of the best partition."""
+    stages: Count = 4
+    """Number of stages of the ordering. It may be abandoned after each stage."""
+    heat: Factor = 0.004
+    """First temperature of the ordering, relative to the best makespan. The last temperature is a tenth of it."""
+    hope: Magnitude = 0.004
+    """Maximum distance to the best makespan for each remaining stage, relative to it. A partition beyond it is
+    abandoned."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        for name in ("partitions", "steps", "stages"):
+            check_count(name, getattr(self, name))
+        check_share("reach", self.reach)
+        check_limit("hope", self.hope)
+        if not self.heat > 0:
+            raise InputError("heat", f"{self.heat:g} is not above 0")
+
+
+class BalanceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Balancing by loads alone, without scheduling (`pipeloom.layout.cooptimize.kernels.balance`)."""
+
+    tries: Count = 40
+    """Number of attempts of a move that relieves the fullest rank."""
+    exchanges: Count = 100
+    """Number of attempts of a move that exchanges single layers."""
+    steps: Count = 300
+    """Number of changes to find a partition."""
+    hot: Factor = 0.005
+    """First temperature, relative to the largest load."""
+    cold: Factor = 0.0005
+    """Last temperature, relative to the largest load."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        for name in ("tries", "exchanges", "steps"):
+            check_count(name, getattr(self, name))
+        if not 0 < self.cold <= self.hot:
+            raise InputError("cold", f"{self.cold:g} is not between 0 and hot, {self.hot:g}")
+
+
+class BoundParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The lower bound's integer program (`pipeloom.layout.cooptimize.placement_bound`)."""
+
+    most_ranks: Count = 16
+    """The program is skipped for more ranks."""
+    most_layers: Count = 1024
+    """The program is skipped for more layers."""
+    nodes: Count = 100
+    """Maximum number of nodes. A limit on nodes, unlike one on time, gives the same answer on every machine."""
+    seconds: Budget = 10.0
+    """Time limit for slow machines, in s. The bound proven by then is still valid."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        for name in ("most_ranks", "most_layers", "nodes"):
+            check_count(name, getattr(self, name))
+        check_limit("seconds", self.seconds)
+
+
+class WalkPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One phase of a walk."""
+
+    kind: Literal["anneal", "refine"]
+    """``anneal`` changes everything that may be tuned. ``refine`` takes better partitions and reorders each."""
+    until: Share
+    """Fraction of the walk's budget at which the phase ends. The last phase continues to the end."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        check_share("until", self.until)
+
+
+class AgainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A second round in which only the best walks continue: many short walks are tried, and few get the rest."""
+
+    walks: Number = 0
+    """Number of walks that continue. 0 disables the second round."""
+    share: Share = 0.45
+    """Fraction of the budget for the second round."""
+    hot: Factor = 0.004
+    """First temperature of the second round, relative to the makespan from which a walk continues."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        check_not_negative("walks", self.walks)
+        check_share("share", self.share)
+        if not self.hot > 0:
+            raise InputError("hot", f"{self.hot:g} is not above 0")
+
+
+class CooptimizeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of the joint search of partition, placement and schedule."""
+
+    chunks_per_rank: Count = 4
+    """Maximum number of chunks per rank."""
+    walks: Count = 4
+    """Number of walks, each with its own start; at least one per thread."""
+    phases: tuple[WalkPhase, ...] = (WalkPhase(kind="anneal", until=0.5), WalkPhase(kind="refine", until=1.0))
+    """Consecutive phases of a walk. Refining is skipped where a thousand evaluations take too long, or where partition
+    and schedule may not both be tuned."""
+    tuned: tuple[str, ...] = TUNABLE
+    """What may be tuned, for ablations. Without ``partition``, chunks start with equal numbers of layers. Without
+    ``placement``, each rank has one stage. Without ``schedule``, backwards go first."""
+    starts: StartParams = StartParams()
+    timetables: TimetableParams = TimetableParams()
+    annealing: AnnealParams = AnnealParams()
+    refining: RefineParams = RefineParams()
+    balance: BalanceParams = BalanceParams()
+    again: AgainParams = AgainParams()
+    bound: BoundParams = BoundParams()
+    move_weights: dict[str, Magnitude] = {}
+    """Frequency of moves by name, where it differs from the table of moves."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for invalid values."""
+        for name in ("chunks_per_rank", "walks"):
+            check_count(name, getattr(self, name))
+        if not self.phases:
+            raise InputError("phases", "are none", "give at least one of anneal and refine")
+        for part in self.tuned:
+            if part not in TUNABLE:
+                raise InputError("tuned", f"{part!r} is unknown", f"use some of {', '.join(TUNABLE)}")
+        known = [move.name for move in MOVES]
+        for name, weight in self.move_weights.items():
+            if name not in known:
+                raise InputError(f"move_weights.{name}", "is no move", f"use one of {', '.join(known)}")
+            check_not_negative(f"move_weights.{name}", weight)
