@@ -4,7 +4,7 @@ No circle between files, type-checking imports included. No line kept from the f
 imports the laboratory. No retired word in a document. No path in docs/architecture.md that does not exist. No docstring
 that describes a parameter or field that does not exist. Outside compiled kernels, no function of more than seven
 parameters or eighty lines. What a command line declares as an option or argument is not counted as a parameter, since
-every option is one.
+every option is one. No class that sets more than twelve attributes on ``self``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ import grimp
 ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 PACKAGES = ("pipeloom", "pipeloom_instances", "pipeloom_lab")
-MOST_PARAMETERS, MOST_LINES = 7, 80
+MOST_PARAMETERS, MOST_LINES, MOST_ATTRIBUTES = 7, 80, 12
+WIDE_CLASSES = {
+    ("src/pipeloom/search/state.py", "Search"): "the search is being rewritten, with separate objects for its parts"
+}
+"""Classes that may set more attributes, and why."""
 RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
 """Words of documents that have a standard term instead; see the glossary. Code in them may still have the names."""
 DESCRIBED = re.compile(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n\S|\Z)", re.DOTALL | re.MULTILINE)
@@ -81,6 +85,28 @@ def wide_functions(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count} parameters, at most {MOST_PARAMETERS}"
         if lines > MOST_LINES:
             yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines, at most {MOST_LINES}"
+
+
+def wide_classes(path: Path) -> Iterator[str]:
+    """Classes that set too many attributes on ``self``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        count, file = len(_attributes_set(node)), path.relative_to(ROOT).as_posix()
+        if count > MOST_ATTRIBUTES and (file, node.name) not in WIDE_CLASSES:
+            yield f"{file}:{node.lineno} {node.name}: sets {count} attributes on self, at most {MOST_ATTRIBUTES}"
+
+
+def _attributes_set(node: ast.ClassDef) -> set[str]:
+    """Names of the attributes of ``self`` that any method assigns to."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
 
 
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -181,6 +207,7 @@ def problems() -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}:{number} imports the laboratory"
     for path in sorted(path for source in SOURCES for path in source.rglob("*.py")):
         yield from stale_descriptions(path)
+        yield from wide_classes(path)
         if "kernels" not in str(path.relative_to(ROOT)):
             yield from wide_functions(path)
 

@@ -255,8 +255,8 @@ def test_mixtures_cost_what_the_emulator_says_of_them(mixing, layers):
     assert found[0].backward_s == min(cost.backward_s for cost in found)
     for cost in found:
         computed = tuple("keep" if each == "offload" else each for each in cost.layers)
-        alone = mixing._stage(chunk, computed).cost(work, ("F", "B"))
-        known = mixing._stage(chunk, cost.layers).cost(work, ())
+        alone = mixing._chunks.stage(chunk, computed).cost(work, ("F", "B"))
+        known = mixing._chunks.stage(chunk, cost.layers).cost(work, ())
         assert (cost.activation_bytes, cost.host_bytes) == (known.activation_bytes, known.host_bytes)
         copies = cost.host_bytes / (64e9 * 0.85)
         assert cost.forward_s >= max(alone.duration_ps["F"] / 1e12, copies) * (1 - 1e-9)

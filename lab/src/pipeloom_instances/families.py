@@ -8,7 +8,7 @@ width and layers. Times are those of an accelerator that does 330 Tflop/s, split
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 
 import numpy as np
@@ -166,18 +166,28 @@ def _microbatch(of: Family, rng: np.random.Generator) -> tuple[list[_Part], list
     return [_Part(first.forward_flops(text, 128), first.activation_bytes(text))], clips
 
 
+@dataclass
+class _TaskColumns:
+    """The columns of the tasks."""
+
+    kind: list[int] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    duration: list[int] = field(default_factory=list)
+    pair: list[int] = field(default_factory=list)
+    pass_id: list[int] = field(default_factory=list)
+    microbatch: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
 class _Columns:
     """The columns of a graph under construction: microbatch after microbatch, module after module."""
 
     def __init__(self, of: Family, rng: np.random.Generator) -> None:
         self.of, self.rng = of, rng
-        self.kind: list[int] = []
-        self.rank: list[int] = []
-        self.duration: list[int] = []
-        self.pair: list[int] = []
-        self.pass_id: list[int] = []
-        self.microbatch: list[int] = []
-        self.module: list[int] = []
+        self.tasks = _TaskColumns()
         self.activation: list[int] = []
         self.labels: list[PairLabel] = []
         self.edges: list[tuple[int, int]] = []
@@ -191,14 +201,14 @@ class _Columns:
             if i % self.of.num_ranks == 0:
                 self.next_segment += 1
             noise = 1 + self.of.jitter * float(self.rng.uniform(-1, 1)) if self.of.jitter else 1.0
-            self.kind.append(kind)
-            self.rank.append(place)
-            self.duration.append(round(seconds * noise * 1e9))
-            self.pair.append(pair)
-            self.pass_id.append(self.next_segment - 1)
-            self.microbatch.append(m)
-            self.module.append(which)
-            tasks.append(len(self.kind) - 1)
+            self.tasks.kind.append(kind)
+            self.tasks.rank.append(place)
+            self.tasks.duration.append(round(seconds * noise * 1e9))
+            self.tasks.pair.append(pair)
+            self.tasks.pass_id.append(self.next_segment - 1)
+            self.tasks.microbatch.append(m)
+            self.tasks.module.append(which)
+            tasks.append(len(self.tasks) - 1)
         return tasks
 
     def forwards(self, m: int, parts_of: Sequence[Sequence[_Part]]) -> list[list[tuple[list[int], float]]]:
@@ -229,7 +239,7 @@ class _Columns:
         for which in reversed(range(self.num_modules)):
             done = []
             for tasks, seconds in chains[which]:
-                pairs = [(self.rank[t], self.pair[t]) for t in reversed(tasks)]
+                pairs = [(self.tasks.rank[t], self.tasks.pair[t]) for t in reversed(tasks)]
                 again = seconds if of.recompute and which == 0 and self.num_modules == 2 else 0.0
                 length = again + (seconds if of.split else 2 * seconds)
                 back = self.pass_over(which, m, length, pairs, INPUT_GRADIENT if of.split else BACKWARD)
@@ -248,7 +258,8 @@ def _build(
     made = _Columns(of, rng)
     for m, parts in enumerate(microbatches):
         made.backwards(m, made.forwards(m, parts[-made.num_modules :]))
-    rank = np.array(made.rank)
+    tasks = made.tasks
+    rank = np.array(tasks.rank)
     sources, targets = (np.array(column) for column in zip(*made.edges, strict=True))
     candidates = None
     if of.strategies:
@@ -260,13 +271,13 @@ def _build(
         name=name,
         num_ranks=of.num_ranks,
         tasks=Tasks(
-            kind=made.kind,
+            kind=tasks.kind,
             rank=rank,
-            duration_ns=made.duration,
-            pair=made.pair,
-            pass_id=made.pass_id,
-            microbatch=made.microbatch,
-            module=made.module,
+            duration_ns=tasks.duration,
+            pair=tasks.pair,
+            pass_id=tasks.pass_id,
+            microbatch=tasks.microbatch,
+            module=tasks.module,
             module_names=names,
         ),
         pairs=Pairs(
@@ -285,12 +296,13 @@ def _capacity(of: Family, made: _Columns, candidates: Candidates | None) -> IntA
     if of.memory is None:
         return None
     held = np.zeros((of.num_microbatches, of.num_ranks))
-    forward = np.array(made.kind) == FORWARD
+    tasks = made.tasks
+    forward = np.array(tasks.kind) == FORWARD
     sizes = np.array(made.activation)
     if candidates is not None:
         sizes = np.array([row[-1].activation_bytes for row in candidates])
-    pairs = np.array(made.pair)[forward]
-    np.add.at(held, (np.array(made.microbatch)[forward], np.array(made.rank)[forward]), sizes[pairs])
+    pairs = np.array(tasks.pair)[forward]
+    np.add.at(held, (np.array(tasks.microbatch)[forward], np.array(tasks.rank)[forward]), sizes[pairs])
     capacity: IntArray = np.ceil(np.maximum(held.max(axis=0), of.memory * of.num_ranks * held.mean(axis=0))).astype(int)
     return capacity
 
@@ -306,9 +318,10 @@ def _candidates(of: Family, made: _Columns) -> Candidates:
         layers = max(1, round(network.layers / (of.num_ranks * passes)))
         shares.append((pair_candidates([list(LAYER_STRATEGIES)] * layers), layers))
     ahead, back, which = ([0] * len(made.activation) for _ in range(3))
-    for task, owner in enumerate(made.pair):
-        (ahead if made.kind[task] == FORWARD else back)[owner] = made.duration[task]
-        which[owner] = made.module[task]
+    tasks = made.tasks
+    for kind, owner, duration, module in zip(tasks.kind, tasks.pair, tasks.duration, tasks.module, strict=True):
+        (ahead if kind == FORWARD else back)[owner] = duration
+        which[owner] = module
     most = LAYER_STRATEGIES[0].activation_bytes
     rows = []
     for owner, number in enumerate(which):
@@ -333,8 +346,9 @@ def _candidates(of: Family, made: _Columns) -> Candidates:
 def _split_or_whole(price: float, made: _Columns) -> Candidates:
     """Two candidates of every pair, split first."""
     parts = [[0, 0, 0] for _ in made.activation]
-    for task, owner in enumerate(made.pair):
-        parts[owner][(FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT).index(made.kind[task])] = made.duration[task]
+    order = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+    for kind, owner, duration in zip(made.tasks.kind, made.tasks.pair, made.tasks.duration, strict=True):
+        parts[owner][order.index(kind)] = duration
     longer = 1 + price
     return tuple(
         (

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from typing import cast
 
 import msgspec
 
 from pipeloom.cost.correction import Correction
+from pipeloom.cost.emulated_chunks import ChunkShape, ChunkStages
 from pipeloom.cost.emulated_mixtures import ParetoSteps, layer_options, staging_bytes
 from pipeloom.cost.mixtures import BACKWARD, LayerOption, Mixtures, mix, pareto_steps
 from pipeloom.cost.model import StrategyCost
-from pipeloom.emulator.build import Placement, layer_template, module_templates, single_layer, stream_template
+from pipeloom.emulator.build import Placement, layer_template, single_layer, stream_template
 from pipeloom.emulator.program import Part
-from pipeloom.emulator.stage import Stage, StageCost, runs_of
+from pipeloom.emulator.stage import StageCost
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.tape import NVLINK
 from pipeloom.emulator.template import LayerTemplate
@@ -44,11 +44,25 @@ from pipeloom.spec.parallelism import Degrees
 from pipeloom.totals import PS_PER_S
 
 CACHE_SIZE = 16384
-_KEEP = ChunkStrategy("keep")
 
 
-_Shape = tuple[tuple[int, int], ...]
-"""A chunk as runs of equal layers: the identity of their template, and their number."""
+class _Links:
+    """Messages over the two kinds of links between pipeline ranks: 0 is the slowest between neighbors, 1 NVLink."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.slowest = placement.slowest_pipeline_link
+        self._placement = placement
+        self._known: dict[tuple[int, int], float] = {}
+
+    def transfer_s(self, num_bytes: int, link: int) -> float:
+        """Return the seconds of a message, cached."""
+        if (num_bytes, link) not in self._known:
+            if len(self._known) >= CACHE_SIZE:
+                self._known.clear()
+            self._known[num_bytes, link] = (
+                self._placement.send_ps(num_bytes, NVLINK if link else self.slowest) / PS_PER_S
+            )
+        return self._known[num_bytes, link]
 
 
 class EmulatedCosts:
@@ -91,25 +105,26 @@ class EmulatedCosts:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(map(chunk_strategy, strategies))
         self.split_backward, self.pareto_steps = split, pareto_steps
-        self.factors: dict[str, tuple[float, float]] = {}
-        self.slowness: tuple[float, ...] = ()
-        self._parts: tuple[Part, ...] = ("F", "B", "I", "W") if split else ("F", "B")
-        self._layers = {
-            m.name: module_templates(self.architecture, m, self.placement) for m in self.architecture.modules
-        }
+        self._chunks = ChunkStages(self.architecture, self.placement)
         self._streams = {
             layer.emits: stream_template(layer, self.placement)
             for module in self.architecture.modules
             for layer in module.layers
             if isinstance(layer, ResidualLayer) and layer.emits is not None
         }
-        self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
+        self._links = _Links(self.placement)
         self._options: OrderedDict[tuple[int, Workload], tuple[LayerOption, ...]] = OrderedDict()
-        self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
-        self._known: OrderedDict[tuple[_Shape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
-        self._shapes: dict[tuple[str, tuple[int, int]], _Shape] = {}
-        self._transfers: dict[tuple[int, int], float] = {}
-        self._slowest = self.placement.slowest_pipeline_link
+        self._known: OrderedDict[tuple[ChunkShape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
+
+    @property
+    def factors(self) -> Mapping[str, tuple[float, float]]:
+        """No factors, because emulated costs have no corrections."""
+        return {}
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """No slowness, because emulated costs have no corrections."""
+        return ()
 
     @property
     def num_tensor(self) -> int:
@@ -140,44 +155,20 @@ class EmulatedCosts:
         if not self.split_backward:
             return self
         whole = copy(self)
-        whole.split_backward, whole._parts, whole._known = False, ("F", "B"), OrderedDict()
+        whole.split_backward, whole._known = False, OrderedDict()
         whole.__dict__.pop("undivided", None)
         return whole
 
-    def _chunk(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
-        layers = self._layers.get(chunk.module)
-        if layers is None:
-            raise InputError(f"module {chunk.module!r}", "is unknown", f"the model has {', '.join(self._layers)}")
-        if chunk.layers[1] >= len(layers):
-            raise InputError(
-                f"chunk of {chunk.module!r}.layers", f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}"
-            )
-        return layers[chunk.layers[0] : chunk.layers[1] + 1]
-
-    def _stage(self, chunk: Chunk, strategy: ChunkStrategy | tuple[Strategy, ...] = _KEEP) -> Stage:
-        if isinstance(strategy, ChunkStrategy):
-            strategy = strategy.layers(chunk.layers[1] - chunk.layers[0] + 1)
-        key = (chunk.module, chunk.layers, strategy)
-        if key not in self._stages:
-            runs = runs_of(self._chunk(chunk), strategy)
-            shape = tuple((id(r.layer), r.strategy, r.count) for r in runs)
-            self._stages[key] = self._shared.setdefault(shape, Stage(runs))
-        return self._stages[key]
-
-    def _shape(self, chunk: Chunk) -> _Shape:
-        """Return the key of chunks with equal layers, at any position in the module."""
-        where = (chunk.module, chunk.layers)
-        if where not in self._shapes:
-            runs = itertools.groupby(self._chunk(chunk), key=id)
-            self._shapes[where] = tuple((layer, len(list(run))) for layer, run in runs)
-        return self._shapes[where]
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return ("F", "B", "I", "W") if self.split_backward else ("F", "B")
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of a chunk on a workload, one per strategy, the base first.
 
         The results are cached for all chunks with equal layers.
         """
-        key = (self._shape(chunk), workload)
+        key = (self._chunks.shape(chunk), workload)
         known = self._known.get(key)
         if known is None:
             known = self._mixtures(chunk, workload) if self.pareto_steps else self._settings(chunk, workload)
@@ -190,7 +181,7 @@ class EmulatedCosts:
         """Return the costs under each strategy. Copies to and from the host are part of the chunk's passes."""
         found = []
         for strategy in self.strategies:
-            stage = self._stage(chunk, strategy)
+            stage = self._chunks.stage(chunk, strategy)
             layers = tuple(run.strategy for run in stage.runs for _ in range(run.count))
             found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts)))
         return tuple(found)
@@ -198,8 +189,8 @@ class EmulatedCosts:
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of the offered mixtures: those of ``keep``, and the time that each layer's strategy adds."""
         assert self.pareto_steps is not None
-        found = mix([self._layer_options(layer, workload) for layer in self._chunk(chunk)])
-        keep = self._stage(chunk).cost(workload, self._parts)
+        found = mix([self._layer_options(layer, workload) for layer in self._chunks.layers(chunk)])
+        keep = self._chunks.stage(chunk).cost(workload, self._parts)
         rows = self._offered(found)
         distinct = list(dict.fromkeys(rows))
         amounts = found.amounts[distinct, BACKWARD:].tolist()
@@ -221,7 +212,7 @@ class EmulatedCosts:
 
     def boundary_bytes(self, chunk: Chunk, workload: Workload) -> int:
         """Return the bytes of the chunk's output on one device."""
-        return self._chunk(chunk)[-1].on(workload).output_bytes
+        return self._chunks.layers(chunk)[-1].on(workload).output_bytes
 
     def stream_bytes(self, stream: str, workload: Workload) -> int:
         """Return the bytes on one device of a stream whose emitting layer has this workload."""
@@ -229,24 +220,19 @@ class EmulatedCosts:
 
     def link_between(self, first: int, second: int) -> int:
         """Return the number of the link between two ranks: 0 is the slowest between neighbors, 1 is inside a node."""
-        return int(self.placement.pipeline_link(first, second) != self._slowest)
+        return int(self.placement.pipeline_link(first, second) != self._links.slowest)
 
     def transfer_s(self, num_bytes: int, link: int = 0) -> float:
         """Return the seconds of a message over a link between pipeline ranks."""
-        if (num_bytes, link) not in self._transfers:
-            if len(self._transfers) >= CACHE_SIZE:
-                self._transfers.clear()
-            seconds = self.placement.send_ps(num_bytes, NVLINK if link else self._slowest) / PS_PER_S
-            self._transfers[num_bytes, link] = seconds
-        return self._transfers[num_bytes, link]
+        return self._links.transfer_s(num_bytes, link)
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of the chunk's weights, gradients and optimizer state on one device."""
-        return static_bytes(self._chunk(chunk), self.placement.degrees)
+        return static_bytes(self._chunks.layers(chunk), self.placement.degrees)
 
     def update_s(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds at a rank's end of an iteration: gradients are reduced, weights updated and gathered."""
-        layers = [layer for chunk in chunks for layer in self._chunk(chunk)]
+        layers = [layer for chunk in chunks for layer in self._chunks.layers(chunk)]
         return update_ps(layers, self.placement) / PS_PER_S
 
     def workspace_bytes(self, chunk: Chunk, workload: Workload) -> int:
@@ -259,7 +245,7 @@ class EmulatedCosts:
             return 0
         more = self._workspace_bytes(chunk, workload, self.strategies) - self.workspace_bytes(chunk, workload)
         moving = self.pareto_steps is not None and self.pareto_steps.offloading > 0
-        return more + (staging_bytes(self._chunk(chunk), workload) if moving else 0)
+        return more + (staging_bytes(self._chunks.layers(chunk), workload) if moving else 0)
 
     @property
     def _without_offload(self) -> tuple[ChunkStrategy, ...]:
@@ -267,22 +253,22 @@ class EmulatedCosts:
         return tuple(s for s in self.strategies if not any(TRAITS[each].offloads for each in (s.first, s.others)))
 
     def _workspace_bytes(self, chunk: Chunk, workload: Workload, strategies: Sequence[ChunkStrategy]) -> int:
-        layers = self._chunk(chunk)
+        layers = self._chunks.layers(chunk)
         usable = [each for each in strategies if all(word in layers[0].passes for word in each.layers(len(layers)))]
-        return max(self._stage(chunk, each).workspace_bytes(workload) for each in usable or strategies)
+        return max(self._chunks.stage(chunk, each).workspace_bytes(workload) for each in usable or strategies)
 
     def chunk_flops(self, chunk: Chunk, workload: Workload) -> float:
         """Return the forward's matrix operations on all tensor- and context-parallel devices together."""
         peers = self.placement.degrees.tensor * self.placement.degrees.context
-        return self._stage(chunk).model_flops(workload) * peers
+        return self._chunks.stage(chunk).model_flops(workload) * peers
 
     @property
     def rank(self) -> RankSpec:
         """The planner's view of the cluster."""
-        slowest, inside = (self.placement.devices[link] for link in (self._slowest, NVLINK))
+        slowest, inside = (self.placement.devices[link] for link in (self._links.slowest, NVLINK))
         span, node = self.placement.rank_span, self.cluster.devices_per_node
         hosts: tuple[int, ...] = ()
-        if self._slowest != NVLINK and node % span == 0 and inside.network_bytes_per_s:
+        if self._links.slowest != NVLINK and node % span == 0 and inside.network_bytes_per_s:
             hosts = tuple(rank * span // node for rank in range(self.placement.degrees.pipeline))
         return RankSpec(
             name=self.cluster.name,

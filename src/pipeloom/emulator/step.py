@@ -7,8 +7,10 @@ they overlap with computation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from pipeloom.emulator.schedule import list_schedule
 from pipeloom.emulator.session import Session
 from pipeloom.emulator.static import update_ps
 from pipeloom.emulator.step_tasks import StepTasks
-from pipeloom.emulator.subgraph import Call, Port
+from pipeloom.emulator.subgraph import Call, Port, Subgraph
 from pipeloom.emulator.tape import COMPUTE, NUM_DEVICES
 from pipeloom.errors import InputError, check_count
 from pipeloom.limits import MAX_PASSES
@@ -30,6 +32,75 @@ from pipeloom.totals import PS_PER_S, check_work, summable
 
 DEVICES_PER_RANK = NUM_DEVICES + 2
 FORWARD_WIRE, BACKWARD_WIRE = NUM_DEVICES, NUM_DEVICES + 1
+
+
+class StepPlan(NamedTuple):
+    """The order of a step's tasks, and what it takes when every task takes its planned time."""
+
+    duration_ps: int
+    in_flight: int
+    order: list[int]
+    fits: bool
+    """Whether the order fits in memory."""
+    unconstrained: bool
+    """Whether every number of microbatches in flight fits in memory."""
+
+
+class _IssuedCalls:
+    """The calls of a step's tasks and messages in one session, issued in the order of the plan.
+
+    Sends follow the task whose result they send.
+    """
+
+    def __init__(self, tasks: StepTasks, order: list[int], num_ranks: int) -> None:
+        self.session = Session(num_ranks * DEVICES_PER_RANK)
+        self.sends: dict[tuple[int, int], int] = {}
+        """The call of each message, by the tasks that send and receive it."""
+        self._tasks = tasks
+        self._of_task: dict[int, int] = {}
+        self._sends_of: dict[int, list[tuple[int, int]]] = {}
+        """Messages by the microbatch of the task that sends them."""
+        self._issue(order, num_ranks)
+        self._calls = np.array([self._of_task[i] for i in range(len(tasks.tasks))])
+
+    def _issue(self, order: list[int], num_ranks: int) -> None:
+        every = self._tasks
+        local = [tuple(rank * DEVICES_PER_RANK + d for d in range(NUM_DEVICES)) for rank in range(num_ranks)]
+        targets: dict[int, list[tuple[int, int]]] = {}
+        for target, edges in enumerate(every.edges):
+            for source, size in edges:
+                if size:
+                    targets.setdefault(source, []).append((target, size))
+        for i in order:
+            task = every.tasks[i]
+            ports = [
+                Port(self.sends[source, i] if size else self._of_task[source], 0) for source, size in every.edges[i]
+            ]
+            self._of_task[i] = self.session.call(every.costs.graph(task), local[task.rank], [ports, ports])
+            for target, size in targets.get(i, ()):
+                wire = task.rank * DEVICES_PER_RANK + (BACKWARD_WIRE if task.backward else FORWARD_WIRE)
+                self._sends_of.setdefault(task.microbatch, []).append((i, target))
+                self.sends[i, target] = self.session.call(
+                    every.send(size, i, target), (wire,), [[Port(self._of_task[i], 0)]]
+                )
+
+    def renew(self, microbatch: int) -> None:
+        """Replace the calls of a microbatch that has changed, and update the costs of its tasks."""
+        for i in self._tasks.index.of_microbatch[microbatch]:
+            self._replace(self._of_task[i], self._tasks.costs.graph(self._tasks.tasks[i]))
+            self._tasks.renew(i)
+        for source, target in self._sends_of.get(microbatch, ()):
+            size = self._tasks.bytes_between(source, target)
+            self._replace(self.sends[source, target], self._tasks.send(size, source, target))
+
+    def _replace(self, number: int, graph: Subgraph) -> None:
+        call = self.session.calls[number]
+        self.session.replace(number, Call(graph, call.devices, call.inputs))
+
+    def times(self) -> tuple[IntArray, IntArray]:
+        """Return start and end of every task on its rank's compute device."""
+        devices = self._tasks.index.rank * DEVICES_PER_RANK + COMPUTE
+        return self.session.entries_and_exits_ps(self._calls, devices)
 
 
 class Step:
@@ -63,10 +134,10 @@ class Step:
         base = None if like is None else like._all
         self._all: StepTasks = StepTasks(model, self.microbatches, self.strategy, base)
         self.tasks = self._all.tasks
-        self._choose(in_flight)
-        self._issued = False
+        self._workspace_bytes = self._workspaces()
+        self.plan = self._planned(in_flight)
 
-    def _choose(self, in_flight: int | None) -> None:
+    def _planned(self, in_flight: int | None) -> StepPlan:
         ranks, count = self.model.num_ranks, len(self.microbatches)
         if in_flight is not None:
             check_count("in_flight", in_flight)
@@ -74,25 +145,25 @@ class Step:
         duration = np.array([t.duration_ps for t in self._all.plans])
 
         def plan(option: int) -> tuple[bool, tuple[int, int, list[int]]]:
-            order, start = list_schedule(self._all.plans, ranks, option, self._all.arrays)
+            order, start = list_schedule(self._all.plans, ranks, option, self._all.index.arrays)
             end = np.array(start) + duration
             fits = all(p <= self.capacity for p in self._peaks(np.array(start), end))
             return fits, (int(end.max()), option, order)
 
         queue = options if in_flight is None else [in_flight]
-        self.planned_fits, first = plan(queue[0])
-        found, self.planned_unconstrained = [first], self.planned_fits
-        for before, option in itertools.pairwise(queue) if self.planned_fits else ():
+        first_fits, first = plan(queue[0])
+        found, unconstrained = [first], first_fits
+        for before, option in itertools.pairwise(queue) if first_fits else ():
             fits, candidate = plan(option)
             if fits:
                 found.append(candidate)
                 continue
             # Larger numbers need more memory. The middle of the two may fit.
-            self.planned_unconstrained = False
+            unconstrained = False
             fits, candidate = plan((before + option + 1) // 2)
             found += [candidate] * fits
             break
-        self.planned_ps, self.in_flight, self.order = min(found)
+        return StepPlan(*min(found), fits=first_fits, unconstrained=unconstrained)
 
     @property
     def capacity(self) -> int:
@@ -103,74 +174,43 @@ class Step:
         """Return the peak bytes of each rank: static, held activations, and the workspace of the largest pass."""
         out = []
         held = summable("activations", [p.held_bytes for p in self._all.plans])
-        rank, take_all, give_all = self._all.rank, self._all.takes, self._all.gives
+        index = self._all.index
         for r in range(self.model.num_ranks):
-            mine = rank == r
-            take, give = mine & take_all, mine & give_all
+            mine = index.rank == r
+            take, give = mine & index.takes, mine & index.gives
             time = np.concatenate([start[take], end[give]])
             change = np.concatenate([held[take], -held[give]])
             order = np.lexsort((change, time))
             peak = int(np.cumsum(change[order]).max(initial=0))
-            out.append(self.model.static_bytes[r] + peak + self._workspace(r))
+            out.append(self.model.static_bytes[r] + peak + self._workspace_bytes[r])
         return tuple(out)
 
-    def _workspace(self, rank: int) -> int:
-        """Return the largest workspace of a pass on a rank, on the largest workload of each module."""
-        if not hasattr(self, "_largest"):
-            self._largest = {
-                m.name: max(
-                    (w for work in self.microbatches for w in work.get(m.name, ())),
-                    key=lambda w: (w.num_tokens, w.num_token_pairs),
-                    default=None,
-                )
-                for m in self.model.architecture.modules
-            }
-            self._spaces: dict[int, int] = {}
-        if rank not in self._spaces:
-            self._spaces[rank] = max(
-                (
-                    self._all.stages[name][c].workspace_bytes(workload)
-                    for name, workload in self._largest.items()
-                    if workload is not None
-                    for c in self.model.chunks(name)
-                    if c % self.model.num_ranks == rank
-                ),
-                default=0,
-            )
-        return self._spaces[rank]
+    def _workspaces(self) -> list[int]:
+        """Return the largest workspace of a pass on each rank, on the largest workload of each module."""
+        out = [0] * self.model.num_ranks
+        for module in self.model.architecture.modules:
+            every = [w for work in self.microbatches for w in work.get(module.name, ())]
+            if not every:
+                continue
+            largest = max(every, key=lambda w: (w.num_tokens, w.num_token_pairs))
+            for c in self.model.chunks(module.name):
+                rank = c % self.model.num_ranks
+                out[rank] = max(out[rank], self._all.costs.stages[module.name][c].workspace_bytes(largest))
+        return out
 
-    def _local(self, rank: int) -> tuple[int, ...]:
-        return tuple(rank * DEVICES_PER_RANK + d for d in range(NUM_DEVICES))
+    @functools.cached_property
+    def _calls(self) -> _IssuedCalls:
+        return _IssuedCalls(self._all, self.order, self.model.num_ranks)
 
-    def _issue(self) -> None:
-        """Issue all calls in the order of the schedule. Sends follow the task whose result they send."""
-        self.session = Session(self.model.num_ranks * DEVICES_PER_RANK)
-        self._call: dict[int, int] = {}
-        local = [self._local(rank) for rank in range(self.model.num_ranks)]
-        self._send_call: dict[tuple[int, int], int] = {}
-        self._sends_of: dict[int, list[tuple[int, int]]] = {}
-        targets: dict[int, list[tuple[int, int]]] = {}
-        for target, edges in enumerate(self._all.edges):
-            for source, size in edges:
-                if size:
-                    targets.setdefault(source, []).append((target, size))
-        for i in self.order:
-            task = self.tasks[i]
-            ports = [
-                Port(self._send_call[source, i] if size else self._call[source], 0)
-                for source, size in self._all.edges[i]
-            ]
-            graph = self._all.graph(task)
-            self._call[i] = self.session.call(graph, local[task.rank], [ports, ports])
-            for target, size in targets.get(i, ()):
-                wire = task.rank * DEVICES_PER_RANK + (BACKWARD_WIRE if task.backward else FORWARD_WIRE)
-                self._sends_of.setdefault(task.microbatch, []).append((i, target))
-                self._send_call[i, target] = self.session.call(
-                    self._all.send(size, i, target), (wire,), [[Port(self._call[i], 0)]]
-                )
+    @property
+    def order(self) -> list[int]:
+        """The planned order of the tasks."""
+        return self.plan.order
 
-        self._issued = True
-        self._call_of = np.array([self._call[i] for i in range(len(self.tasks))])
+    @property
+    def session(self) -> Session:
+        """The session with all calls of the step."""
+        return self._calls.session
 
     def replace_microbatch(self, number: int, work: Work) -> None:
         """Replace a microbatch by one with the same number of parts. The order of tasks stays."""
@@ -178,33 +218,20 @@ class Step:
         names = [m.name for m in self.model.architecture.modules]
         if any(len(old.get(n, ())) != len(work.get(n, ())) for n in names):
             raise InputError(f"microbatches[{number}]", "changes its number of parts", "emulate the step anew")
-        if not self._issued:
-            self._issue()
+        calls = self._calls  # issued with the old microbatch, which the session then replaces
         self.microbatches[number] = work
-        for i in self._all.of_microbatch[number]:
-            task = self.tasks[i]
-            call = self.session.calls[self._call[i]]
-            graph = self._all.graph(task)
-            self.session.replace(self._call[i], Call(graph, call.devices, call.inputs))
-            self._all.renew(i)
-        for source, target in self._sends_of.get(number, ()):
-            size = self._all.bytes_between(source, target)
-            send = self._send_call[source, target]
-            call = self.session.calls[send]
-            self.session.replace(send, Call(self._all.send(size, source, target), call.devices, call.inputs))
+        calls.renew(number)
 
     @collector_paused()
     def run(self) -> EmulatedStep:
         """Emulate the iteration."""
-        if not self._issued:
-            self._issue()
         free = self.session.run()
         ranks = self.model.num_ranks
-        start, end = self._times()
+        start, end = self._calls.times()
         compute_end = np.array([free[r * DEVICES_PER_RANK + COMPUTE] for r in range(ranks)])
         pipeline = int(max(compute_end.max(), end.max()))
         last = np.zeros(ranks, np.int64)
-        np.maximum.at(last, self._all.rank, end)
+        np.maximum.at(last, self._all.index.rank, end)
         total = max(int(last[r]) + self._update_ps(r) for r in range(ranks))
         busy = sum(p.duration_ps for p in self._all.plans)
         peaks = self._peaks(start, end)
@@ -227,26 +254,22 @@ class Step:
             start_ps=start,
             end_ps=end,
             strategy=str(self.strategy),
-            in_flight=self.in_flight,
+            in_flight=self.plan.in_flight,
             num_calls=len(self.session.calls),
             num_tokens=sum(w.num_tokens for work in self.microbatches for w in work.get(last_module, ())),
             num_devices=ranks * spread_over,
             layers=tuple(self.model.layers_on(rank) for rank in range(ranks)),
         )
 
-    def _times(self) -> tuple[IntArray, IntArray]:
-        """Return start and end of every task on its rank's compute device."""
-        return self.session.entries_and_exits_ps(self._call_of, self._all.rank * DEVICES_PER_RANK + COMPUTE)
-
     def _rank_times(self, start: IntArray, end: IntArray, total: int) -> tuple[RankTime, ...]:
         """Split every rank's time. A send starts when its task ends."""
         out = []
         sends: list[list[tuple[int, int]]] = [[] for _ in range(self.model.num_ranks)]
-        for (source, _), call in self._send_call.items():
+        for (source, _), call in self._calls.sends.items():
             duration = int(self.session.calls[call].graph.matrix.max())
             sends[self.tasks[source].rank].append((int(end[source]), int(end[source]) + duration))
         for rank, mine in enumerate(sends):
-            tasks = np.flatnonzero(self._all.rank == rank)
+            tasks = np.flatnonzero(self._all.index.rank == rank)
             busy = union([(int(start[i]), int(end[i])) for i in tasks])
             wires = union(mine)
             overlap = length(busy) + length(wires) - length(union([*busy, *wires]))
@@ -263,7 +286,7 @@ class Step:
         for i, t in enumerate(self.tasks):
             if not t.backward:
                 give_at[i] = end[backward.get((t.module, t.stage, t.microbatch, t.part), i)]
-        mine = np.flatnonzero((self._all.rank == rank) & self._all.takes)
+        mine = np.flatnonzero((self._all.index.rank == rank) & self._all.index.takes)
         static = np.array([self.model.static_bytes[rank]])
         return memory_curve(
             np.concatenate([static, held[mine]]),

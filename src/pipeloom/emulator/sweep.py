@@ -179,10 +179,10 @@ def fastest_step(
     step: Step | None = None
     for strategy in strategies:
         step = Step(model, microbatches, strategy, like=step)
-        if step.planned_fits:
-            if best is None or step.planned_ps < best.planned_ps:
+        if step.plan.fits:
+            if best is None or step.plan.duration_ps < best.plan.duration_ps:
                 best = step
-            if step.planned_unconstrained:
+            if step.plan.unconstrained:
                 break  # memory is no constraint, so more recomputation only takes time
         elif best is None:
             smallest = step

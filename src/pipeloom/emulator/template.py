@@ -20,7 +20,7 @@ from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
 from pipeloom.emulator.rules import Device, IntArray, RuleTable
 from pipeloom.emulator.size import ZERO, FloatArray, Size, Window, feature_row
 from pipeloom.emulator.subgraph import Leaf
-from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Parameters, Tape
+from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Cost, Parameters, Tape
 from pipeloom.errors import InputError
 from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
 from pipeloom.totals import summable
@@ -52,6 +52,65 @@ class EvaluatedLayer:
     """Operations of the forward's products (matrices, attention, scans) on one device."""
     memory: dict[tuple[Strategy, Part], PassMemory] = field(default_factory=dict, repr=False)
     """Cached memory of passes."""
+
+
+class _Operators:
+    """The operators of all passes under all strategies as arrays, evaluated for workloads.
+
+    Counts are linear in the features of a workload, so each row here is a vector of coefficients.
+    """
+
+    def __init__(self, tape: Tape, devices: tuple[Device, ...], passes: dict[Strategy, Passes], output: Size) -> None:
+        self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
+        self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]] = {}
+        costs: list[Cost] = []
+        sizes = [output]
+        for strategy, each in passes.items():
+            for part, program in each.programs.items():
+                begin = len(costs)
+                costs += program.costs
+                self._slices[strategy, part] = (begin, len(costs))
+                self._shapes[strategy, part] = _shape(program)
+            sizes += [each.activation_bytes, each.weight_gradient_bytes, each.host_bytes]
+        self._strategies = tuple(passes)
+        products = [r.forward.flops for r in tape.records if r.forward.kind in PRODUCTS]
+        rows = [(cost.flops, cost.memory, cost.network) for cost in costs]
+        known = dict.fromkeys(window for row in rows for size in row for window, _ in size.windowed)
+        self.windows: tuple[Window, ...] = tuple(known)
+        """The windows of which an evaluation needs features."""
+        zero = ZERO.row(self.windows)
+        self._amounts = np.array([[size.row(self.windows) for size in row] for row in rows]).reshape(-1, 3, len(zero))
+        self._table = RuleTable(
+            devices,
+            tuple(cost.kind for cost in costs),
+            np.array([cost.device for cost in costs], np.int64),
+            np.array([cost.steps for cost in costs], np.float64),
+        )
+        self._sizes = np.array([size.row(self.windows) for size in sizes])
+        self._flops = np.sum([zero, *(size.row(self.windows) for size in products)], axis=0)
+
+    def amounts(self, feature: FloatArray) -> FloatArray:
+        """Return operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
+        out: FloatArray = self._amounts @ feature
+        return out
+
+    def evaluate(self, feature: FloatArray) -> EvaluatedLayer:
+        """Return the layer on the workload with these features."""
+        durations = self._table.durations_ps(self.amounts(feature))
+        leaves = {}
+        for key, (begin, end) in self._slices.items():
+            device, start, before, outputs, collective = self._shapes[key]
+            leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
+        sizes = summable("tensors of a layer", np.rint(self._sizes @ feature)).tolist()
+        triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self._strategies)}
+        return EvaluatedLayer(
+            leaves,
+            {s: t[0] for s, t in triple.items()},
+            {s: t[1] for s, t in triple.items()},
+            {s: t[2] for s, t in triple.items()},
+            sizes[0],
+            float(self._flops @ feature),
+        )
 
 
 class LayerTemplate:
@@ -90,13 +149,12 @@ class LayerTemplate:
             _freeze(tape, input_gradient)
         self.context, self.devices, self.tape = context, devices, tape
         self.output_width, self.output_rows = output.width, output.rows
-        self._output = output.num_bytes
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
         self.trainable = trainable
         # Without a link to the host, offloading is impossible.
         usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]
         self.passes: dict[Strategy, Passes] = {s: make_passes(tape, output, s) for s in usable}
-        self._compile()
+        self._operators = _Operators(tape, devices, self.passes, output.num_bytes)
         self._known: OrderedDict[tuple[float, ...], EvaluatedLayer] = OrderedDict()
 
     @property
@@ -110,70 +168,21 @@ class LayerTemplate:
         dense = sum(p.local for p in self.parameters if not p.expert)
         return round(dense), round(sum(p.local for p in self.parameters if p.expert))
 
-    def _compile(self) -> None:
-        self._slices: dict[tuple[Strategy, Part], tuple[int, int]] = {}
-        self._shapes: dict[tuple[Strategy, Part], tuple[IntArray, IntArray, IntArray, IntArray, IntArray]] = {}
-        rows: list[tuple[Size, Size, Size]] = []
-        kinds: list[str] = []
-        devices: list[int] = []
-        steps: list[float] = []
-        for strategy, passes in self.passes.items():
-            for part, program in passes.programs.items():
-                begin = len(kinds)
-                for cost in program.costs:
-                    rows.append((cost.flops, cost.memory, cost.network))
-                    kinds.append(cost.kind)
-                    devices.append(cost.device)
-                    steps.append(cost.steps)
-                self._slices[strategy, part] = (begin, len(kinds))
-                self._shapes[strategy, part] = _shape(program)
-        sizes = [self._output]
-        for passes in self.passes.values():
-            sizes += [passes.activation_bytes, passes.weight_gradient_bytes, passes.host_bytes]
-        products = [r.forward.flops for r in self.tape.records if r.forward.kind in PRODUCTS]
-        known = dict.fromkeys(window for row in rows for size in row for window, _ in size.windowed)
-        self._windows: tuple[Window, ...] = tuple(known)
-        row = ZERO.row(self._windows)
-        self._amounts = np.array([[size.row(self._windows) for size in sizes_of] for sizes_of in rows]).reshape(
-            -1, 3, len(row)
-        )
-        self._table = RuleTable(self.devices, tuple(kinds), np.array(devices, np.int64), np.array(steps, np.float64))
-        self._sizes = np.array([size.row(self._windows) for size in sizes])
-        self._flops = np.sum([row, *(size.row(self._windows) for size in products)], axis=0)
-
     def on(self, workload: Workload) -> EvaluatedLayer:
         """Return the layer on one workload, cached."""
-        row = feature_row(workload, self._windows)
+        row = feature_row(workload, self._operators.windows)
         known = self._known.get(row)
         if known is not None:
             self._known.move_to_end(row)
             return known
-        known = self._known[row] = self._evaluate(np.array(row))
+        known = self._known[row] = self._operators.evaluate(np.array(row))
         if len(self._known) > CACHE_SIZE:
             self._known.popitem(last=False)
         return known
 
     def amounts(self, workload: Workload) -> FloatArray:
         """Return operations, memory bytes and network bytes of every operator, shape (num_operators, 3)."""
-        out: FloatArray = self._amounts @ np.array(feature_row(workload, self._windows))
-        return out
-
-    def _evaluate(self, feature: FloatArray) -> EvaluatedLayer:
-        durations = self._table.durations_ps(self._amounts @ feature)
-        leaves = {}
-        for key, (begin, end) in self._slices.items():
-            device, start, before, outputs, collective = self._shapes[key]
-            leaves[key] = Leaf(NUM_DEVICES, 2, device, durations[begin:end], start, before, outputs, collective)
-        sizes = summable("tensors of a layer", np.rint(self._sizes @ feature)).tolist()
-        triple = {s: sizes[1 + 3 * i : 4 + 3 * i] for i, s in enumerate(self.passes)}
-        return EvaluatedLayer(
-            leaves,
-            {s: t[0] for s, t in triple.items()},
-            {s: t[1] for s, t in triple.items()},
-            {s: t[2] for s, t in triple.items()},
-            sizes[0],
-            float(self._flops @ feature),
-        )
+        return self._operators.amounts(np.array(feature_row(workload, self._operators.windows)))
 
     def memory(self, workload: Workload, strategy: Strategy, part: Part) -> PassMemory:
         """Return the bytes of one pass that runs alone, from the lifetimes of its tensors."""

@@ -124,7 +124,7 @@ def _choose(search: _Search, free: Free, most: int) -> tuple[list[int], Chosen] 
         if (done, chosen) in seen:
             continue
         seen.add((done, chosen))
-        if done == search.everything:
+        if done == search.precedence.everything:
             return _sequence(run), chosen
         # The last state on the stack is tried first: the one with the smallest increase.
         steps = search.steps(done, free, dict(chosen))
@@ -143,26 +143,41 @@ def _sequence(run: Run) -> list[int]:
     return tasks[::-1]
 
 
-class _Search:
-    """The tasks of one component, numbered from 0, and their memory."""
+class _Precedence:
+    """Predecessors of the tasks of one component. Sets of tasks are integers with a bit for each task."""
 
-    def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
-        self.tasks = tasks
-        self.place = {task: i for i, task in enumerate(tasks)}
+    def __init__(self, graph: TaskGraph, tasks: list[int]) -> None:
         self.everything = (1 << len(tasks)) - 1
-        self.rank = {task: int(graph.rank[task]) for task in tasks}
-        self.pair = {task: int(graph.pair[task]) for task in tasks}
-        self.forward = {task for task in tasks if graph.kind[task] == FORWARD}
+        self._place = {task: i for i, task in enumerate(tasks)}
         rows = graph.predecessor_start
-        self.before = dict.fromkeys(tasks, 0)
+        self._before = dict.fromkeys(tasks, 0)
         for task in tasks:
             # An edge may be listed twice, so bits are not added.
             for before in graph.predecessor[rows[task] : rows[task + 1]].tolist():
-                self.before[task] |= 1 << self.place[before]
+                self._before[task] |= 1 << self._place[before]
         late = graph.predecessor_delay_ns > 0
         late |= graph.rank[graph.predecessor] != np.repeat(graph.rank, np.diff(rows))
         self.waits = {task for task in tasks if late[rows[task] : rows[task + 1]].any()}
-        """Tasks with a delayed input or an input from another rank. They may wait for it in any order."""
+        """Tasks with a delayed input or one from another rank, for which they may wait in whatever order they run."""
+
+    def bit(self, task: int) -> int:
+        """Return the set of one task."""
+        return 1 << self._place[task]
+
+    def allows(self, task: int, done: int) -> bool:
+        """Whether all predecessors of a task are done."""
+        return not self._before[task] & ~done
+
+
+class _Search:
+    """The tasks of one component and their memory."""
+
+    def __init__(self, graph: TaskGraph, tasks: list[int], fits: list[list[bool]]) -> None:
+        self.tasks = tasks
+        self.precedence = _Precedence(graph, tasks)
+        self.rank = {task: int(graph.rank[task]) for task in tasks}
+        self.pair = {task: int(graph.pair[task]) for task in tasks}
+        self.forward = {task for task in tasks if graph.kind[task] == FORWARD}
         self.backward, self.weight = graph.backward_of.tolist(), graph.weight_of.tolist()
         self.num_ranks = graph.num_ranks
         self.options = {pair: _options(graph, pair, fits[pair]) for pair in self.pair.values()}
@@ -177,11 +192,11 @@ class _Search:
     def joined(self, task: int, option: Option, done: int) -> tuple[int, ...]:
         """Return the weight gradient without duration that runs directly after a task; empty if there is none.
 
-        It may not have to wait for an unfinished task, a delay or another rank.
+        Such a weight gradient waits for no unfinished task, no delay and no other rank.
         """
         weight = self.weight[self.pair[task]]
-        ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.waits
-        return (weight,) if ends and not self.before[weight] & ~(done | 1 << self.place[task]) else ()
+        ends = option.whole and task == self.backward[self.pair[task]] and weight not in self.precedence.waits
+        return (weight,) if ends and self.precedence.allows(weight, done | self.precedence.bit(task)) else ()
 
     def change(self, task: int, option: Option, done: int) -> _Change:
         """Return the peak and net change of bytes due to a task.
@@ -213,8 +228,8 @@ class _Search:
     def steps(self, done: int, free: Free, chosen: dict[int, Option]) -> list[tuple[_Change, int, Option]]:
         """Return the possible next steps that fit: memory change, task, candidate."""
         found = []
-        for i, task in enumerate(self.tasks):
-            if done >> i & 1 or self.before[task] & ~done:
+        for task in self.tasks:
+            if done & self.precedence.bit(task) or not self.precedence.allows(task, done):
                 continue
             pair, rank = self.pair[task], self.rank[task]
             for option in self.options[pair] if task in self.forward else (chosen[pair],):
@@ -237,7 +252,7 @@ class _Search:
         change, task, option = step
         free = self.left(free, task, change)
         for each in (task, *self.joined(task, option, done)):
-            done, run = done | 1 << self.place[each], (run, each)
+            done, run = done | self.precedence.bit(each), (run, each)
         return done, free, run
 
 

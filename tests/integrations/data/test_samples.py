@@ -374,8 +374,9 @@ def test_a_processor_that_breaks_its_promise_is_refused(tmp_path: Path, folder: 
     shard = made.write_shard(tmp_path / "0.tar", [{"png": made.png(0), "txt": b"a"}])
     data = samples_of(shard, folder, model)
     data.sizes(0)
-    real = data._sized["images"].real
-    data._sized["images"].real = lambda images, **options: real([image.resize((90, 90)) for image in images], **options)
+    sized = data._builder.sized["images"]
+    real = sized.real
+    sized.real = lambda images, **options: real([image.resize((90, 90)) for image in images], **options)
     with pytest.raises(InputError, match=r"0.tar/000.png: .*the processor gives .*, and promised"):
         data.load(0, "vision", (0,))
 

@@ -223,7 +223,7 @@ def changing(several: bool) -> dict[str, Any]:
         if ranks[0] != here:
             mine["arg_mbs"] = None
         outputs = schedule.step(**mine, losses=losses)
-        unknown.append(sum(b.predict((2, 9, WIDTH, 8)) is None for b in schedule._boundaries[1:]))
+        unknown.append(sum(b.predict((2, 9, WIDTH, 8)) is None for b in schedule._boundaries.before[1:]))
         assert error(taken(whole, ranks), wanted, ranks, whole) <= ENOUGH
         if ranks[-1] == here:
             assert [float(value) for value in losses] == losses_wanted
@@ -233,7 +233,7 @@ def changing(several: bool) -> dict[str, Any]:
         schedule.eval(**mine, losses=again)
         assert [float(value) for value in again] == ([] if ranks[-1] != here else losses_wanted)
         assert all(parameter.grad is None for module in whole for parameter in module.parameters())
-    return {"steps": len(steps), "crossed": len(schedule._crossed), "unknown": unknown[-1]}
+    return {"steps": len(steps), "crossed": len(schedule._boundaries.crossed), "unknown": unknown[-1]}
 
 
 def refused() -> list[str]:

@@ -8,19 +8,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.data.blobs import Blob
-from pipeloom.integrations.data.chat import check_words, conversation, tools_of, with_contents
-from pipeloom.integrations.data.chat_template import ChatTemplate, shared_length
 from pipeloom.integrations.data.examples import Example, Fields, read_example
 from pipeloom.integrations.data.marked_text import marked_text
 from pipeloom.integrations.data.processors import Outline as SizedOutline
-from pipeloom.integrations.data.processors import Sized, load_processor, with_sizes
+from pipeloom.integrations.data.processors import Sized
+from pipeloom.integrations.data.sample_builder import IGNORED, ROWS, Contents, SampleBuilder, TrainOn
 from pipeloom.integrations.data.sources import Paths, Shards, Source, Table
 from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset
 from pipeloom.runtime.model.model import Model
@@ -28,16 +27,7 @@ from pipeloom.spec import batch_from_dicts
 from pipeloom.spec.model import num_instances
 
 EVERY_USUAL: Mapping[str, str] = MappingProxyType({})
-_IGNORED = -100
-"""Label of a token that is not a target."""
 _KEPT_BYTES = 64 * 2**20
-_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-"""Outputs of a processor with one number per token."""
-_PART_TYPES = {"images": "image", "audio": "audio"}
-"""Type of a message part for each value of `Module.reads`."""
-_Contents = Mapping[str, list[Any]]
-"""Images and recordings by `Module.reads`. In the text half they are blank."""
-TrainOn = Literal["assistant", "all"]
 Function = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Maps the fields of an example to messages or text, prompt, image and audio."""
 
@@ -136,20 +126,7 @@ class ProcessedDataset(Dataset):
         self._open()
 
     def _open(self) -> None:
-        self.processor = load_processor(self._given) if isinstance(self._given, str) else self._given
-        self._half, self._sized = with_sizes(self.processor)
-        self._tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        holders = (self.processor, self._tokenizer)
-        self._tokens = {
-            token: kind
-            for kind in ("image", "audio", "video")
-            for token in (getattr(holder, f"{kind}_token", None) for holder in holders)
-            if token
-        }
-        """Kind of content of each placeholder token."""
-        self._template = ChatTemplate(self._half)
-        # Tokenizers are not thread-safe.
-        self._tokenizer_lock = threading.Lock()
+        self._builder = SampleBuilder(self._given, self.train_on)
         self._model: Model | None = None
         # Outlines depend only on data and processor, so all bound copies share them.
         self._known = _Outlines()
@@ -209,7 +186,7 @@ class ProcessedDataset(Dataset):
         for reads in outline.media:
             numbers = self._to_decode(outline, reads, module, instances)
             if numbers:
-                name = self._sized[reads].content
+                name = self._builder.sized[reads].content
                 found[name] = self._contents(reads, outline, numbers)
         return {**outline.sample, **found}
 
@@ -217,14 +194,15 @@ class ProcessedDataset(Dataset):
         """As `Dataset.preview`. Also compare the sample with the processor's output for the decoded contents."""
         sample = self._outline(i).sample
         example = read_example(self.source, i, self._fields, self.function)
-        contents = {reads: [self._sized[reads].decode(b) for b in each] for reads, each in self._blobs(example).items()}
-        with self._tokenizer_lock:
-            own = self._sample(example, contents, ChatTemplate(self.processor))
-        for name in (*_ROWS, "labels"):
+        contents = {
+            reads: [self._builder.sized[reads].decode(b) for b in each] for reads, each in self._blobs(example).items()
+        }
+        own = self._builder.build(example, contents, by_processor=True)
+        for name in (*ROWS, "labels"):
             if name in own and not torch.equal(own[name], sample[name]):
-                problem = f"differs from what {type(self.processor).__name__}.apply_chat_template gives"
+                problem = f"differs from what {type(self._builder.processor).__name__}.apply_chat_template gives"
                 raise InputError(f"{example.name}: {name}", problem, "use a processor that looks at sizes alone")
-        return marked_text(self._tokenizer, sample["input_ids"], sample["labels"] != _IGNORED)
+        return marked_text(self._builder.tokenizer, sample["input_ids"], sample["labels"] != IGNORED)
 
     def _of_model(self) -> Model:
         if self._model is None:
@@ -251,12 +229,12 @@ class ProcessedDataset(Dataset):
         return {of_row[each] for each in instances} if count == len(of_row) else every
 
     def _contents(self, reads: str, outline: _Outline, numbers: set[int]) -> Tensor:
-        given, promised = outline.media[reads], outline.sample[self._sized[reads].content]
+        given, promised = outline.media[reads], outline.sample[self._builder.sized[reads].content]
         contents = torch.zeros(promised.shape, dtype=promised.dtype)
         begin = 0
         for number, (blob, rows) in enumerate(zip(given.blobs, given.rows, strict=True)):
             if number in numbers:
-                one = self._decoded(self._sized[reads], blob, given.promised[number], outline.sample["id"])
+                one = self._decoded(self._builder.sized[reads], blob, given.promised[number], outline.sample["id"])
                 place = [slice(side) for side in one.shape]
                 place[given.axis] = slice(begin, begin + rows)
                 contents[tuple(place)] = one
@@ -298,24 +276,23 @@ class ProcessedDataset(Dataset):
             raise CorruptSampleError(self.source.name(i), "is excluded")
         example = read_example(self.source, i, self._fields, self.function)
         blobs = self._blobs(example)
-        blanks: _Contents = {
-            reads: [self._sized[reads].stand_in(self._sized[reads].measure(blob)) for blob in each]
+        blanks: Contents = {
+            reads: [self._builder.sized[reads].stand_in(self._builder.sized[reads].measure(blob)) for blob in each]
             for reads, each in blobs.items()
         }
         try:
-            with self._tokenizer_lock:
-                sample = self._sample(example, blanks, self._template)
+            sample = self._builder.build(example, blanks)
         except PipeloomError:
             raise
         except Exception as error:
             # Processors reject some samples, such as images of extreme aspect ratios.
             raise CorruptSampleError(example.name, _raised(error)) from error
-        if not bool((sample["labels"][1:] != _IGNORED).any()):
+        if not bool((sample["labels"][1:] != IGNORED).any()):
             remedy = 'add assistant text, or set train_on = "all"'
             raise CorruptSampleError(example.name, "has no target", remedy)
         found = {}
         for reads, each in blanks.items():
-            sized = self._sized[reads]
+            sized = self._builder.sized[reads]
             if len(each) > 1 and not sized.joins:
                 problem = f"are {len(each)}, but the processor does not process the images of a sample independently"
                 raise CorruptSampleError(f"{example.name}: {reads}", problem, "use one per sample")
@@ -329,84 +306,10 @@ class ProcessedDataset(Dataset):
     def _blobs(self, example: Example) -> dict[str, tuple[Blob, ...]]:
         blobs = {reads: each for reads, each in (("images", example.images), ("audio", example.audio)) if each}
         for reads in blobs:
-            if reads not in self._sized:
+            if reads not in self._builder.sized:
                 remedy = "use the model's own processor, or remove the field"
                 raise InputError(example.name, f"has {reads}, but the processor takes none", remedy)
         return blobs
-
-    def _sample(self, example: Example, contents: _Contents, template: ChatTemplate) -> dict[str, Any]:
-        chat, has_template = example.messages is not None, template.text is not None
-        if chat and not has_template:
-            shown = self._given if isinstance(self._given, str) else type(self._given).__name__
-            remedy = "set tokenizer.chat_template and save it there, or use a processor that has one"
-            raise InputError(f"processor = {shown!r}", f"has no chat template, but {example.name} has messages", remedy)
-        if not chat and not (has_template and (contents or example.prompt)):
-            return self._plain(example, contents)
-        turns = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-        given = example.messages if chat else turns
-        counts = {_PART_TYPES[reads]: len(contents.get(reads, ())) for reads in (*example.kinds, *contents)}
-        messages, tools = conversation(given, example.name, counts), tools_of(given)
-        check_words(messages, self._tokens, example.name)
-        messages = template.readable(messages, tools, example.name)
-        messages = with_contents(messages, {_PART_TYPES[reads]: each for reads, each in contents.items()})
-        if self.train_on == "all":
-            sample = _flat(template.tokens(messages, tools))
-            return {**sample, "labels": self._labels(sample["input_ids"])}
-        found, said = template.encode(messages, tools, example.name)
-        sample = _flat(found)
-        return {**sample, "labels": self._labels(sample["input_ids"], said)}
-
-    def _plain(self, example: Example, contents: _Contents) -> dict[str, Any]:
-        """Return a sample of images, prompt and text without a chat template."""
-        before, text = example.prompt, example.text or ""
-        if not before + text and not contents:
-            raise CorruptSampleError(example.name, "has no text", "add some, or remove the sample")
-        self._check_places(before + text, contents, example.name)
-        for reads, each in reversed([*contents.items()]):
-            place = getattr(self.processor, f"{_PART_TYPES[reads]}_token", None) or ""
-            if place not in before + text:
-                before = place * len(each) + before
-        sample = self._process(before + text, contents)
-        ids, end = sample["input_ids"], self._tokenizer.eos_token_id
-        if end is not None and int(ids[-1]) != end:
-            sample |= {name: _longer(sample[name], name, end) for name in _ROWS if name in sample}
-            ids = sample["input_ids"]
-        begin = 0
-        if before and self.train_on == "assistant":
-            begin = shared_length(ids, self._process(before, contents)["input_ids"])
-        return {**sample, "labels": self._labels(ids, torch.arange(len(ids)) >= begin)}
-
-    def _check_places(self, text: str, contents: _Contents, where: str) -> None:
-        """Raise `CorruptSampleError` if the number of placeholder tokens in a text differs from that of contents."""
-        for token, kind in self._tokens.items():
-            have = sum(len(each) for reads, each in contents.items() if _PART_TYPES[reads] == kind)
-            if (places := text.count(token)) not in (0, have):
-                problem = f"has the processor's token for {kind}, {token!r}, {places} times for {have} of them"
-                raise CorruptSampleError(where, problem, "change the text, or use one token for each")
-
-    def _process(self, text: str, contents: _Contents) -> dict[str, Any]:
-        options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": True}
-        if self._sized:
-            return _flat(self._half(text=[text], **contents, **options))
-        return _flat(self._tokenizer(text, **options))
-
-    def _labels(self, ids: Tensor, is_target: Tensor | None = None) -> Tensor:
-        labels = ids.clone()
-        if is_target is not None:
-            labels[~is_target] = _IGNORED
-        # Placeholders are not targets.
-        for holder in (self.processor, self._tokenizer):
-            for name in ("image_token_id", "audio_token_id", "video_token_id"):
-                token = getattr(holder, name, None)
-                if token is not None:
-                    labels[ids == token] = _IGNORED
-        return labels
-
-
-def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the processor's output for one sample, without the batch dimension in the entries per token."""
-    out = {name: torch.as_tensor(value) for name, value in found.items()}
-    return {name: value.reshape(-1) if name in _ROWS else value for name, value in out.items()}
 
 
 def _raised(error: Exception) -> str:
@@ -414,12 +317,8 @@ def _raised(error: Exception) -> str:
     return f"the processor raised {type(error).__name__}: {message}"
 
 
-def _longer(row: Tensor, name: str, end: int) -> Tensor:
-    return torch.cat([row, row.new_full((1,), {"input_ids": end, "attention_mask": 1}.get(name, 0))])
-
-
 def _held_bytes(outline: _Outline) -> int:
-    contents: int = sum(value.nbytes for name, value in outline.sample.items() if name in (*_ROWS, "labels"))
+    contents: int = sum(value.nbytes for name, value in outline.sample.items() if name in (*ROWS, "labels"))
     # An estimate of all other objects.
     return contents + 4096
 

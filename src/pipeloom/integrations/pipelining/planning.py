@@ -16,7 +16,7 @@ from pipeloom.errors import InputError, PipeloomError, check_count
 from pipeloom.integrations.pipelining.running import MODULE, stage_kind
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
-from pipeloom.plan import Answer, BackendName, ExecutionPlan
+from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
 from pipeloom.planner import Planner
 from pipeloom.planner.client import DEADLINE_S, fallback_plan
 from pipeloom.planner.forwards import forward_problem
@@ -70,6 +70,47 @@ def checked_sizes(sizes: Iterable[Any]) -> Sizes:
             raise InputError(where, f"{whole} is {'below 1' if whole < 1 else f'above {MAX_COUNT}'}", remedy)
         found.append(whole)
     return tuple(found)
+
+
+class UpcomingSizes:
+    """Sizes of the microbatches of the training steps, which are known ahead.
+
+    Attributes
+    ----------
+    following : tuple of int or None
+        Sizes of the step after the one that was taken last; None before the first step and at the end.
+    """
+
+    def __init__(self, sizes: Iterable[Sequence[int]]) -> None:
+        self._left = iter(sizes)
+        self.following: Sizes | None = None
+
+    def take(self, step: int, count: int) -> Sizes:
+        """Return the sizes of the next step.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step, for messages.
+        count : int
+            Number of microbatches that the step has.
+
+        Raises
+        ------
+        InputError
+            When there are no sizes for another step, or not one for each microbatch.
+        """
+        found = self.following if self.following is not None else self._next()
+        if found is None:
+            raise InputError("sizes", f"ends after {step} steps", "give sizes for every step")
+        self.following = self._next()
+        if len(found) != count:
+            raise InputError("sizes", f"step {step} has {len(found)}, and {count} microbatches", "give one for each")
+        return found
+
+    def _next(self) -> Sizes | None:
+        sizes = next(self._left, None)
+        return None if sizes is None else checked_sizes(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,22 +180,70 @@ def planned_shapes(widths: Sequence[float]) -> tuple[TensorShape, ...]:
     return tuple(TensorShape(("tokens", max(1, round(width)))) for width in widths)
 
 
+@dataclass
+class Measurements:
+    """Measured times of the stages and sizes of their outputs, in units of four bytes per size, of all ranks."""
+
+    rows: list[Row]
+    widths: list[float]
+
+    def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
+        """Add the measurements of a rank."""
+        self.rows += rows
+        for stage, width in widths.items():
+            self.widths[stage] = width
+
+
+class _PlanRequests:
+    """The planner's process, which works on one request at a time, the last one."""
+
+    def __init__(self, setup: Setup, deadline_s: float) -> None:
+        self._planner = Planner(setup, TcpPlanStore.host, deadline_s=deadline_s)
+        self._requested: tuple[Sizes, int] = _NOTHING
+        """Sizes of the plan that was requested last and is not collected yet, and its iteration."""
+        self._num_requested = 0
+        self._steps_left = 0
+        """Steps of other sizes until the requested plan is given up."""
+        # Starting takes seconds, so steps do not wait for it.
+        threading.Thread(target=self._planner.start, name="pipeloom-planner-start", daemon=True).start()
+
+    def submit(self, sizes: Sizes) -> None:
+        """Request a plan, without waiting, unless it is requested already or the planner is not ready."""
+        if self._planner.ready and not self.is_requested(sizes):
+            self._num_requested += 1
+            self._requested, self._steps_left = (sizes, self._num_requested), _MOST_STEPS_BETWEEN
+            self._planner.submit(step_batch(sizes, self._num_requested), _NO_CORRECTION)
+
+    def is_requested(self, sizes: Sizes) -> bool:
+        """Whether a plan for these sizes is requested and not collected yet."""
+        return sizes == self._requested[0]
+
+    def collect(self) -> Delivery:
+        """Return the requested plan; wait for it until the deadline."""
+        delivery = self._planner.collect(self._requested[1])
+        self._requested = _NOTHING
+        return delivery
+
+    def pass_step(self) -> bool:
+        """Note a step of other sizes. Return whether there is no request, or it has had precedence for long enough."""
+        self._steps_left -= 1
+        return self._requested is _NOTHING or self._steps_left < 0
+
+    def close(self) -> None:
+        """Stop the planner's process."""
+        self._planner.close()
+
+
 class StepPlanner:
     """Plans orders, on one rank. ``backend`` is the communication backend of the plans' messages."""
 
     def __init__(self, layout: Layout, planning: Planning, backend: BackendName) -> None:
         self.layout, self.planning, self.backend = layout, planning, backend
-        self.widths = [1.0] * len(layout.chunks)
+        self.measurements = Measurements([], [1.0] * len(layout.chunks))
         self._known: dict[tuple[bool, Sizes], Order] = {}
-        self._requested: tuple[Sizes, int] = _NOTHING
-        """Sizes of the plan that was requested last and is not collected yet, and its iteration."""
-        self._steps_left = 0
-        """Steps of other sizes until the requested plan is given up."""
         self._searched: set[Sizes] = set()
         """Sizes whose known order comes from the search."""
-        self._planner: Planner | None = None
-        self._num_requested = 0
-        self._rows: list[Row] = []
+        self._requests: _PlanRequests | None = None
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
         self._set_up(planning.profile or _profile([], len(layout.chunks)))
@@ -166,7 +255,7 @@ class StepPlanner:
         self._searched.clear()
         split = self.planning.backward != "whole"
         self.setup = Setup(
-            chain_spec(self.widths),
+            chain_spec(self.measurements.widths),
             self.layout,
             profile,
             PackingSpec(_ANY_SIZE, policy="balanced", num_microbatches=_EVERY_SAMPLE_ALONE),
@@ -181,35 +270,24 @@ class StepPlanner:
     def _start(self) -> None:
         """Start the planner's process, without waiting for it."""
         if self.planning.order is None and self.planning.budget_s:
-            self._planner = Planner(self.setup, TcpPlanStore.host, deadline_s=self.planning.deadline_s)
-            threading.Thread(target=self._planner.start, name="pipeloom-planner-start", daemon=True).start()
+            self._requests = _PlanRequests(self.setup, self.planning.deadline_s)
 
     def close(self) -> None:
         """Stop the planner's process."""
-        if self._planner is not None:
-            self._planner.close()
-            self._planner = None
-
-    def note(self, rows: Sequence[Row], widths: Mapping[int, float]) -> None:
-        """Note the measurements of a rank, for `take_measured`."""
-        self._rows += rows
-        for stage, width in widths.items():
-            self.widths[stage] = width
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
 
     def take_measured(self) -> None:
         """Plan with measured costs from here on, and start the planner's process."""
-        self._set_up(_profile(self._rows, len(self.layout.chunks)))
+        self._set_up(_profile(self.measurements.rows, len(self.layout.chunks)))
         self.is_measured = True
         self._start()
 
     def ask(self, sizes: Sizes) -> None:
         """Request a plan for later sizes, without waiting. The planner works on the last request."""
-        planner = self._planner
-        if planner is None or not planner.ready or sizes in self._searched or sizes == self._requested[0]:
-            return
-        self._num_requested += 1
-        self._requested, self._steps_left = (sizes, self._num_requested), _MOST_STEPS_BETWEEN
-        planner.submit(step_batch(sizes, self._num_requested), _NO_CORRECTION)
+        if self._requests is not None and sizes not in self._searched:
+            self._requests.submit(sizes)
 
     def order(self, sizes: Sizes, trains: bool) -> Order:
         """Return the order of a step.
@@ -224,9 +302,8 @@ class StepPlanner:
             return known or self._keep(trains, sizes, _first(self.forwards, sizes))
         if self.planning.order is not None:
             return known or self._keep(trains, sizes, self._own(sizes))
-        if sizes == self._requested[0] and self._planner is not None:
-            delivery = self._planner.collect(self._requested[1])
-            self._requested = _NOTHING
+        if self._requests is not None and self._requests.is_requested(sizes):
+            delivery = self._requests.collect()
             if delivery.fresh:
                 self._keep(trains, sizes, _order_of(delivery.answer, sizes))
                 self._searched.add(sizes)
@@ -234,8 +311,7 @@ class StepPlanner:
         if known is None:
             return self._keep(trains, sizes, _first(self.problem, sizes))
         # Sizes that have come again may do so once more. An earlier request has precedence for some steps.
-        self._steps_left -= 1
-        if self._requested is _NOTHING or self._steps_left < 0:
+        if self._requests is not None and self._requests.pass_step():
             self.ask(sizes)
         return known
 

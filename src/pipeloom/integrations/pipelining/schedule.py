@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
@@ -20,26 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeloom.collector import collector_paused
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.integrations.pipelining.control import ControlChannel, StepMessage, StepReport
+from pipeloom.integrations.pipelining.executors import StageExecutors
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
+from pipeloom.integrations.pipelining.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.pipelining.planning import (
-    MOST_KNOWN,
-    Order,
     Planning,
     Row,
     Sizes,
     StepPlanner,
+    UpcomingSizes,
     check_whole,
     checked_sizes,
-    planned_shapes,
 )
-from pipeloom.integrations.pipelining.running import MODULE, StageExecutor, StageMicrobatch, StepLoss, stage_executor
-from pipeloom.integrations.pipelining.shapes import Boundary, Flat, Metas, Signature, flat_meta
-from pipeloom.packing import Packing
+from pipeloom.integrations.pipelining.running import MODULE, StageMicrobatch, StepLoss
+from pipeloom.integrations.pipelining.shapes import Boundaries, Flat, flat_meta
 from pipeloom.plan import backend_of
-from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.execute.result import StepResult
-from pipeloom.runtime.launch.transport import TorchTransport
-from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism
 
 SizeOf = Callable[..., int]
@@ -47,15 +43,6 @@ SizeOf = Callable[..., int]
 
 _MEASURED_STEPS = range(1, 4)
 """Steps in which the costs of the stages are measured. The first step is not, since it allocates memory."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """An order that all ranks have."""
-
-    order: Order
-    packing: Packing
-    signatures: tuple[Signature, ...]
 
 
 @dataclass(eq=False)
@@ -112,35 +99,31 @@ class PlannedSchedule:
         if self.n_microbatches is not None:
             check_whole("n_microbatches", self.n_microbatches)
         first = self.stages[0]
-        self._by_number = {stage.stage_index: stage for stage in self.stages}
-        self._group, self._rank = first.group, first.group_rank
         self.layout = _gathered(self.stages)
-        self._leader = self.layout.chunks[0].rank
-        self._control = ControlChannel(self._group, self._leader, self.together, first.device)
+        self._control = ControlChannel(first.group, self._leader, self.together, first.device)
         self._loss = StepLoss(self.loss_fn)
-        self._boundaries = [Boundary() for _ in self.layout.chunks]
-        """By the number of the stage that receives."""
-        self._known: dict[int, _Known] = {}
-        self._numbers: dict[int, int] = {}
-        """On the rank that broadcasts: numbers of the known orders, by their identity."""
-        self._num_steps = self._num_orders = 0
+        self._executors = StageExecutors(self.stages, self.layout, self._loss)
+        self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})
+        self._orders = KnownOrders()
+        self._num_steps = 0
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        self._has_last = any(stage.is_last for stage in self.stages)
-        mine = set(self._by_number)
-        self._crossed = [b for b in range(1, len(self.layout.chunks)) if len(mine & {b - 1, b}) == 1]
-        """Boundaries between this rank and another."""
-        self._coming: Iterator[Sequence[int]] | None = None
-        self._following: Sizes | None = None
+        self._upcoming: UpcomingSizes | None = None
         if self.sizes is not None and not callable(self.sizes):
-            self._coming = iter(self.sizes)
+            self._upcoming = UpcomingSizes(self.sizes)
         self._planner: StepPlanner | None = None
         if self._control.broadcasts:
             backend = backend_of(torch.device(first.device).type)
             self._planner = StepPlanner(self.layout, self.planner or Planning(), backend)
             weakref.finalize(self, self._planner.close)
-        # Made with the first step, when the weights are on their device.
-        self._executor: StageExecutor | None = None
-        self._evaluator: StageExecutor | None = None
+
+    @property
+    def _leader(self) -> int:
+        """Rank of the first stage."""
+        return self.layout.chunks[0].rank
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self.stages)
 
     # ---------------------------------------------------------------- public methods
 
@@ -215,20 +198,19 @@ class PlannedSchedule:
 
     def _run(self, inputs: StepInputs, losses: list[Any] | None, trains: bool) -> Any:
         message = self._agreed(inputs, trains)
-        if message.widths is not None or self._executor is None:
-            widths = message.widths or [1.0] * len(self.layout.chunks)
-            self._executor, self._evaluator = self._made_executor(widths), None
-        executor = self._executor if trains else self._evaluating()
+        executor = self._executors.get(trains, message.widths)
         # Linked plans are many small objects, which are freed after the step. Looking for cycles among them during the
         # step takes longer than linking.
         with collector_paused():
-            known = self._received(message)
+            known = self._orders.receive(message)
             microbatches = self._microbatches(inputs, known)
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             self._loss.scale = len(microbatches) if self.scale_grads else 1
             result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
-        self._learn(known, microbatches)
+        # The same order at both ends of a boundary.
+        for seen, microbatch in zip(known.signatures, microbatches, strict=True):
+            self._boundaries.learn(seen, microbatch.metas)
         if trains:
             if self.layout.parallelism.data == 1 and self._loss.scale != 1:
                 for stage in self.stages:
@@ -303,80 +285,33 @@ class PlannedSchedule:
         widths = None
         if trains and self._num_steps == _MEASURED_STEPS.stop and not planner.is_measured:
             planner.take_measured()
-            widths = tuple(planner.widths)
+            widths = tuple(planner.measurements.widths)
         order = planner.order(sizes, trains)
-        if trains and self._following is not None:
-            planner.ask(self._following)
-        number = self._numbers.get(id(order))
-        signatures: tuple[Signature, ...] | None = tuple(signature(*each) for each in given)
+        if trains and self._upcoming is not None and self._upcoming.following is not None:
+            planner.ask(self._upcoming.following)
         measures = trains and self._num_steps in _MEASURED_STEPS and not planner.is_measured
-        if number is None:
-            self._num_orders += 1
-            number = self._numbers[id(order)] = self._num_orders
-            return StepMessage(number, measures, order, signatures, widths)
-        if signatures == self._known[number].signatures:
-            signatures = None
-        return StepMessage(number, measures, None, signatures, widths)
+        return self._orders.message(order, tuple(signature(*each) for each in given), measures, widths)
 
     def _sizes(self, given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], trains: bool) -> Sizes:
-        """Return the sizes of the step's microbatches; note those of the next step where they are known."""
-        if self._coming is None or not trains:
-            size_of = self.sizes if callable(self.sizes) else default_size
-            found = checked_sizes(size_of(*args, **kwargs) for args, kwargs in given)
-        else:
-            following = self._following if self._following is not None else _next(self._coming)
-            if following is None:
-                raise InputError("sizes", f"ends after {self._num_steps} steps", "give sizes for every step")
-            found, self._following = following, _next(self._coming)
-            if len(found) != len(given):
-                raise InputError(
-                    "sizes",
-                    f"step {self._num_steps} has {len(found)}, and {len(given)} microbatches",
-                    "give one for each",
-                )
-        return found
+        """Return the sizes of the step's microbatches."""
+        if self._upcoming is not None and trains:
+            return self._upcoming.take(self._num_steps, len(given))
+        size_of = self.sizes if callable(self.sizes) else default_size
+        return checked_sizes(size_of(*args, **kwargs) for args, kwargs in given)
 
-    def _received(self, message: StepMessage) -> _Known:
-        if message.order is not None:
-            assert message.signatures is not None
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-                self._numbers.clear()
-            order = message.order
-            self._known[message.number] = _Known(order, order.packing(), message.signatures)
-        known = self._known[message.number]
-        if message.signatures is not None:
-            known.signatures = message.signatures
-        return known
-
-    def _microbatches(self, inputs: StepInputs, known: _Known) -> list[StageMicrobatch]:
+    def _microbatches(self, inputs: StepInputs, known: KnownOrder) -> list[StageMicrobatch]:
         """What this rank works on."""
         count = len(known.order.sizes)
         # Where the step was decided, its inputs are split already.
         given, self._given = self._given or inputs.split(self._splitting, count), None
         targets = inputs.targets(count) if self._has_last else None
         self._loss.has_target = targets is not None
-        metas: list[Metas | None] = [None] * (len(self.layout.chunks) + 1)
-        found = []
-        for i, (args, kwargs) in enumerate(given):
-            for number in self._crossed:
-                metas[number] = self._boundaries[number].predict(known.signatures[i])
-            found.append(StageMicrobatch(args, kwargs, None if targets is None else targets[i], metas.copy()))
-        return found
+        return [
+            StageMicrobatch(args, kwargs, None if targets is None else targets[i], self._boundaries.predict(inputs))
+            for i, ((args, kwargs), inputs) in enumerate(zip(given, known.signatures, strict=True))
+        ]
 
-    def _learn(self, known: _Known, microbatches: Sequence[StageMicrobatch]) -> None:
-        """Note the shapes sent over the boundaries between ranks, in the same order at both ends."""
-        for inputs, microbatch in zip(known.signatures, microbatches, strict=True):
-            for number in self._crossed:
-                metas = microbatch.metas[number]
-                assert metas is not None
-                self._boundaries[number].learn(inputs, metas)
-
-    def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:
-        """Reduce a stage's gradients over all ranks that have it, as PyTorch does, and scale them."""
-        self._by_number[chunk].perform_reduce_grad(self._loss.scale)
-
-    def _gather_times(self, known: _Known, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
+    def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
         """Gather the measured times and widths on the rank of the first stage."""
         sizes, samples = known.order.sizes, known.order.samples
         number_of = {name: i for i, name in enumerate(self.layout.chunk_names)}
@@ -390,45 +325,22 @@ class PlannedSchedule:
             for time in result.compute_times
         ]
         widths = {}
-        for number in self._by_number:
+        for number in (stage.stage_index for stage in self.stages):
             every = [(each.metas[number + 1], size) for each, size in zip(microbatches, sizes, strict=True)]
             handed = [(flat_meta(metas), size) for metas, size in every if metas is not None]
             if handed:
                 widths[number] = sum(_words(meta) / size for meta, size in handed) / len(handed)
-        every_rank: list[Any] | None = [None] * self.layout.num_ranks if self._rank == self._leader else None
-        dist.gather_object((rows, widths), every_rank, group=self._group, group_dst=self._leader)
+        first = self.stages[0]
+        every_rank: list[Any] | None = [None] * self.layout.num_ranks if first.group_rank == self._leader else None
+        dist.gather_object((rows, widths), every_rank, group=first.group, group_dst=self._leader)
         if self._planner is not None and every_rank is not None:
             for their_rows, their_widths in every_rank:
-                self._planner.note(their_rows, their_widths)
-
-    def _made_executor(self, widths: Sequence[float]) -> StageExecutor:
-        return stage_executor(
-            self.stages,
-            self.layout,
-            self._rank,
-            TorchTransport(self._group),
-            self._loss,
-            ExecutorOptions(reduce_gradients=self._reduce, random_seed=None, workers=0),
-            planned_shapes(widths),
-        )
-
-    def _evaluating(self) -> StageExecutor:
-        assert self._executor is not None
-        if self._evaluator is None:
-            made = forward_executor(self._executor)
-            assert isinstance(made, StageExecutor)
-            self._evaluator = made
-        return self._evaluator
+                self._planner.measurements.note(their_rows, their_widths)
 
 
 def _words(meta: Flat) -> float:
     """Return the size of a tensor in units of four bytes."""
     return math.prod(meta.shape) * meta.dtype.itemsize / 4
-
-
-def _next(coming: Iterator[Sequence[int]]) -> Sizes | None:
-    sizes = next(coming, None)
-    return None if sizes is None else checked_sizes(sizes)
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:

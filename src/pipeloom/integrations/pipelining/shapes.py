@@ -279,6 +279,36 @@ class Boundary:
         return tuple(found)
 
 
+class Boundaries:
+    """The boundaries of a chain of stages, as one rank knows them.
+
+    Attributes
+    ----------
+    before : list of Boundary
+        The boundary before each stage.
+    crossed : list of int
+        Boundaries between this rank and another, by the number of the stage that receives.
+    """
+
+    def __init__(self, num_stages: int, mine: set[int]) -> None:
+        self.before = [Boundary() for _ in range(num_stages)]
+        self.crossed = [b for b in range(1, num_stages) if len(mine & {b - 1, b}) == 1]
+
+    def predict(self, signature: Signature) -> list[Metas | None]:
+        """Return the shapes at all boundaries for a microbatch of these inputs; None where they are unknown."""
+        metas: list[Metas | None] = [None] * (len(self.before) + 1)
+        for number in self.crossed:
+            metas[number] = self.before[number].predict(signature)
+        return metas
+
+    def learn(self, signature: Signature, metas: Sequence[Metas | None]) -> None:
+        """Note the shapes sent between this rank and others for a microbatch of these inputs."""
+        for number in self.crossed:
+            sent = metas[number]
+            assert sent is not None
+            self.before[number].learn(signature, sent)
+
+
 def _form(metas: Metas) -> tuple[tuple[torch.dtype, int, Spread | None], ...]:
     return tuple((meta.dtype, len(meta.shape), meta.spread) for meta in metas)
 

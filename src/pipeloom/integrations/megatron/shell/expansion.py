@@ -102,7 +102,7 @@ class Expansion(State):
 
     def index(self, name: str, word: Word) -> str:
         """Return the index of an element."""
-        if name in self.associative:
+        if name in self.attributes.associative:
             return self.unknowns.known(self.string(word))
         return str(self.needed_number(word, f"the index of {name} is not a number"))
 

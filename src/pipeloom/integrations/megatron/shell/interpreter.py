@@ -11,6 +11,7 @@ from pipeloom.integrations.megatron.shell import arithmetic, syntax
 from pipeloom.integrations.megatron.shell.conditions import any_true, conditional, unknown_test
 from pipeloom.integrations.megatron.shell.patterns import matches
 from pipeloom.integrations.megatron.shell.simple_commands import MOST_CALLS, Jump, SimpleCommands
+from pipeloom.integrations.megatron.shell.state import DefinedFunction
 from pipeloom.integrations.megatron.shell.syntax import Sequence, Word
 from pipeloom.integrations.megatron.shell.values import (
     LoopLimit,
@@ -133,8 +134,7 @@ class Interpreter(SimpleCommands):
         """Run something on a copy of this shell, and return its status."""
         shell = copy.copy(self)
         shell.variables = self.copy_variables()
-        shell.associative, shell.exported = set(self.associative), set(self.exported)
-        shell.functions, shell.function_files = dict(self.functions), dict(self.function_files)
+        shell.attributes, shell.functions = self.attributes.copy(), dict(self.functions)
         shell.locals, shell.output = [], output
         shell.calls += 1
         self.unknowns.charge()
@@ -148,7 +148,9 @@ class Interpreter(SimpleCommands):
         """Run text in a new shell, which has the exported variables."""
 
         def run(shell: Interpreter) -> None:
-            shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
+            shell.variables = {
+                name: value for name, value in shell.variables.items() if name in shell.attributes.exported
+            }
             shell.functions, shell.options, shell.positional = {}, set(), []
             shell.run_text(text)
 
@@ -205,8 +207,7 @@ class Interpreter(SimpleCommands):
                 finally:
                     self.output = output
             case syntax.Function(name, function):
-                self.functions[name] = function
-                self.function_files[name] = self.get("BASH_SOURCE") or ""
+                self.functions[name] = DefinedFunction(function, self.get("BASH_SOURCE") or "")
                 self.status = 0
             case syntax.Test(line, tested):
                 self.unknowns.go_to(line)

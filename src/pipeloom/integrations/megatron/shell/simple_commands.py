@@ -77,16 +77,16 @@ class SimpleCommands(Expansion):
         kept: dict[str, str | Array | None] = {}
         for one in command.assignments:
             kept.setdefault(one.name, self.variables.get(one.name))
-        exported, output = set(self.exported), self.output
+        exported, output = set(self.attributes.exported), self.output
         self._assign_all(command.assignments)
-        self.exported |= set(kept)
+        self.attributes.exported |= set(kept)
         self.output = None if command.silent else output
         try:
             self.status = self._call(arguments, command)
             return self.status
         finally:
             self.output = output
-            self.exported = exported | (self.exported - set(kept))
+            self.attributes.exported = exported | (self.attributes.exported - set(kept))
             self.restore(kept)
 
     # ------------------------------------------------------------------ assignments
@@ -116,7 +116,7 @@ class SimpleCommands(Expansion):
         self.unknowns.charge(len(found) // 10)
         if "" in found:
             return
-        named = one.name in self.associative
+        named = one.name in self.attributes.associative
         place = -1 if named else max(map(int, found), default=-1)
         for key, word in items:
             if key is not None:
@@ -159,9 +159,9 @@ class SimpleCommands(Expansion):
         if is_local and self.locals and name not in self.locals[-1]:
             self.locals[-1][name] = self.variables.pop(name, None)
         if kind == "export" or "x" in options:
-            self.exported.add(name)
+            self.attributes.exported.add(name)
         if "A" in options:
-            self.associative.add(name)
+            self.attributes.associative.add(name)
 
     def _as_integer(self, one: Assignment) -> Assignment:
         try:
@@ -245,8 +245,9 @@ class SimpleCommands(Expansion):
         self.calls += 1
         self.locals.append({})
         try:
-            with self.within_file(self.function_files[name]):
-                self.command(self.functions[name])
+            function = self.functions[name]
+            with self.within_file(function.file):
+                self.command(function.command)
         except Jump as jump:
             if jump.kind != "return":
                 raise

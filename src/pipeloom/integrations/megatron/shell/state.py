@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from pipeloom.integrations.megatron.shell import syntax
 from pipeloom.integrations.megatron.shell.values import Refusal, Status, Unknowns
@@ -29,21 +30,37 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII) is not None
 
 
+class DefinedFunction(NamedTuple):
+    """A function and the file that defines it."""
+
+    command: syntax.Command
+    file: str
+
+
+@dataclass
+class VariableAttributes:
+    """Variables that are declared as associative arrays, and those that are exported."""
+
+    associative: set[str] = field(default_factory=set)
+    exported: set[str] = field(default_factory=set)
+
+    def copy(self) -> VariableAttributes:
+        """Return the attributes of the same variables, for a subshell."""
+        return VariableAttributes(set(self.associative), set(self.exported))
+
+
 class State:
     """What commands change and expansions read.
 
-    ``function_files`` has the file that defines each function. ``locals`` has, for each running function, the values
-    that its local variables hide. ``output`` has what was printed, where it is captured. ``unread`` names a sourced
-    file that could not be read, and may set any variable.
+    ``locals`` has, for each running function, the values that its local variables hide. ``output`` has what was
+    printed, where it is captured. ``unread`` names a sourced file that could not be read, and may set any variable.
     """
 
     def __init__(self, script: str, unknowns: Unknowns) -> None:
         self.script, self.unknowns = script, unknowns
         self.variables: dict[str, str | Array] = {"BASH_SOURCE": {"0": script}}
-        self.associative: set[str] = set()
-        self.exported: set[str] = set()
-        self.functions: dict[str, syntax.Command] = {}
-        self.function_files: dict[str, str] = {}
+        self.attributes = VariableAttributes()
+        self.functions: dict[str, DefinedFunction] = {}
         self.locals: list[dict[str, str | Array | None]] = []
         self.positional: list[str] = []
         self.options: set[str] = set()
@@ -96,7 +113,7 @@ class State:
 
     def _index(self, name: str, elements: Array, index: str | None) -> str:
         """Return an index, which may count from the end."""
-        if index is None or not index.startswith("-") or name in self.associative:
+        if index is None or not index.startswith("-") or name in self.attributes.associative:
             return "0" if index is None else index
         found = max(map(int, elements), default=-1) + 1 + int(index)
         if found < 0:
@@ -119,9 +136,9 @@ class State:
         if not isinstance(found, dict):
             return [] if found is None else ["0"]
         self.unknowns.charge(len(found) // 10)
-        if name in self.associative and len(found) > 1:
+        if name in self.attributes.associative and len(found) > 1:
             raise Refusal(self.unknowns.line, f"the order of the elements of {name} is up to bash")
-        return list(found) if name in self.associative else sorted(found, key=lambda key: int(key or 0))
+        return list(found) if name in self.attributes.associative else sorted(found, key=lambda key: int(key or 0))
 
     def set(self, name: str, value: str, index: str | None = None) -> None:
         """Assign to a variable or an element."""

@@ -1,0 +1,63 @@
+"""Chunks of a described model: their traced layers, and stages of them under memory strategies."""
+
+from __future__ import annotations
+
+import itertools
+
+from pipeloom.emulator.build import Placement, module_templates
+from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.spec import Chunk, ChunkStrategy, Strategy
+from pipeloom.spec.architecture import Architecture
+
+_KEEP = ChunkStrategy("keep")
+
+ChunkShape = tuple[tuple[int, int], ...]
+"""A chunk as runs of equal layers: the identity of their template, and their number."""
+
+
+class ChunkStages:
+    """Traced layers and stages of chunks. Chunks with equal layers under equal strategies share a stage."""
+
+    def __init__(self, architecture: Architecture, placement: Placement) -> None:
+        self._layers = {m.name: module_templates(architecture, m, placement) for m in architecture.modules}
+        self._stages: dict[tuple[str, tuple[int, int], tuple[Strategy, ...]], Stage] = {}
+        self._shared: dict[tuple[tuple[int, str, int], ...], Stage] = {}
+        self._shapes: dict[tuple[str, tuple[int, int]], ChunkShape] = {}
+
+    def layers(self, chunk: Chunk) -> tuple[LayerTemplate, ...]:
+        """Return the layers of a chunk.
+
+        Raises
+        ------
+        InputError
+            If the module is unknown, or the chunk goes beyond its last layer.
+        """
+        layers = self._layers.get(chunk.module)
+        if layers is None:
+            raise InputError(f"module {chunk.module!r}", "is unknown", f"the model has {', '.join(self._layers)}")
+        if chunk.layers[1] >= len(layers):
+            raise InputError(
+                f"chunk of {chunk.module!r}.layers", f"{list(chunk.layers)} goes beyond layer {len(layers) - 1}"
+            )
+        return layers[chunk.layers[0] : chunk.layers[1] + 1]
+
+    def stage(self, chunk: Chunk, strategy: ChunkStrategy | tuple[Strategy, ...] = _KEEP) -> Stage:
+        """Return a chunk as a stage under a strategy, or under one for each layer."""
+        if isinstance(strategy, ChunkStrategy):
+            strategy = strategy.layers(chunk.layers[1] - chunk.layers[0] + 1)
+        key = (chunk.module, chunk.layers, strategy)
+        if key not in self._stages:
+            runs = runs_of(self.layers(chunk), strategy)
+            shape = tuple((id(r.layer), r.strategy, r.count) for r in runs)
+            self._stages[key] = self._shared.setdefault(shape, Stage(runs))
+        return self._stages[key]
+
+    def shape(self, chunk: Chunk) -> ChunkShape:
+        """Return the key of chunks with equal layers, at any position in the module."""
+        where = (chunk.module, chunk.layers)
+        if where not in self._shapes:
+            runs = itertools.groupby(self.layers(chunk), key=id)
+            self._shapes[where] = tuple((layer, len(list(run))) for layer, run in runs)
+        return self._shapes[where]
