@@ -98,7 +98,7 @@ def test_a_plan_for_another_layout_or_batch_is_refused() -> None:
         executor.run(plan, packing, run.documents[1:])
     linked = executor.prepare(plan, packing)
     executor.run_linked(linked, run.documents)
-    with pytest.raises(ExecutionError, match="runs once"):
+    with pytest.raises(ExecutionError, match="has already run"):
         executor.run_linked(linked, run.documents)
     with pytest.raises(ExecutionError, match="the batch has"):
         executor.run(plan, packing, run.documents, normalizer=0.0)
