@@ -121,7 +121,7 @@ def measure(search_s: float = 1.0) -> Measurement:
     alone["AdaPtis"] = min(_adaptis_s(made, costs, costs) for costs in uniform)
     pareto_steps = EmulatedCosts(made.architecture, made.cluster, made.degrees, pareto_steps=ParetoSteps())
     both = _adaptis_s(made, _costs(made, _SETTINGS), pareto_steps)
-    draft = _chosen(made, _arranged(made, _costs(made, _SETTINGS)))
+    draft = _chosen(made, _cooptimized(made, _costs(made, _SETTINGS)))
     # Backwards stay whole: a second is too short to look into halves, too.
     problem = _problem(made, draft)
     problem.compile_kernels()
@@ -192,7 +192,7 @@ def _costs(made: ModelOnCluster, settings: tuple[str, ...]) -> EmulatedCosts:
     return EmulatedCosts(made.architecture, made.cluster, made.degrees, settings)
 
 
-def _arranged(made: ModelOnCluster, costs: EmulatedCosts) -> Sequence[LayoutDraft]:
+def _cooptimized(made: ModelOnCluster, costs: EmulatedCosts) -> Sequence[LayoutDraft]:
     """Co-optimised arrangements of even microbatches, with split backwards."""
     whole = chain_of_stages(made.model, 1, 1, lambda _module, _layer: 1.0)
     packed = [pack_microbatches(made, whole, grouped(made, batch_of(seed), _NUMBERS[-2])) for seed in _TYPICAL]
@@ -203,7 +203,7 @@ def _arranged(made: ModelOnCluster, costs: EmulatedCosts) -> Sequence[LayoutDraf
 def _adaptis_s(made: ModelOnCluster, of_layers: EmulatedCosts, costs: EmulatedCosts) -> float:
     """AdaPtis: the best arrangement under one kind of costs, its rule for every batch under another; infinite: none."""
     try:
-        draft = _arranged(made, of_layers)[0]
+        draft = _cooptimized(made, of_layers)[0]
     except InfeasibleError:
         return float("inf")
     assert draft.rule is not None

@@ -59,7 +59,7 @@ def compare(search_s: float = 1.0, seeds: tuple[int, ...] = _SEEDS) -> Iterator[
         for mixture in pipetune.MIXTURES:
             yield packed(size, mixture)
     for family, size in _ADAPTIS:
-        yield arranged(family, size, options)
+        yield cooptimized(family, size, options)
 
 
 @collector_paused()
@@ -104,8 +104,8 @@ def packed(size: str, mixture: str) -> Comparison:
     return Comparison(workload, min(mean(first), mean(apart)), mean(own), "PipeTune")
 
 
-def arranged(family: str, size: str, options: Options) -> Comparison:
-    """AdaPtis' model, arranged by ours once before training; then its order is searched as for every batch."""
+def cooptimized(family: str, size: str, options: Options) -> Comparison:
+    """AdaPtis' model, cooptimized by ours once before training; then its order is searched as for every batch."""
     setup = adaptis.setup_of(family, size, _ADAPTIS_TOKENS, _ADAPTIS_ROUNDS)
     before_s = ADAPTIS_SEARCH * options.search_s
     rivals: list[ChainResult] = [adaptis.generated(setup, before_s)]
@@ -122,7 +122,7 @@ def _ordered_s(setup: adaptis.PaperSetup, seed: int, before_s: float, search_s: 
     graph = graph_of(split, found.placement)
     params = SearchParams(rules=(found.order_rule,))
     made = solve(graph, budget=Deadline(search_s, "cpu"), seed=seed, params=params)
-    runs.refuse_faults("arranged", graph, made.schedule, made.timeline)
+    runs.refuse_faults("cooptimized", graph, made.schedule, made.timeline)
     return made.timeline.makespan_ns / 1e9
 
 

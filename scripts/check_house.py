@@ -1,10 +1,10 @@
 """Hold the source to what import contracts cannot say; part of ``make lint``.
 
 No circle between files, type-checking imports included. No line kept from the formatter. No test of the product that
-imports the laboratory. No retired word in a document. No path in docs/architecture.md that does not exist. No docstring
-that describes a parameter or field that does not exist. Outside compiled kernels, no function of more than seven
-parameters or eighty lines. What a command line declares as an option or argument is not counted as a parameter, since
-every option is one. No class that sets more than twelve attributes on ``self``.
+imports the laboratory. No retired word in a document or in a name. No path in docs/architecture.md that does not
+exist. No docstring that describes a parameter or field that does not exist. Outside compiled kernels, no function of
+more than seven parameters or eighty lines. What a command line declares as an option or argument is not counted as a
+parameter, since every option is one. No class that sets more than twelve attributes on ``self``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,25 @@ DESCRIBED = re.compile(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n\S|\Z)", re
 """The section of a docstring that describes parameters or fields."""
 COMPLETE_BASES = ("NamedTuple", "Protocol", "Enum", "msgspec.Struct")
 """Bases of a class from which it inherits no field that its docstring describes."""
+RETIRED_NAMES = {
+    "arranged": "cooptimized",
+    "deal": "assign_to_replicas",
+    "deals": "uses_encoder_dp",
+    "hand_out": "scatter_plan",
+    "head_tail": "longest_paths",
+    "heads_and_tails": "longest_paths",
+    "job_of_task": "component_of_task",
+    "job_row": "component_row",
+    "ladder": "pareto_steps",
+    "num_jobs": "num_components",
+    "room_bytes": "headroom_bytes",
+    "shaking": "perturbation",
+    "spare_bytes": "reserve_bytes",
+    "truths": "booleans",
+}
+"""Identifiers that use a word in a sense for which there is a standard term. The word is right in other senses."""
+FILE_FIELDS = ("dealing_share",)
+"""Fields of files, which keep their names."""
 GENERATED = ("benchmarks.md", "results/index.md", "results/dip.md", "results/pipetune.md", "results/adaptis.md")
 
 
@@ -193,6 +213,20 @@ def walk(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts)
 
 
+def retired_names(path: Path) -> Iterator[str]:
+    """Yield identifiers that contain a retired word, or use a word in a retired sense."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            name = token.string
+            if token.type != tokenize.NAME or name in FILE_FIELDS:
+                continue
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name)
+            better = RETIRED_NAMES.get(name.lstrip("_"))
+            if better is not None or RETIRED.search(words):
+                advice = "see docs/glossary.md" if better is None else f"use {better}"
+                yield f"{path.relative_to(ROOT)}:{token.start[0]} the name {name} is retired, {advice}"
+
+
 def problems() -> Iterator[str]:
     """All that is wrong, a line each."""
     yield from circles()
@@ -200,6 +234,7 @@ def problems() -> Iterator[str]:
     yield from lost_paths()
     for folder in ("src", "lab", "tests", "examples", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            yield from retired_names(path)
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if "# fmt" + ":" in line:
                     yield f"{path.relative_to(ROOT)}:{number} keeps a line from the formatter"

@@ -51,7 +51,7 @@ def solved(**change: Any) -> str:
     return f"solve {write('i.json', TINY | change)} --budget 0.01 --out out.json"
 
 
-def arranged(**change: Any) -> str:
+def cooptimized(**change: Any) -> str:
     layers = write("m.layers.json", json.loads(FORMATS["pipeloom.layers/1"]) | change)
     return f"arrange {layers} --budget 0.01 --out o.json"
 
@@ -84,14 +84,14 @@ case("durations whose sum exceeds 146 years")(
     lambda: checked(tasks=TINY["tasks"] | {"duration_s": [4e9, 4e9, 2.0, 2.0]})
 )
 case("delays whose sum exceeds 146 years")(lambda: checked(edges=TINY["edges"] | {"delay_s": [4e9, 4e9, 4e9]}))
-case("two million ranks")(lambda: arranged(num_ranks=2_000_000))
+case("two million ranks")(lambda: cooptimized(num_ranks=2_000_000))
 case("a pair that exceeds its rank's memory")(lambda: solved(memory_capacity_bytes=[49, 100]))
 case("an order with a deadlock")(
     lambda: f"simulate {write('i.json', TINY)} {write('s.json', TINY_SCHEDULE | {'order': [[3, 0], [1, 2]]})}"
 )
 case("a budget that is not a number")(lambda: f"solve {write('i.json', TINY)} --budget nan --out out.json")
 case("a layer that takes 1e300 s")(
-    lambda: arranged(layers=[json.loads(FORMATS["pipeloom.layers/1"])["layers"][0] | {"forward_s": 1e300}])
+    lambda: cooptimized(layers=[json.loads(FORMATS["pipeloom.layers/1"])["layers"][0] | {"forward_s": 1e300}])
 )
 case("a model of 27 million layers")(lambda: emulated(num_hidden_layers=27_000_000))
 case("a list where a table belongs")(lambda: emulated(vision_config=[]))

@@ -113,7 +113,7 @@ def test_offering_to_offload_refuses_no_arrangement() -> None:
     """Under the least limit that others fit, there is no room for what would be on its way to the host."""
     model, limit = vlm_spec(2, 4), 2000
 
-    def arranged(offered: tuple[Strategy, ...]) -> float:
+    def cooptimized(offered: tuple[Strategy, ...]) -> float:
         costs = costs_of(model, 1, strategies=offered)
         preview = Preview(costs, PACKING, batches(0)[:1], 2, capacity_bytes=limit)
         return arrange_training_layout(preview, budget=Evaluations(60), trial=Evaluations(2))[0].seconds
@@ -121,12 +121,12 @@ def test_offering_to_offload_refuses_no_arrangement() -> None:
     others: tuple[Strategy, ...] = ("keep", "recompute")
     while True:
         try:
-            without = arranged(others)
+            without = cooptimized(others)
             break
         except InfeasibleError:
             limit = limit * 5 // 4
     # Half of the budget goes to arrangements that offload.
-    assert arranged((*others, "offload")) <= 1.2 * without
+    assert cooptimized((*others, "offload")) <= 1.2 * without
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,4 +1,4 @@
-"""The example language model under an arranged layout: exact gradients, and `pipeloom train` from its file."""
+"""The example language model under an cooptimized layout: exact gradients, and `pipeloom train` from its file."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def trained(path: Path, runs: Path) -> Layout:
 
 @pytest.mark.full
 def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Path) -> None:
-    arranged = trained(config(tmp_path, 'kind = "arranged"'), tmp_path / "runs")
+    cooptimized = trained(config(tmp_path, 'kind = "arranged"'), tmp_path / "runs")
     table = read_layers(tmp_path / "runs" / NAME / "layers.json")
     assert len(table.layers) == 10
-    assert table.num_ranks == arranged.num_ranks == 2
+    assert table.num_ranks == cooptimized.num_ranks == 2
     # The rule that was found goes with the layout: into every search, and into a file beside it.
     folder = tmp_path / "runs" / NAME
     (rule,) = read_spec(folder / "setup.json", Setup).search.rules
-    assert rule == read_rule(folder / "layout.json", arranged)
+    assert rule == read_rule(folder / "layout.json", cooptimized)
     # What training left is what `pipeloom arrange` takes, and what that writes is what training takes.
     layers, layout = tmp_path / "runs" / NAME / "layers.json", tmp_path / "layout.json"
     assert run(["arrange", str(layers), "--budget", "0.2", "--out", str(layout), "--threads", "1"]) == 0
