@@ -1,4 +1,4 @@
-"""The example language model under an cooptimized layout: exact gradients, and `pipeloom train` from its file."""
+"""The example language model under a co-optimized layout: exact gradients, and `pipeloom train` from its file."""
 
 from __future__ import annotations
 
