@@ -100,7 +100,7 @@ def test_a_host_is_lost_and_training_goes_on_on_the_others(
         how(machines[2])
         lost_at = time.monotonic()
         said = tmp_path / "host-0.txt"
-        wait_for(lambda: "rank 2 is gone" in said.read_text() + (tmp_path / "host-1.txt").read_text())
+        wait_for(lambda: "rank 2 is lost" in said.read_text() + (tmp_path / "host-1.txt").read_text())
         assert time.monotonic() - lost_at < TIMEOUT_S
         # Those of the lost host end too: nobody can tell them, but they miss rank 0.
         wait_for(lambda: not runs_ranks(machines[2]))
