@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pipeloom.limits import MAX_COUNT
 
@@ -51,6 +53,15 @@ class InputError(PipeloomError, ValueError):
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
         """Pickle the three parts, because ranks send errors to one another."""
         return type(self), (self.entity, self.problem, self.remedy)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Prefix the entity of input errors with the place that has it, such as the name of a file."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
 
 
 def one_line(text: str) -> str:

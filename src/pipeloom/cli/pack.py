@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written, stdout
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.heartbeat import doing
 from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
@@ -142,10 +142,8 @@ def _pack_all(
     packed = []
     for number, batch in enumerate(batches, 1):
         doing(f"batch {number} of {len(batches)}")
-        try:
+        with located(where):
             packed += pack_batch(split_oversized(batch, model, split_above) if split_above else batch)
-        except InputError as error:
-            raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
     return packed
 
 

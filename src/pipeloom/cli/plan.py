@@ -20,7 +20,7 @@ from pipeloom.cli.output import (
     print_written,
 )
 from pipeloom.cli.solve import interruptible
-from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.errors import InfeasibleError, InputError, located
 from pipeloom.heartbeat import doing
 from pipeloom.io import (
     SearchRecord,
@@ -119,9 +119,8 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
         problem.compile_kernels()
         doing(f"planning (budget {budget_s:g} s)")
         try:
-            return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
-        except InputError as error:
-            raise InputError(f"{where}: {error.entity}", error.problem, error.remedy) from error
+            with located(where):
+                return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
         except InfeasibleError as error:
             raise type(error)(f"{where}: {error.verdict}: {error}") from error
         except OverflowError as error:

@@ -17,7 +17,7 @@ from pipeloom.cli.output import (
     print_written,
     stdout,
 )
-from pipeloom.errors import InputError, PlanError
+from pipeloom.errors import InputError, PlanError, located
 from pipeloom.io import read_instance, read_schedule
 from pipeloom.report import Track, comparison_table, make_track, time_text
 from pipeloom.taskgraph import TaskGraph
@@ -113,9 +113,8 @@ def read_track(graph: TaskGraph, path: Path) -> Track:
     """
     record = read_schedule(path)
     try:
-        timeline = run_order(graph, record.schedule)
-    except InputError as error:
-        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
+        with located(str(path)):
+            timeline = run_order(graph, record.schedule)
     except PlanError as error:
         raise InputError(f"{path}: order", str(error), "pipeloom check names every violation") from error
     for violation in check(graph, record.schedule):

@@ -8,9 +8,9 @@ from typing import Any
 from pipeloom.conversion import UPGRADE
 from pipeloom.cost import Profile
 from pipeloom.cost.layers import LayerTable
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.io import batches, instance, layers, layout, rule, samples, schedule
-from pipeloom.io.document import convert, locate, parse_document, show
+from pipeloom.io.document import convert, parse_document, show
 from pipeloom.io.files import PathLike, printable, read_text
 from pipeloom.plan import ExecutionPlan, from_text
 from pipeloom.search.rule import OrderRule
@@ -79,8 +79,9 @@ def read_plan(path: PathLike) -> ExecutionPlan:
 def plan_from_text(text: str, where: str) -> ExecutionPlan:
     """Parse the text form of a plan. Errors begin with ``where``."""
     try:
-        return from_text(text)
-    except InputError as error:
-        raise locate(error, where) from error
+        with located(where):
+            return from_text(text)
+    except InputError:
+        raise
     except ValueError as error:  # an integer of thousands of digits
         raise InputError(where, "has a number with too many digits") from error

@@ -165,11 +165,6 @@ def seconds(nanoseconds: IntArray | Sequence[int]) -> list[float]:
     return [int(ns) / NS_PER_S for ns in nanoseconds]
 
 
-def locate(error: InputError, where: str) -> InputError:
-    """Return the error with the file's name before its path."""
-    return InputError(f"{where}: {error.entity}", error.problem, error.remedy)
-
-
 def dump(document: Any) -> str:
     """Return JSON text with one line for each field of the document and of its objects, and a final newline."""
     return _dump(document, 2, "") + "\n"

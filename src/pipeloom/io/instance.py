@@ -10,12 +10,11 @@ import numpy as np
 
 from pipeloom.bounds import Number, NumBytes, Seconds
 from pipeloom.cost.layers import StrategyEntry
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.io.document import (
     convert_format,
     dump,
     int_array,
-    locate,
     read_document,
     seconds,
     show,
@@ -111,10 +110,8 @@ def write_instance(path: PathLike, graph: TaskGraph) -> None:
 def instance_from_document(document: dict[str, Any], where: str = "instance") -> TaskGraph:
     """Build the task graph of a parsed document. Errors are those of `read_instance`."""
     data = convert_format(document, _Instance, FORMAT, where)
-    try:
+    with located(where):
         return _graph(data)
-    except InputError as error:
-        raise locate(error, where) from error
 
 
 def _graph(data: _Instance) -> TaskGraph:

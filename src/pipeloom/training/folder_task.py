@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeloom.bounds import Count
-from pipeloom.errors import InputError, check_count
+from pipeloom.errors import InputError, check_count, located
 from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, ProcessedDataset, WebDataset
 from pipeloom.io.document import convert
 from pipeloom.runtime import Batches, Dataset, Model, user_code
@@ -170,16 +170,14 @@ def _check_model(folder: str, file: Path) -> None:
     """Raise `InputError` for an invalid model configuration, before its processor fails on it."""
     from pipeloom.integrations.transformers.weights import load_config
 
-    try:
+    with located(f"{file}: model.transformers"):
         load_config(folder)
-    except InputError as error:
-        raise InputError(f"{file}: model.transformers: {error.entity}", error.problem, error.remedy) from error
 
 
 def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> ProcessedDataset:
     """Open the data set that a table of the file names."""
     kind = next(name for name in _KINDS if getattr(data, name) is not None)
-    try:
+    with located(f"{file}: {table}"):
         return _KINDS[kind](
             _beside(file, getattr(data, kind)),
             os.path.realpath(file.parent / data.processor) if data.processor else folder,
@@ -188,8 +186,6 @@ def _dataset(data: DataConfig, file: Path, folder: str, table: str) -> Processed
             function=_function(file, data.function),
             exclude=data.exclude,
         )
-    except InputError as error:
-        raise InputError(f"{file}: {table}: {error.entity}", error.problem, error.remedy) from error
 
 
 @dataclass(frozen=True)

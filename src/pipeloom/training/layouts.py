@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pipeloom.cost import Profile, ProfileCosts, sharded_copies, usual_copies
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.io import read_layout, read_rule, write_layers
 from pipeloom.layout import encoder_first, layout_for, separate
 from pipeloom.layout.choose import LayoutEvaluation
@@ -62,10 +62,8 @@ def given_layout(job: Job, model: Model) -> LayoutChoice | None:
             f"tensor {degrees.tensor} and data {degrees.data}, "
             f"but the run has {config.parallel.tp} and {config.parallel.dp}",
         )
-    try:
+    with located(str(path)):
         return LayoutChoice(layout_for(layout, model.spec), rule)
-    except InputError as error:
-        raise InputError(f"{path}: {error.entity}", error.problem, error.remedy) from error
 
 
 def held_copies(job: Job, model: Model) -> dict[str, float]:

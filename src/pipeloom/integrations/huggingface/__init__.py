@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, located
 from pipeloom.integrations.huggingface.families import FAMILIES
 from pipeloom.integrations.huggingface.fields import Config
 from pipeloom.io.files import read_text
@@ -38,12 +38,10 @@ def read_huggingface(path: str | Path) -> Architecture:
         raise InputError(str(file), f"is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(str(file), "is not a JSON object")
-    try:
+    with located(str(file)):
         own = Path(os.path.realpath(file))
         name = own.parent.name if own.name == "config.json" else own.name.removesuffix(".json")
         return architecture_of(config, str(config.get("_name_or_path") or name))
-    except InputError as error:
-        raise InputError(f"{file}: {error.entity}", error.problem, error.remedy) from error
 
 
 def architecture_of(config: Config, name: str) -> Architecture:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeloom.errors import InputError
+from pipeloom.errors import located
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.prefetch import Describe, batch_of, next_samples
 from pipeloom.runtime.launch.coordination import broadcast_bytes, together
@@ -39,10 +39,8 @@ class UpcomingBatch:
         InputError
             The metadata is invalid. The error names the iteration.
         """
-        try:
+        with located(f"iteration {self.iteration}"):
             return batch_of(self.samples, self.describe, self.iteration)
-        except InputError as error:
-            raise InputError(f"iteration {self.iteration}: {error.entity}", error.problem, error.remedy) from error
 
     @cached_property
     def digest(self) -> str:

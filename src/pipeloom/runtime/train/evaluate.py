@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeloom.errors import ExecutionError, InputError
+from pipeloom.errors import ExecutionError, InputError, located
 from pipeloom.plan import Delivery
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
@@ -133,7 +133,7 @@ class Evaluator:
             samples = next_samples(source, _named(number))
         batch = None
         if samples is not None:
-            with _named_errors(number):
+            with located(_named(number)):
                 batch = batch_of(samples, self._describe, number)
         BatchComparison(None if batch is None else batch_digest(batch)).check(_named(number))
         return None if samples is None or batch is None else (samples, batch)
@@ -141,7 +141,7 @@ class Evaluator:
     def _loss_sum(self, samples: Sequence[Any], whole: Batch, plan: PlanForwards) -> float:
         """Return this process's part of a batch's sum of losses."""
         here, number = self.membership, whole.iteration
-        with _named_errors(number):
+        with located(_named(number)):
             mine = here.share(whole, self.model.spec, self._loads)
             batch = whole.part(mine)
             delivery = plan(batch) if here.is_planner_rank else None
@@ -159,15 +159,6 @@ class Evaluator:
 
 def _named(number: int) -> str:
     return f"evaluation batch {number}"
-
-
-@contextmanager
-def _named_errors(number: int) -> Iterator[None]:
-    """Add the number of the batch to input errors."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{_named(number)}: {error.entity}", error.problem, error.remedy) from error
 
 
 @contextmanager
