@@ -57,6 +57,7 @@ lint: dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_house.py
+	$(BIN)/python scripts/reachable.py
 
 bench: dev
 	$(BIN)/python -m benchmarks

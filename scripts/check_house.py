@@ -27,7 +27,7 @@ WIDE_CLASSES = {
 }
 """Classes that may set more attributes, and why."""
 RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
-"""Words of documents that have a standard term instead; see the glossary. Code in them may still have the names."""
+"""Words of documents and names that have a standard term instead; see the glossary."""
 DESCRIBED = re.compile(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n\S|\Z)", re.DOTALL | re.MULTILINE)
 """The section of a docstring that describes parameters or fields."""
 COMPLETE_BASES = ("NamedTuple", "Protocol", "Enum", "msgspec.Struct")
@@ -94,9 +94,8 @@ def _strongly_connected(imports: dict[str, set[str]]) -> Iterator[set[str]]:
             yield group
 
 
-def wide_functions(path: Path) -> Iterator[str]:
+def wide_functions(path: Path, tree: ast.Module) -> Iterator[str]:
     """Functions with too many parameters or lines."""
-    tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -107,9 +106,9 @@ def wide_functions(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines, at most {MOST_LINES}"
 
 
-def wide_classes(path: Path) -> Iterator[str]:
+def wide_classes(path: Path, tree: ast.Module) -> Iterator[str]:
     """Classes that set too many attributes on ``self``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
             continue
         count, file = len(_attributes_set(node)), path.relative_to(ROOT).as_posix()
@@ -151,9 +150,9 @@ def _is_option(default: ast.expr | None) -> bool:
     return isinstance(default, ast.Call) and ast.unparse(default.func) in ("typer.Option", "typer.Argument")
 
 
-def stale_descriptions(path: Path) -> Iterator[str]:
+def stale_descriptions(path: Path, tree: ast.Module) -> Iterator[str]:
     """Names in sections of docstrings that are neither a parameter of the function nor a member of the class."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
         section = DESCRIBED.search(ast.get_docstring(node) or "")
@@ -241,10 +240,11 @@ def problems() -> Iterator[str]:
                 if folder == "tests" and "import" in line and "pipeloom_lab" in line:
                     yield f"{path.relative_to(ROOT)}:{number} imports the laboratory"
     for path in sorted(path for source in SOURCES for path in source.rglob("*.py")):
-        yield from stale_descriptions(path)
-        yield from wide_classes(path)
+        tree = ast.parse(path.read_text())
+        yield from stale_descriptions(path, tree)
+        yield from wide_classes(path, tree)
         if "kernels" not in str(path.relative_to(ROOT)):
-            yield from wide_functions(path)
+            yield from wide_functions(path, tree)
 
 
 if __name__ == "__main__":

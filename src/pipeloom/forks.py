@@ -430,7 +430,5 @@ def end_with_starter(problem: str = "", starter: int = 0, folder: Path | None = 
 
 
 def _run_command(arguments: Sequence[str], environment: dict[str, str]) -> None:
-    # Started here, because the server may have ended before the command checks its parent.
-    end_with_starter()
     os.environ.update(environment)
     sys.exit(import_module("pipeloom.cli.app").run(list(arguments)))

@@ -1,4 +1,4 @@
-"""Who runs a command is told before functions are compiled, and only then."""
+"""A command prints a note before it compiles functions, and only then."""
 
 from __future__ import annotations
 

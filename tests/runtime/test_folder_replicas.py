@@ -1,4 +1,4 @@
-"""A folder's copies on several hosts: what fails on one rank is told to all, and nobody waits for it."""
+"""Replicas of a folder on several hosts: all ranks learn of a failure on one rank, and none of them waits for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
     ],
 )
 def test_a_rank_that_fails_is_waited_for_by_nobody(tmp_path: Path, how: str, reported: str) -> None:
-    # FolderReplicas wait for one another for an hour: whoever is left waiting runs into the test's own bound.
+    # Ranks wait for one another for an hour, so a rank that is left waiting exceeds the time limit of the test.
     there, here = launch(copy_in_spite, 2, tmp_path, how)
     assert there == reported
     # What was sent before is there; of the file that failed nothing is.

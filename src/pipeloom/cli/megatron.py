@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = """\
 Find the fastest pipeline layout, recomputation and microbatch group size that Megatron supports.
 
-Reads a run from Megatron's arguments, emulates an iteration as it is now, and searches the layouts that Megatron
+Reads a run from Megatron's arguments, emulates an iteration of this run, and searches the layouts that Megatron
 supports, with Megatron's order of tasks. Degrees, batch and model are unchanged. Times are emulated, not measured.
 """
 EPILOG = (

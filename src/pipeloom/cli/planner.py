@@ -28,7 +28,7 @@ def planner(store: str = typer.Option(..., help="Address of the trainer's store,
     # The store shows only at its next use, after a search, that the trainer is gone.
     end_with_starter(starter=int(os.environ.get(STARTER, 0)))
     reached = TcpPlanStore.connect(store, os.environ.get(STORE_SECRET, ""))
-    # Not before: whoever gives a wrong address keeps its priority.
+    # After connecting, so that a process with a wrong address keeps its priority.
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     try:
