@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from pipeloom.cli.options import check_budget, check_seed
+from pipeloom.cli.options import CLUSTER_HELP, check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_note, print_written
 from pipeloom.cli.solve import interruptible, progress_display
 from pipeloom.errors import InfeasibleError, InputError
@@ -83,7 +83,7 @@ def arrange(
         help="A .toml file with parameters of the joint search (pipeloom.layout.cooptimize.params).",
     ),
     page: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page about the result."),
-    cluster: str = typer.Option("dip-h800-64", help="For a model: a cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help="For a model. " + CLUSTER_HELP),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="For a model: tensor parallelism."),
     pp: int = typer.Option(4, min=1, max=MAX_RANKS, help="For a model: pipeline ranks."),
     tokens: int = typer.Option(4096, min=1, max=MAX_COUNT, help="For a model: tokens of a microbatch (one sequence)."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP, check_budget
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
@@ -49,9 +49,7 @@ def compare(
     systems: str = typer.Option(
         "all", metavar="NAMES", help="Baselines, separated by commas; all: every suitable one."
     ),
-    cluster: str = typer.Option(
-        "8xH100", help="A description (8xH100, '2x8xB200 ib400'), a cluster of the zoo, or a .toml file."
-    ),
+    cluster: str = typer.Option("8xH100", help=CLUSTER_HELP),
     data: str | None = typer.Option(
         None,
         help="A data set of the zoo, or samples (.jsonl, .parquet, .tar, pattern, folder); default: the model's own.",

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.options import FREEZE_HELP
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
 from pipeloom.emulator import Draw, EmulatedStep, module_parameters
 from pipeloom.emulator import emulate as run_emulation
@@ -45,7 +45,7 @@ def emulate(
         metavar="MODEL",
         help="A model's name, a Hugging Face config.json or folder, a .toml file, or 'list' for all names.",
     ),
-    cluster: str = typer.Option("dip-h800-64", help="A description (8xH100), a cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help=CLUSTER_HELP),
     tp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Tensor parallelism."),
     pp: int = typer.Option(1, min=1, max=MAX_RANKS, help="Pipeline ranks."),
     dp: int = typer.Option(1, min=1, max=MAX_DEVICES, help="Data-parallel replicas."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import check_budget, check_seed
+from pipeloom.cli.options import CLUSTER_HELP, check_budget, check_seed
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, print_json, print_written, stdout
 from pipeloom.heartbeat import doing
 from pipeloom.limits import MAX_DEVICES
@@ -38,7 +38,7 @@ def megatron(
     arguments: str = typer.Argument(
         ..., metavar="ARGUMENTS", help="Megatron's arguments: a text file, a shell script or a .yaml file."
     ),
-    cluster: str = typer.Option("h100-64", help="A cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("h100-64", help=CLUSTER_HELP),
     gpus: int | None = typer.Option(
         None,
         min=1,

@@ -11,6 +11,7 @@ from pipeloom.limits import MAX_SEED, MAX_THREADS, MAX_WAIT_S
 if TYPE_CHECKING:
     from pipeloom.search import SearchParams
 
+CLUSTER_HELP = "A description (64xH100, '2x8xB200 ib400'), a cluster of the zoo, or a .toml file."
 FREEZE_HELP = "A module that is not trained; can be repeated."
 PARAMS_HELP = "A TOML or JSON file with search parameters to change, one table per group."
 

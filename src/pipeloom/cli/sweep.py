@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
-from pipeloom.cli.options import FREEZE_HELP
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import Points, SweepEntry, module_parameters
 from pipeloom.emulator import sweep as run_sweep
@@ -23,7 +23,7 @@ EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
 
 def sweep(
     model: str = typer.Argument(..., metavar="MODEL", help="A model of the zoo, a .toml file, or a config.json."),
-    cluster: str = typer.Option("dip-h800-64", help="A cluster of the zoo, or a .toml file."),
+    cluster: str = typer.Option("dip-h800-64", help=CLUSTER_HELP),
     gpus: int = typer.Option(0, min=0, max=MAX_DEVICES, help="Number of devices to use; 0: the whole cluster."),
     microbatches: int = typer.Option(
         128, min=1, max=MAX_MICROBATCHES, metavar="N", help="Microbatches of the global batch."
