@@ -55,6 +55,7 @@ COMMANDS = {
     ),
     "pack": Command("pipeloom.cli.pack", "Pack samples into microbatches and show their loads."),
     "solve": Command("pipeloom.cli.solve", "Search for a schedule of an instance."),
+    "validate": Command("pipeloom.cli.validate", "Predict training runs whose times are known, and print the errors."),
     "arrange": Command("pipeloom.cli.arrange", "Co-optimize partition, placement and schedule of a chain of layers."),
     "profile": Command("pipeloom.cli.profile", "Measure a model's layers on this machine, as input for arrange."),
     "check": Command("pipeloom.cli.check", "Check whether a schedule is feasible for an instance; list violations."),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from pipeloom.emulator import modules
 from pipeloom.emulator.rules import Curve, Device, Efficiency, RuleTable
-from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Tape
+from pipeloom.emulator.tape import DEVICE_NAMES, NIC, NVLINK, Context, Group, Tape
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.spec.architecture import (
@@ -46,6 +46,7 @@ from pipeloom.spec.architecture import (
 )
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
     AttentionMixer: modules.Attention,
@@ -133,7 +134,7 @@ def layer_module(layer: Layer) -> tuple[modules.Module, int]:
 
 def efficiency(spec: EfficiencySpec) -> Efficiency:
     """Convert the efficiencies of a spec."""
-    return Efficiency(_curve(spec.flops), _curve(spec.memory), _curve(spec.network))
+    return Efficiency(_curve(spec.flops), _curve(spec.memory), _curve(spec.network), spec.extra_keys)
 
 
 def _curve(points: Points) -> Curve:
@@ -158,7 +159,8 @@ def local_devices(
     )
     compute = Device(
         DEVICE_NAMES[0],
-        flops_per_s=device.sustained_flops_per_s or device.flops_per_s,
+        flops_per_s=device.flops_per_s,
+        sustained=(device.sustained_flops_per_s or device.flops_per_s) / device.flops_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s,
         launch_s=device.launch_s,
         capacity_bytes=device.usable_bytes,
@@ -173,9 +175,13 @@ def local_devices(
     )
 
 
-def cluster_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """Return the local devices of a cluster's accelerators."""
-    return local_devices(cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s)
+def cluster_devices(cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> tuple[Device, ...]:
+    """Return the local devices of a cluster's accelerators, as a trainer uses them."""
+    compute, *links = local_devices(
+        cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s
+    )
+    slowdown = {"*": trainer.elementwise, "cross_entropy": trainer.cross_entropy}
+    return replace(compute, slowdown=slowdown), *links
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class Placement:
 
     cluster: ClusterSpec
     degrees: Degrees
+    trainer: TrainerSpec = FUSED
 
     def __post_init__(self) -> None:
         """Raise `InputError` if the degrees need more devices than the cluster has."""
@@ -212,17 +219,31 @@ class Placement:
             context=d.context,
             expert=d.expert,
             sequence_parallel=d.sequence_parallel,
-            tensor_link=self.link(d.tensor),
-            context_link=self.link(d.tensor * d.context),
-            expert_link=self.link(max(d.expert, d.tensor)),
+            tensor_group=self.group(d.tensor),
+            context_group=self.group(d.context, d.tensor),
+            expert_group=self.group(d.expert),
             shard=d.data if d.zero == 3 else 1,
-            shard_link=self.data_link,
+            shard_group=self.group(d.data, d.tensor * d.context),
+            unfused_attention=self.trainer.attention == "unfused",
+            hidden_tensor=self.trainer.hidden_tensor,
         )
 
+    def group(self, peers: int, stride: int = 1) -> Group:
+        """Return the link of ``peers`` devices, each ``stride`` devices after the other."""
+        node, device = self.cluster.devices_per_node, self.cluster.device
+        local = min(peers, max(1, node // stride))
+        if not self.crosses_nodes(peers * stride) and device.nvlink_bytes_per_s:
+            return Group(NVLINK, 1.0, local)
+        lanes = min(local, max(1.0, device.nvlink_bytes_per_s / self.cluster.nic_bytes_per_s))
+        return Group(NIC, float(lanes), local)
+
     @property
-    def data_link(self) -> int:
-        """Link of the data-parallel group."""
-        return self.link(self.degrees.tensor * self.degrees.context * self.degrees.data)
+    def data_groups(self) -> tuple[Group, Group]:
+        """Links of the groups that share gradients: of dense weights, and of experts."""
+        d = self.degrees
+        dense, experts = d.data * d.context, max(1, d.data * d.context * d.tensor // d.expert)
+        whole = self.group(dense, d.tensor)
+        return whole, self.group(experts, d.expert) if d.expert > 1 else whole
 
     @property
     def rank_span(self) -> int:
@@ -244,7 +265,7 @@ class Placement:
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
         """Local devices of one accelerator."""
-        return cluster_devices(self.cluster)
+        return cluster_devices(self.cluster, self.trainer)
 
     def send_ps(self, num_bytes: int, link: int) -> int:
         """Return the picoseconds of one message over a link."""
@@ -253,13 +274,15 @@ class Placement:
 
 
 @functools.lru_cache(maxsize=512)
-def _template(layer: Layer, context: Context, cluster: bytes, trainable: bool, input_gradient: bool) -> LayerTemplate:
+def _template(
+    layer: Layer, context: Context, cluster: bytes, trainer: TrainerSpec, trainable: bool, input_gradient: bool
+) -> LayerTemplate:
     module, width = layer_module(layer)
     return LayerTemplate(
         module,
         width,
         context,
-        cluster_devices(msgspec.json.decode(cluster, type=ClusterSpec)),
+        cluster_devices(msgspec.json.decode(cluster, type=ClusterSpec), trainer),
         trainable=trainable,
         input_gradient=input_gradient,
     )
@@ -296,7 +319,12 @@ def layer_template(
 ) -> LayerTemplate:
     """Return the template of one layer, which is traced once for each structure, parallelism and device."""
     return _template(
-        unnamed(layer), placement.context, msgspec.json.encode(placement.cluster), trainable, input_gradient
+        unnamed(layer),
+        placement.context,
+        msgspec.json.encode(placement.cluster),
+        placement.trainer,
+        trainable,
+        input_gradient,
     )
 
 

@@ -14,7 +14,7 @@ import math
 from typing import Literal
 
 from pipeloom.emulator.size import ZERO, Size
-from pipeloom.emulator.tape import Backward, Cost, Tensor
+from pipeloom.emulator.tape import NVLINK, Backward, Context, Cost, Group, Tensor
 
 NormKind = Literal["layer", "rms"]
 Algorithm = Literal["ring", "tree"]
@@ -201,20 +201,57 @@ def attention(
     rows : query rows
     """
     first = inputs[0]
+    if first.context.unfused_attention:
+        return _unfused_attention(inputs, pairs * (2 if causal else 1), heads, query_key_width, value_width, rows)
     kind = "causal_attention" if causal else "attention"
     width = heads * value_width
-    flops = pairs * (2 * heads * (query_key_width + value_width))
+    per_key = 2 * heads * (query_key_width + value_width)
+    flops, more = pairs * per_key, rows * per_key
     moved = rows * (width * first.dtype_bytes)
     for tensor in inputs:
         moved = moved + tensor.num_bytes
+    backward = Cost(f"{kind}_backward", flops * 2.5, moved * 2, variant=query_key_width, flops_per_key=more * 2.5)
     return first.tape.record(
-        Cost(kind, flops, moved),
+        Cost(kind, flops, moved, variant=query_key_width, flops_per_key=more),
         inputs,
         (rows, width),
-        backward=Backward(
-            saved=inputs, saves_output=True, input_gradient=Cost(f"{kind}_backward", flops * 2.5, moved * 2)
-        ),
+        backward=Backward(saved=inputs, saves_output=True, input_gradient=backward),
         extra=[(rows, heads, STATISTIC_BYTES)],
+    )
+
+
+def _unfused_attention(
+    inputs: list[Tensor], pairs: Size, heads: int, query_key_width: int, value_width: int, rows: Size
+) -> Tensor:
+    """Compute attention by two products with a softmax and a dropout between them.
+
+    Each score takes 13 bytes in the forward and 17 in the backward. 5 of them are kept: the probability, its dropout's
+    mask and result (Korthikanti et al. 2022, section 4.1).
+    """
+    tape, dtype = inputs[0].tape, inputs[0].dtype_bytes
+    scores, moved = pairs * heads, rows * (heads * value_width * dtype)
+    for tensor in inputs:
+        moved = moved + tensor.num_bytes
+    first, second = scores * (2 * query_key_width), scores * (2 * value_width)
+    raw = tape.record(
+        Cost("matmul", first, moved * 0.5 + scores * dtype),
+        inputs,
+        (scores, 1),
+        backward=Backward(saved=inputs, input_gradient=Cost("matmul", first * 2, moved + scores * (2 * dtype))),
+    )
+    chances = tape.record(
+        Cost("softmax", scores * 8, scores * 9),
+        [raw],
+        (scores, 1),
+        backward=Backward(saves_output=True, input_gradient=Cost("softmax", scores * 8, scores * 11)),
+        extra=[(scores, 1, 1)],
+    )
+    return tape.record(
+        Cost("matmul", second, moved * 0.5 + scores * dtype),
+        [chances],
+        (rows, heads * value_width),
+        backward=Backward(input_gradient=Cost("matmul", second * 2, moved + scores * (2 * dtype))),
+        extra=[(scores, 1, dtype)],
     )
 
 
@@ -345,17 +382,31 @@ def weighted_sum(x: Tensor, weights: Tensor, rows: Size) -> Tensor:
     )
 
 
-def ring(kind: str, num_bytes: Size, peers: int, device: int, *, passes: int = 1) -> Cost:
+def ring(kind: str, num_bytes: Size, peers: int, group: Group, *, passes: int = 1) -> Cost:
     """Return the cost of a collective over a ring. ``num_bytes`` is the size of all gathered or reduced data."""
-    return Cost(kind, network=num_bytes * (passes * (peers - 1) / peers), device=device, steps=passes * (peers - 1))
+    network = num_bytes * (passes * (peers - 1) / peers / group.lanes)
+    return Cost(kind, network=network, device=group.device, steps=passes * (peers - 1), variant=peers)
 
 
-def all_reduce_cost(num_bytes: Size, peers: int, device: int, algorithm: Algorithm = "ring") -> Cost:
+def all_to_all_cost(num_bytes: Size, peers: int, group: Group) -> Cost:
+    """Return the cost of an all-to-all of ``num_bytes`` per device. Over NICs, only bytes for other nodes count."""
+    sent = (peers - (1 if group.device == NVLINK else min(group.local, peers - 1))) / peers
+    return Cost("all_to_all", network=num_bytes * sent, device=group.device, steps=peers - 1, variant=peers)
+
+
+def all_reduce_cost(num_bytes: Size, peers: int, group: Group, algorithm: Algorithm = "ring") -> Cost:
     """Return the cost of an all-reduce by ring (bandwidth-optimal) or double tree (few messages)."""
     if algorithm == "tree":
         steps = 2 * math.ceil(math.log2(peers)) if peers > 1 else 0
-        return Cost("all_reduce", network=num_bytes * (2 if peers > 1 else 0), device=device, steps=steps)
-    return ring("all_reduce", num_bytes, peers, device, passes=2)
+        network = num_bytes * ((2 if peers > 1 else 0) / group.lanes)
+        return Cost("all_reduce", network=network, device=group.device, steps=steps, variant=peers)
+    return ring("all_reduce", num_bytes, peers, group, passes=2)
+
+
+def _tensor_group(context: Context) -> Group:
+    """Return the tensor-parallel group, as fast as the part of its messages that computation does not hide is."""
+    group = context.tensor_group
+    return group._replace(lanes=group.lanes / (1 - context.hidden_tensor))
 
 
 def enter_tensor_parallel(x: Tensor) -> Tensor:
@@ -368,20 +419,20 @@ def enter_tensor_parallel(x: Tensor) -> Tensor:
         return x
     rows = x.rows * context.row_split
     whole = rows * (x.width * x.dtype_bytes)
-    link = context.tensor_link
+    group = _tensor_group(context)
     if context.sequence_parallel:
         return x.tape.record(
-            ring("all_gather", whole, context.tensor, link),
+            ring("all_gather", whole, context.tensor, group),
             [x],
             (rows, x.width),
-            backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, link)),
+            backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, group)),
             again="always",
         )
     return x.tape.record(
         Cost("view"),
         [x],
         (rows, x.width),
-        backward=Backward(input_gradient=all_reduce_cost(whole, context.tensor, link)),
+        backward=Backward(input_gradient=all_reduce_cost(whole, context.tensor, group)),
         again="always",
     )
 
@@ -391,16 +442,16 @@ def leave_tensor_parallel(x: Tensor) -> Tensor:
     context = x.context
     if context.tensor == 1:
         return x
-    link = context.tensor_link
+    group = _tensor_group(context)
     if context.sequence_parallel:
         return x.tape.record(
-            ring("reduce_scatter", x.num_bytes, context.tensor, link),
+            ring("reduce_scatter", x.num_bytes, context.tensor, group),
             [x],
             (x.rows / context.tensor, x.width),
-            backward=Backward(input_gradient=ring("all_gather", x.num_bytes, context.tensor, link)),
+            backward=Backward(input_gradient=ring("all_gather", x.num_bytes, context.tensor, group)),
         )
     return x.tape.record(
-        all_reduce_cost(x.num_bytes, context.tensor, link),
+        all_reduce_cost(x.num_bytes, context.tensor, group),
         [x],
         (x.rows, x.width),
         backward=Backward(input_gradient=Cost("view")),
@@ -412,7 +463,7 @@ def exchange(x: Tensor) -> Tensor:
     context = x.context
     if context.expert == 1:
         return x
-    cost = ring("all_to_all", x.num_bytes, context.expert, context.expert_link)
+    cost = all_to_all_cost(x.num_bytes, context.expert, context.expert_group)
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
@@ -422,6 +473,6 @@ def share_keys(x: Tensor, width: float) -> Tensor:
     if context.context == 1:
         return x
     whole = x.rows * (context.context * width * x.dtype_bytes)
-    cost = ring("ring_exchange", whole, context.context, context.context_link)
-    back = ring("ring_exchange", whole, context.context, context.context_link, passes=2)
+    cost = ring("ring_exchange", whole, context.context, context.context_group)
+    back = ring("ring_exchange", whole, context.context, context.context_group, passes=2)
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=back))

@@ -169,7 +169,7 @@ class _Writer:
     def _shard_cost(self, kind: str) -> Cost:
         context = self.tape.context
         num_bytes = ONE * (sum(p.local for p in self.tape.parameters) * context.dtype_bytes)
-        return ring(kind, num_bytes, context.shard, context.shard_link)
+        return ring(kind, num_bytes, context.shard, context.shard_group)
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
         buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)

@@ -24,6 +24,9 @@ from pipeloom.totals import PS_PER_S, summable
 IntArray = npt.NDArray[np.int64]
 METRICS = ("flops", "memory", "network")
 
+PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
+"""Operators that count as the model's operations in utilization."""
+
 Curve = tuple[tuple[float, float], ...]
 """Increasing points (seconds at the peak, efficiency). A single point applies everywhere."""
 
@@ -37,6 +40,8 @@ class Efficiency:
     flops: Curve = FULL
     memory: Curve = FULL
     network: Curve = FULL
+    extra_keys: float = 0.0
+    """Keys that each query of an attention costs in addition: tiles beside the mask, and the start of a row of tiles."""
 
     def __post_init__(self) -> None:
         for name in METRICS:
@@ -62,6 +67,11 @@ class Device:
         Seconds added per step (message) of an operator with steps.
     launch_s : float
         Minimum seconds of an operator that has anything to do.
+    sustained : float
+        Share of the efficiencies of operations that the device sustains within its power limit.
+    slowdown : mapping from operator kind to float
+        Time of memory-bound operators, relative to the efficiency's; ``"*"`` stands for every other kind but
+        `PRODUCTS`.
     efficiency : mapping from operator kind to `Efficiency`
         ``"*"`` stands for every other kind.
     overrides : mapping from operator kind to a rule, `Counts` -> seconds
@@ -74,6 +84,8 @@ class Device:
     latency_s: float = 0.0
     launch_s: float = 0.0
     capacity_bytes: int | None = None
+    slowdown: Mapping[str, float] = field(default_factory=dict)
+    sustained: float = 1.0
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
 
@@ -87,11 +99,21 @@ class Device:
             )
 
     def efficiency_of(self, kind: str) -> Efficiency:
-        """Return the efficiency of a kind of operator, or of attention for causal attention, or of ``"*"``."""
-        for name in (kind, kind.removeprefix("causal_"), "*"):
+        """Return the efficiency of a kind of operator.
+
+        ``causal_attention@128`` is causal attention of head width 128. If a device lacks it, that of any width stands
+        for it, then that of attention, then that of ``"*"``.
+        """
+        base = kind.partition("@")[0]
+        for name in (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"), "*"):
             if name in self.efficiency:
                 return self.efficiency[name]
         return Efficiency()
+
+    def slowdown_of(self, kind: str) -> float:
+        """Return the time of a kind's memory accesses, relative to the efficiency's."""
+        base = kind.partition("@")[0]
+        return 1.0 if base in PRODUCTS else self.slowdown.get(base, self.slowdown.get("*", 1.0))
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -115,6 +137,8 @@ class RuleTable:
             [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
         )
         chosen = [devices[d].efficiency_of(k) for d, k in rows]
+        sustained = [devices[d].sustained for d, _ in rows]
+        slower = [devices[d].slowdown_of(k) for d, k in rows]
         width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
         self.values = np.ones((len(rows), 3, width))
@@ -124,13 +148,13 @@ class RuleTable:
                 curve: Curve = getattr(e, metric)
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
-                self.values[r, m, : len(curve)] = [value for _, value in curve]
+                self.values[r, m, : len(curve)] = [value * (sustained[r], 1 / slower[r], 1.0)[m] for _, value in curve]
         self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
         self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(
-            (i, devices[d].overrides[k])
+            (i, devices[d].overrides[k.partition("@")[0]])
             for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))
-            if k in devices[d].overrides
+            if k.partition("@")[0] in devices[d].overrides
         )
 
     def durations_ps(self, amounts: FloatArray) -> IntArray:
@@ -161,7 +185,7 @@ class RuleTable:
             amounts, self.rule, self.steps, rates, self.points, self.values, self.counts, self.fixed
         )
         for i, rule in self.overridden:
-            seconds = rule(Counts(self.kind[i], *map(float, amounts[i])))
+            seconds = rule(Counts(self.kind[i].partition("@")[0], *map(float, amounts[i])))
             if not 0 <= seconds < float("inf"):
                 raise InputError(f"rule for {self.kind[i]!r}", f"{seconds} is not a duration in seconds")
             out[i] = round(seconds * PS_PER_S)

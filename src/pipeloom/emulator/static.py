@@ -46,13 +46,13 @@ def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
     return round(total) + (2 * largest if degrees.zero == 3 else 0)
 
 
-def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: int) -> list[Cost]:
+def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[Cost]:
     """Return the operators at the end of an iteration: reduce gradients, run the optimizer, gather new weights."""
     costs: list[Cost] = []
-    state = degrees.state
-    for count, peers in zip(
-        map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True)), shards(degrees), strict=False
-    ):
+    degrees, trainer = placement.degrees, placement.trainer
+    state, groups = degrees.state, placement.data_groups
+    counts = map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True))
+    for count, peers, group in zip(counts, shards(degrees), groups, strict=False):
         if not count:
             continue
         divided = peers if degrees.zero else 1
@@ -60,23 +60,24 @@ def update_costs(layers: Sequence[LayerTemplate], degrees: Degrees, data_link: i
         if peers > 1 and degrees.zero != 3:
             passes = 2 if degrees.zero == 0 else 1
             kind = "all_reduce" if passes == 2 else "reduce_scatter"
-            costs.append(ring(kind, gradients, peers, data_link, passes=passes))
+            shown = gradients * (1 - trainer.hidden_reduction)
+            costs.append(ring(kind, shown, peers, group, passes=passes))
         # The optimizer reads gradient and state, and writes state and weight.
         moved = count / divided * (state.gradient + 2 * state.optimizer + WEIGHT_BYTES)
         costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
         if peers > 1 and degrees.zero == 1:
-            costs.append(ring("all_gather", weights, peers, data_link))
+            costs.append(ring("all_gather", weights * (1 - trainer.hidden_gather), peers, group))
     return costs
 
 
 def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     """Return the picoseconds at the end of an iteration on a rank with some layers."""
-    costs = update_costs(layers, placement.degrees, placement.data_link)
+    costs = update_costs(layers, placement)
     if not costs:
         return 0
     table = RuleTable(
         placement.devices,
-        tuple(c.kind for c in costs),
+        tuple(c.rule for c in costs),
         np.array([c.device for c in costs]),
         np.array([c.steps for c in costs]),
     )

@@ -19,6 +19,25 @@ DEVICE_NAMES = ("compute", "nvlink", "nic", "pcie")
 NUM_DEVICES = len(DEVICE_NAMES)
 
 
+class Group(NamedTuple):
+    """The link of a group of devices that communicate.
+
+    Attributes
+    ----------
+    device : int
+        Link that carries the group's messages: `NVLINK`, or `NIC` if the group spans several nodes.
+    lanes : float
+        Over `NIC`, the rings between two nodes, each over another NIC. A device's share of the bytes between nodes is
+        divided by it. At most as many as NVLink feeds.
+    local : int
+        Devices of the group in one node.
+    """
+
+    device: int = NVLINK
+    lanes: float = 1.0
+    local: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """How one layer is divided over devices, seen from one of them.
@@ -31,10 +50,14 @@ class Context:
         Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1.
     dtype_bytes, gradient_bytes : int
         Bytes of an activation or weight, and of an accumulated weight gradient.
-    tensor_link, context_link, expert_link : int
-        Device that carries each group's collectives: `NVLINK` or `NIC`.
-    shard, shard_link : int
+    tensor_group, context_group, expert_group : Group
+        Links of the groups.
+    shard, shard_group : int, Group
         Data-parallel devices over which weights are sharded between uses (ZeRO-3), and their link.
+    unfused_attention : bool
+        Whether attention computes and keeps the scores of all pairs.
+    hidden_tensor : float
+        Share of the tensor-parallel collectives that computation hides.
     """
 
     tensor: int = 1
@@ -43,11 +66,13 @@ class Context:
     sequence_parallel: bool = True
     dtype_bytes: int = 2
     gradient_bytes: int = 4
-    tensor_link: int = NVLINK
-    context_link: int = NIC
-    expert_link: int = NVLINK
+    tensor_group: Group = Group()
+    context_group: Group = Group(NIC)
+    expert_group: Group = Group()
     shard: int = 1
-    shard_link: int = NIC
+    shard_group: Group = Group(NIC)
+    unfused_attention: bool = False
+    hidden_tensor: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
@@ -69,7 +94,11 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency."""
+    """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency.
+
+    ``variant`` is the head width of an attention, or the number of devices of a collective: the efficiency may depend
+    on it. ``flops_per_key`` are the operations of an attention's queries on one more key each (`Efficiency.extra_keys`).
+    """
 
     kind: str
     flops: Size = ZERO
@@ -77,6 +106,13 @@ class Cost:
     network: Size = ZERO
     device: int = COMPUTE
     steps: float = 0.0
+    variant: int = 0
+    flops_per_key: Size = ZERO
+
+    @property
+    def rule(self) -> str:
+        """Kind by which the efficiency is looked up."""
+        return f"{self.kind}@{self.variant}" if self.variant else self.kind
 
 
 @dataclass(eq=False, repr=False)

@@ -17,7 +17,7 @@ from pipeloom.emulator.graph import FOREVER, Amounts, GraphBuilder, MemoryCurve,
 from pipeloom.emulator.kernels import issue
 from pipeloom.emulator.modules import Module
 from pipeloom.emulator.program import ALIVE, Part, Passes, Program, make_passes
-from pipeloom.emulator.rules import Device, IntArray, RuleTable
+from pipeloom.emulator.rules import PRODUCTS, Device, IntArray, RuleTable
 from pipeloom.emulator.size import ZERO, FloatArray, Size, Window, feature_row
 from pipeloom.emulator.subgraph import Leaf
 from pipeloom.emulator.tape import DEVICE_NAMES, NUM_DEVICES, PCIE, Context, Cost, Parameters, Tape
@@ -25,8 +25,6 @@ from pipeloom.errors import InputError
 from pipeloom.spec import STRATEGIES, TRAITS, Strategy, Workload
 from pipeloom.totals import summable
 
-PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
-"""Operators that count as the model's operations in utilization."""
 CACHE_SIZE = 4096
 """Cached workloads per layer; the oldest are dropped first."""
 
@@ -74,7 +72,8 @@ class _Operators:
             sizes += [each.activation_bytes, each.weight_gradient_bytes, each.host_bytes]
         self._strategies = tuple(passes)
         products = [r.forward.flops for r in tape.records if r.forward.kind in PRODUCTS]
-        rows = [(cost.flops, cost.memory, cost.network) for cost in costs]
+        extra = [devices[cost.device].efficiency_of(cost.rule).extra_keys for cost in costs]
+        rows = [(c.flops + c.flops_per_key * more, c.memory, c.network) for c, more in zip(costs, extra, strict=True)]
         known = dict.fromkeys(window for row in rows for size in row for window, _ in size.windowed)
         self.windows: tuple[Window, ...] = tuple(known)
         """The windows of which an evaluation needs features."""
@@ -82,7 +81,7 @@ class _Operators:
         self._amounts = np.array([[size.row(self.windows) for size in row] for row in rows]).reshape(-1, 3, len(zero))
         self._table = RuleTable(
             devices,
-            tuple(cost.kind for cost in costs),
+            tuple(cost.rule for cost in costs),
             np.array([cost.device for cost in costs], np.int64),
             np.array([cost.steps for cost in costs], np.float64),
         )

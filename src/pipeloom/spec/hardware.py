@@ -49,6 +49,8 @@ class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: Points = 1.0
     memory: Points = 1.0
     network: Points = 1.0
+    extra_keys: Magnitude = 0.0
+    """Keys that each query of an attention costs in addition to those that it attends to."""
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "network"):

@@ -20,6 +20,7 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import Recompute, Setup
 from pipeloom.spec import Strategy
 from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
@@ -68,9 +69,9 @@ class StageCosts:
     of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec) -> None:
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
         self.run, self.cluster = run, cluster
-        self.placement = Placement(cluster, run.degrees)
+        self.placement = Placement(cluster, run.degrees, trainer)
         model = run.model
         head = msgspec.structs.replace(model.head, tied=False)
         embedding = layer_template(model.embedding, self.placement, input_gradient=False)
@@ -181,13 +182,22 @@ class StageCosts:
         work = self.run.workload
         stage = Stage(runs_of([part.template for part in parts], strategies))
         cost = stage.cost(work, ("F", "B"))
+        forward, backward = cost.duration_ps["F"], cost.duration_ps.get("B", 0) + saving.more_ps
+        host = self._host_ps(parts)
         return StageNumbers(
-            cost.duration_ps["F"] // PS_PER_NS,
-            (cost.duration_ps.get("B", 0) + saving.more_ps) // PS_PER_NS,
+            max(forward, host // 3) // PS_PER_NS,
+            max(backward, host - host // 3) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
             stage.workspace_bytes(work) + most,
         )
+
+    def _host_ps(self, parts: Sequence[_Part]) -> int:
+        """Return the picoseconds in which the host launches forward and backward of a stage."""
+        trainer = self.placement.trainer
+        routed = sum(part.block is not None and part.block.routed for part in parts)
+        dense = len(parts) - routed
+        return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block."""

@@ -59,16 +59,28 @@ def layer_saving(
             first = half.tape.records[0]
             found = found.and_(_dropped(half, [first], first.outputs, workload))
     if "core_attn" in modules:
-        core = _first(attention, _ATTENTION)
-        # Its output is kept, since the projection behind it reads it.
-        found = found.and_(_dropped(attention, [core], core.outputs[1:], workload))
+        found = found.and_(_core_attention(attention, workload))
     if "moe_act" in modules and routed and not whole:
         act = _first(feed_forward, ("activation",))
         found = found.and_(_dropped(feed_forward, [act], act.outputs[:1], workload))
-    if "mla_up_proj" in modules and len(_first(attention, _ATTENTION).inputs) == 2:
-        core = _first(attention, _ATTENTION)
-        found = found.and_(_dropped(attention, _up_to_products(core.inputs), core.inputs, workload))
+    inputs = _core(attention)[0].inputs
+    if "mla_up_proj" in modules and len(inputs) == 2:
+        found = found.and_(_dropped(attention, _up_to_products(inputs), inputs, workload))
     return found
+
+
+def _core(attention: LayerTemplate) -> list[Record]:
+    """Return the operators of core attention: one, or two products and the softmax between them."""
+    records = attention.tape.records
+    softmax = next((i for i, record in enumerate(records) if record.forward.kind == "softmax"), None)
+    return [_first(attention, _ATTENTION)] if softmax is None else records[softmax - 1 : softmax + 2]
+
+
+def _core_attention(attention: LayerTemplate, workload: Workload) -> Saving:
+    """Return the saving of core attention. Its output is kept, since the projection behind it reads it."""
+    core = _core(attention)
+    inner = [tensor for record in core[:-1] for tensor in record.outputs]
+    return _dropped(attention, core, (*inner, *core[-1].outputs[1:]), workload)
 
 
 def _first(half: LayerTemplate, kinds: Sequence[str]) -> Record:
@@ -91,7 +103,7 @@ def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[T
     costs = [record.forward for record in records]
     table = RuleTable(
         half.devices,
-        tuple(cost.kind for cost in costs),
+        tuple(cost.rule for cost in costs),
         np.array([cost.device for cost in costs]),
         np.array([float(cost.steps) for cost in costs]),
     )

@@ -130,8 +130,6 @@ def read_megatron(
     check_rejected(arguments)
     degrees = _degrees(arguments, num_devices, default_devices)
     model = gpt_model(arguments, degrees.tensor)
-    if degrees.pipeline < 2:
-        raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
     micro = arguments.size("micro-batch-size")
     batch = arguments.size("global-batch-size", micro * degrees.data)
     if batch % (micro * degrees.data):

@@ -1,0 +1,238 @@
+"""Fit the efficiency tables of the zoo's devices to published kernel times, and print the errors on held-out kernels.
+
+Usage: ``python scripts/fit_efficiencies.py [--write] [DEVICE ...]``. Reads ``benchmarks/kernels``, whose README names the
+sources. A table has the share of the peak that a kernel reaches on a cool device, by the time it would take at the peak.
+Rows with ``split = held`` are not fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.spec.catalog import load_device
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "benchmarks" / "kernels"
+ZOO = ROOT / "src" / "pipeloom" / "spec" / "zoo" / "efficiencies"
+DEVICES = ("a100", "h100", "h200", "b200", "gb200", "l40s")
+WIDTHS = {"causal_attention": (64, 128, 256), "attention": (64, 72, 80, 128)}
+COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+COLLECTIVES |= {"alltoall": "all_to_all"}
+RANKS = (2, 4, 8)
+EXTRA_KEYS = range(0, 2001, 100)
+BACKWARD = 0.82
+"""Rate of attention's backward, relative to the forward's: SimuMax's measurements on A100 and B200 at width 128."""
+WIDE_BACKWARD = 0.65
+"""The same with queries wider than values (192 and 128)."""
+MEMORY = 0.8
+"""Share of the memory bandwidth that products reach when it limits them."""
+
+Array = npt.NDArray[np.float64]
+
+MESSAGE_BYTES_PER_S = 40e9
+"""Messages between pipeline stages of one node: 28 to 48 GB/s on A100 (arXiv 2401.10241, table 9)."""
+GROUPED = "grouped_matmul = {{ flops = {}, memory = 0.8 }}"
+OTHER_COMPUTE = (
+    "scan = { flops = [[1e-6, 0.05], [1e-5, 0.15], [1e-4, 0.25]], memory = 0.7 } # assumed",
+    '"*" = { flops = 0.05, memory = [[3e-8, 0.03], [3e-7, 0.18], [3e-6, 0.55], [3e-5, 0.80]] } # assumed',
+)
+OTHER_LINKS = (
+    "",
+    "[nic]",
+    '"*" = { network = [[4e-6, 0.20], [4e-5, 0.55], [4e-4, 0.80], [4e-3, 0.88]] } # assumed',
+    "",
+    "[pcie]",
+    '"*" = { network = [[1.6e-6, 0.20], [1.6e-5, 0.60], [1.6e-4, 0.85]] } # assumed',
+)
+
+
+class Curve(NamedTuple):
+    """Efficiencies at knots (log2 of the seconds at the peak), and the extra keys of an attention's queries."""
+
+    knots: Array
+    values: Array
+    extra_keys: float = 0.0
+
+    def at(self, seconds: Array) -> Array:
+        """Return the efficiency of kernels that would take so long at the peak."""
+        return np.interp(np.log2(seconds), self.knots, self.values)
+
+    @property
+    def toml(self) -> str:
+        """The points as TOML."""
+        return "[" + ", ".join(f"[{2.0**x:.3g}, {y:.3g}]" for x, y in zip(*self[:2], strict=True)) + "]"
+
+
+def fit(at_peak: Array, seconds: Array, num_knots: int) -> Curve:
+    """Fit a curve that minimizes the sum of absolute relative errors, by iteratively reweighted least squares."""
+    low, high = np.log2(np.quantile(at_peak, (0.01, 0.99)))
+    knots = np.linspace(low, high, num_knots)
+    x = np.clip(np.log2(at_peak), low, high)
+    left = np.clip(np.searchsorted(knots, x) - 1, 0, num_knots - 2)
+    share = (x - knots[left]) / (knots[left + 1] - knots[left])
+    rows = np.arange(len(x))
+    matrix = np.zeros((len(x), num_knots))
+    matrix[rows, left], matrix[rows, left + 1] = 1 - share, share
+    found = at_peak / seconds
+    weight = 1 / found
+    for _ in range(60):
+        ridge = 1e-6 * np.eye(num_knots)
+        target = np.append(found * weight, np.zeros(num_knots))
+        values = np.linalg.lstsq(np.vstack([matrix * weight[:, None], ridge]), target, rcond=None)[0]
+        weight = 1 / found / np.sqrt(np.maximum(np.abs(matrix @ values / found - 1), 0.01))
+    return Curve(knots, np.maximum(values, 1e-3))
+
+
+def read(device: str) -> list[dict[str, str]]:
+    """Return the kernels of a device."""
+    with gzip.open(KERNELS / f"kernels-{device}.csv.gz", "rt", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def columns(rows: Sequence[dict[str, str]], *names: str) -> Iterator[Array]:
+    """Return columns as arrays; empty cells are 0."""
+    for name in names:
+        yield np.array([float(row[name] or 0) for row in rows])
+
+
+def errors(name: str, predicted: Array, seconds: Array, held: npt.NDArray[np.bool_]) -> str:
+    """Return a line with the errors on held-out kernels."""
+    error = np.abs(predicted / seconds - 1)[held]
+    median, ninth = np.quantile(error, (0.5, 0.9)) if len(error) else (np.nan, np.nan)
+    return f"{name:28} {len(seconds):5} kernels, held out: median {median:.1%}, 90th percentile {ninth:.1%}"
+
+
+def fit_products(device: str, rows: Sequence[dict[str, str]]) -> tuple[str, str]:
+    """Fit matrix products. Return their line of TOML, and their errors."""
+    spec = load_device(device)
+    some = [row for row in rows if row["op"] == "gemm"]
+    m, n, k, seconds = columns(some, "m", "n", "k", "latency_us")
+    seconds = seconds * 1e-6
+    held = np.array([row["split"] == "held" for row in some])
+    at_peak = 2 * m * n * k / spec.flops_per_s
+    moved = 2 * (m * n + m * k + n * k) / spec.memory_bytes_per_s / MEMORY
+    known = ~held & (moved < 0.95 * seconds)
+    curve = fit(at_peak[known], seconds[known], 9)
+    line = f"matmul = {{ flops = {curve.toml}, memory = {MEMORY} }}"
+    return line, errors("matmul", np.maximum(at_peak / curve.at(at_peak), moved), seconds, held)
+
+
+def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width: int) -> tuple[list[str], str]:
+    """Fit attention of one head width. Return its lines of TOML, and its errors."""
+    spec = load_device(device)
+    causal = kind == "causal_attention"
+    ops = ("attention", "encoder_attention", "attention, no mask")
+    some = [
+        row
+        for row in rows
+        if row["op"] in ops and row["pass"] == "forward" and row["head_dim"] == str(width)
+        if (row["causal"] == "1") == causal and not float(row["window"] or 0) and "PCIE" not in row["device"].upper()
+    ]
+    if len(some) < 20:
+        return [], ""
+    batch, length, heads, values, seconds = columns(some, "batch", "seq", "heads", "v_dim", "latency_us")
+    seconds = seconds * 1e-6
+    held = np.array([row["split"] == "held" for row in some])
+    per_key = 2 * batch * heads * length * (width + np.where(values > 0, values, width)) / spec.flops_per_s
+    keys = (length + 1) / 2 if causal else length
+    best, found = np.inf, Curve(np.zeros(1), np.ones(1))
+    for extra in EXTRA_KEYS:
+        at_peak = per_key * (keys + extra)
+        curve = fit(at_peak[~held], seconds[~held], 6)
+        error = float(np.median(np.abs(at_peak / curve.at(at_peak) / seconds - 1)[~held]))
+        if error < best:
+            best, found = error, curve._replace(extra_keys=extra)
+    at_peak = per_key * (keys + found.extra_keys)
+    slower = BACKWARD if width != 192 else WIDE_BACKWARD
+    back = found._replace(knots=found.knots + np.log2(2.5), values=found.values * slower)
+    lines = [
+        f'"{name}@{width}" = {{ flops = {each.toml}, memory = {MEMORY}, extra_keys = {found.extra_keys:g} }}'
+        for name, each in ((kind, found), (f"{kind}_backward", back))
+    ]
+    return lines, errors(f"{kind}@{width}", at_peak / found.at(at_peak), seconds, held)
+
+
+def fit_collective(device: str, rows: Sequence[dict[str, str]], name: str, ranks: int) -> tuple[str, str]:
+    """Fit a collective of ``ranks`` devices of a node. Return its line of TOML, and its errors from 1 MiB."""
+    spec = load_device(device)
+    wanted = ("collective", name, str(ranks))
+    some = [row for row in rows if (row["op"], row["collective"], row["ranks"]) == wanted]
+    if not some:
+        return "", ""
+    size, seconds = columns(some, "message_bytes", "latency_us")
+    passes = 2 if name == "all_reduce" else 1
+    steps = passes * (ranks - 1)
+    held = np.array([row["split"] == "held" for row in some])
+    at_peak = passes * size * (ranks - 1) / ranks / spec.nvlink_bytes_per_s
+    left = seconds * 1e-6 - steps * spec.nvlink_latency_s
+    known = ~held & (left > 0)
+    # A size occurs once: the points are the measurements, between which the curve is a line.
+    order = np.argsort(at_peak[known])
+    curve = Curve(np.log2(at_peak[known][order]), (at_peak / left)[known][order])
+    predicted = at_peak / curve.at(at_peak) + steps * spec.nvlink_latency_s
+    label = f"{COLLECTIVES[name]}@{ranks}"
+    line = f'"{label}" = {{ network = {curve.toml} }}'
+    return line, errors(f"{label}, from 1 MiB", predicted, seconds * 1e-6, held & (size >= 2**20))
+
+
+def table(device: str) -> tuple[str, list[str]]:
+    """Return the efficiency table of a device as TOML, and the lines of errors."""
+    rows = read(device)
+    compute, said = [], []
+    line, error = fit_products(device, rows)
+    compute.append(line)
+    said.append(error)
+    for kind, widths in WIDTHS.items():
+        for width in widths:
+            lines, error = fit_attention(device, rows, kind, width)
+            compute += lines
+            said += [error] * bool(error)
+    compute += _other_widths(compute)
+    links = []
+    if load_device(device).nvlink_bytes_per_s:
+        for name in COLLECTIVES:
+            found = [each for ranks in RANKS if (each := fit_collective(device, rows, name, ranks))[0]]
+            links += [line for line, _ in found]
+            links.append(f"{COLLECTIVES[name]} = {links[-1].partition(' = ')[2]}")
+            said += [error for _, error in found]
+    compute += [GROUPED.format(compute[0].partition("flops = ")[2].partition(", memory")[0]), *OTHER_COMPUTE]
+    head = "# Fitted by scripts/fit_efficiencies.py to the kernel times of benchmarks/kernels; other kinds are assumed."
+    share = MESSAGE_BYTES_PER_S / (load_device(device).nvlink_bytes_per_s or MESSAGE_BYTES_PER_S)
+    links += [f"send = {{ network = {share:.3g} }}", links[-1].replace(COLLECTIVES[name], '"*"', 1)] if links else []
+    return "\n".join([head, "[compute]", *compute, "", "[nvlink]", *links, *OTHER_LINKS, ""]), said
+
+
+def _other_widths(lines: Sequence[str]) -> list[str]:
+    """Return the efficiencies of attention at other widths: those of the width nearest to 128 that was measured."""
+    out = []
+    for suffix in ("", "_backward"):
+        for kind in ("causal_attention", "attention"):
+            names = [f'"{each}{suffix}@{width}"' for each in (kind, "causal_attention") for width in (128, 80, 64)]
+            found = next(line for name in names for line in lines if line.startswith(name))
+            out.append(f"{kind}{suffix} = {found.partition(' = ')[2]}")
+    return out
+
+
+def main() -> None:
+    """Fit the tables of the devices on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("devices", nargs="*", help=f"of {', '.join(DEVICES)}; default: all")
+    parser.add_argument("--write", action="store_true", help="write the tables to the zoo")
+    options = parser.parse_args()
+    for device in options.devices or DEVICES:
+        text, said = table(device)
+        print(device, *said, sep="\n  ")
+        if options.write:
+            (ZOO / f"{device}.toml").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

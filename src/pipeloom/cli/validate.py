@@ -1,0 +1,121 @@
+"""`pipeloom validate`: hold the emulator against published training runs, or those of a user's own cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
+from pipeloom.heartbeat import doing
+from pipeloom.printing import print_line
+from pipeloom.report import share_text, size_text
+
+if TYPE_CHECKING:
+    from pipeloom.validation import Prediction, Summary
+
+HELP = """\
+Predict training runs whose times are known, and print the errors.
+
+Reads a table of runs, CSV with one run a row (docs/formats.md), or the published runs that come with Pipeloom. Prints
+each run's predicted time with an 80 % interval, its published time and peak memory, or the reason why the emulator
+cannot express the run; then the errors by device and kind of model.
+"""
+EPILOG = "Example: pipeloom validate, or pipeloom validate my_runs.csv --json."
+
+
+def validate(
+    runs: Path | None = typer.Argument(
+        None, metavar="[RUNS.csv]", help="A table of runs; default: the published runs that come with Pipeloom."
+    ),
+    leave_out: Literal["device", "source", "model"] | None = typer.Option(
+        None, help="Make each interval without the runs of the same device, source or model."
+    ),
+    json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    from pipeloom.validation import predict, read_runs, summarize
+
+    if runs is None:
+        with as_file(files("pipeloom.validation") / "data" / "runs.csv") as path:
+            table = read_runs(path)
+    else:
+        table = read_runs(runs)
+    predictions = []
+    with stderr().status("predicting ...") as status:
+        for number, run in enumerate(table, 1):
+            status.update(f"predicting run {number} of {len(table)} ...")
+            doing(f"predicting run {number} of {len(table)}")
+            predictions.append(predict(run, leave_out))
+    summary = summarize(predictions)
+    if json:
+        print_json({"runs": [each.row for each in predictions], "summary": _document(summary)})
+        return
+    if runs is not None:
+        _print_runs(predictions)
+    _print_summary(summary)
+
+
+def _document(summary: Summary) -> dict[str, Any]:
+    return {
+        "runs": summary.num_runs,
+        "expressed": summary.num_expressed,
+        "errors": [each._asdict() for each in summary.errors],
+        "tau": summary.tau,
+        "regret": summary.regret._asdict(),
+        "reasons": summary.reasons,
+    }
+
+
+def _print_runs(predictions: Sequence[Prediction]) -> None:
+    from pipeloom.report.any_width import Table
+
+    table = Table(title="Runs", title_justify="left")
+    for name in ("run", "predicted", "80 % interval", "published", "error", "peak memory"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for each in predictions:
+        if not each.reason:
+            interval = f"{each.low_s:.4g} to {each.high_s:.4g} s"
+            published = each.run.measured_s
+            table.add_row(
+                each.run.id,
+                f"{each.seconds:.4g} s",
+                interval,
+                f"{published:.4g} s" if published else "",
+                "" if each.error is None else f"{each.error:+.1%}",
+                size_text(each.peak_bytes),
+            )
+    if table.row_count:
+        stdout().print(table)
+    for each in predictions:
+        if each.reason:
+            print_line(f"  {each.run.id}: {each.reason}")
+        for note in each.notes:
+            print_line(f"  {each.run.id}: {note}")
+
+
+def _print_summary(summary: Summary) -> None:
+    from pipeloom.report.any_width import Table
+
+    print_line(f"{summary.num_expressed} of {summary.num_runs} runs can be expressed.")
+    if summary.errors:
+        table = Table(title="Errors: predicted over published time, less 1", title_justify="left")
+        for name in ("", "runs", "median", "absolute", "90th percentile", "in interval", "half width"):
+            table.add_column(name, justify="left" if not name else "right")
+        for each in summary.errors:
+            shares = (each.absolute, each.ninth, each.covered, each.half_width)
+            table.add_row(each.name, str(each.count), f"{each.median:+.1%}", *map(share_text, shares))
+        stdout().print(table)
+        regret = summary.regret
+        print_line(f"Kendall's tau within one source, model and device: {summary.tau:.2f}.")
+        if regret.groups:
+            print_line(
+                f"Regret of the predicted best over {regret.groups} groups of configurations: median "
+                f"{share_text(regret.median)}, 90th percentile {share_text(regret.ninth)}."
+            )
+    if summary.reasons:
+        print_line("Runs that cannot be expressed, by reason:")
+        for reason, count in summary.reasons.items():
+            print_line(f"  {count:4}  {reason}")

@@ -1,0 +1,172 @@
+"""Read published training runs from a table."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from pipeloom.errors import InputError, visible_line
+
+_SIZES = frozenset(
+    (
+        *("gpus", "per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq_len"),
+        *("experts", "topk", "moe_ffn", "shared_ffn", "dense_layers", "mtp"),
+        *("tp", "pp", "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs"),
+    )
+)
+_FLAGS = frozenset(("gated", "tied", "bias", "qk_norm", "sp"))
+_NUMBERS = frozenset(("iteration_s", "tokens_s_gpu", "tflops_gpu", "mfu", "mem_bytes"))
+MOST_SIZE = 2**31
+"""Largest size of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One published training run. Fields are the columns of the table; None or an empty text: not stated.
+
+    ``faults`` are cells that could not be read. A run with faults cannot be predicted.
+    """
+
+    id: str
+    source: str = ""
+    ref: str = ""
+    device: str = ""
+    gpus: int | None = None
+    per_node: int | None = None
+    model: str = ""
+    arch: str = ""
+    layers: int | None = None
+    hidden: int | None = None
+    ffn: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab: int | None = None
+    seq_len: int | None = None
+    gated: bool | None = None
+    norm: str = ""
+    pos: str = ""
+    tied: bool | None = None
+    bias: bool | None = None
+    qk_norm: bool | None = None
+    experts: int | None = None
+    topk: int | None = None
+    moe_ffn: int | None = None
+    shared_ffn: int | None = None
+    dense_layers: int | None = None
+    window: str = ""
+    mla: str = ""
+    mtp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    layout: str = ""
+    sp: bool | None = None
+    zero: int | None = None
+    mbs: int | None = None
+    gbs: int | None = None
+    schedule: str = ""
+    recompute: str = ""
+    precision: str = ""
+    attention: str = ""
+    task: str = ""
+    overlap: str = ""
+    iteration_s: float | None = None
+    tokens_s_gpu: float | None = None
+    tflops_gpu: float | None = None
+    mfu: float | None = None
+    mem_bytes: float | None = None
+    mem_kind: str = ""
+    reason: str = ""
+    assumed: str = ""
+    flag: str = ""
+    split: str = ""
+    faults: tuple[str, ...] = field(default=())
+
+    @property
+    def measured_s(self) -> float | None:
+        """Published seconds of an iteration, from the tokens per second where the source gives these; None: unknown."""
+        if self.iteration_s:
+            return self.iteration_s
+        if self.tokens_s_gpu and self.gbs and self.seq_len and self.gpus:
+            return self.gbs * self.seq_len / (self.tokens_s_gpu * self.gpus)
+        return None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the model: dense, experts, or other (hybrid, multimodal or not stated)."""
+        return {"dense": "dense", "moe": "experts", "mla-moe": "experts"}.get(self.arch, "other")
+
+
+_COLUMNS = tuple(each.name for each in fields(PublishedRun) if each.name != "faults")
+
+
+def read_runs(path: Path) -> list[PublishedRun]:
+    """Read a table of runs, CSV with a header. Unknown columns are ignored.
+
+    A cell that cannot be read becomes a fault of its run; the others are read all the same.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read, has no column ``id``, or no rows.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            runs = list(_runs(csv.DictReader(file), path))
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
+    except csv.Error as error:
+        raise InputError(str(path), f"is not CSV ({error})") from error
+    if not runs:
+        raise InputError(str(path), "has no rows", "give one run a row")
+    return runs
+
+
+def _runs(reader: csv.DictReader[str], path: Path) -> Iterator[PublishedRun]:
+    if "id" not in (reader.fieldnames or ()):
+        raise InputError(str(path), "has no column 'id'", "the first line names the columns; see docs/formats.md")
+    for number, row in enumerate(reader, 1):
+        yield run_of(row, f"row {number}")
+
+
+def run_of(row: Mapping[str, str | None], default_id: str) -> PublishedRun:
+    """Return the run of one row of a table."""
+    values: dict[str, object] = {}
+    faults = []
+    for name in _COLUMNS:
+        text = (row.get(name) or "").strip()
+        if not text:
+            continue
+        try:
+            values[name] = _value(name, text)
+        except ValueError as error:
+            faults.append(f"{name}: {visible_line(text)!r} {error}")
+    if None in row:
+        faults.append("has more cells than the header")
+    values.setdefault("id", default_id)
+    return PublishedRun(**values, faults=tuple(faults))  # type: ignore[arg-type]
+
+
+def _value(name: str, text: str) -> object:
+    if name in _FLAGS:
+        if text not in ("0", "1"):
+            raise ValueError("is neither 0 nor 1")
+        return text == "1"
+    if name in _NUMBERS:
+        number = float(text)
+        if not 0 < number < math.inf:
+            raise ValueError("is not positive and finite")
+        return number
+    if name in _SIZES:
+        size = float(text)
+        if size != int(size) or not 0 <= size <= MOST_SIZE:
+            raise ValueError(f"is not a whole number from 0 to {MOST_SIZE}")
+        return int(size)
+    return text

@@ -1,0 +1,152 @@
+"""Summarize predictions of published runs: errors, rank correlation, regret and coverage of the intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.validation.predict import Prediction
+from pipeloom.validation.runs import PublishedRun
+
+
+class Errors(NamedTuple):
+    """Errors of some runs.
+
+    Attributes
+    ----------
+    count : int
+        Number of runs with a published and a predicted time.
+    median, absolute, ninth : float
+        Median error, median of the absolute error and its 90th percentile.
+    covered : float
+        Share of published times inside the 80 % interval.
+    half_width : float
+        Median of half the interval's width, relative to the prediction.
+    """
+
+    name: str
+    count: int
+    median: float
+    absolute: float
+    ninth: float
+    covered: float
+    half_width: float
+
+
+class Regret(NamedTuple):
+    """Published time of the configuration that is predicted fastest, over the fastest, less 1."""
+
+    groups: int
+    median: float
+    ninth: float
+
+
+class Summary(NamedTuple):
+    """Summary of the predictions of a table of runs.
+
+    Attributes
+    ----------
+    tau : float
+        Kendall's tau over pairs of one source, model and device that differ in configuration.
+    reasons : dict
+        Number of runs that cannot be expressed, by reason.
+    """
+
+    num_runs: int
+    num_expressed: int
+    errors: tuple[Errors, ...]
+    tau: float
+    regret: Regret
+    reasons: dict[str, int]
+
+
+def summarize(predictions: Sequence[Prediction]) -> Summary:
+    """Summarize predictions."""
+    known = [each for each in predictions if each.error is not None]
+    errors = [errors_of("all runs", known)] if known else []
+    for label, key in GROUPINGS:
+        for name in sorted({key(each.run) for each in known}):
+            errors.append(errors_of(f"{label}: {name}", [each for each in known if key(each.run) == name]))
+    reasons = Counter(_kind_of_reason(each.reason) for each in predictions if each.reason)
+    return Summary(
+        len(predictions),
+        sum(not each.reason for each in predictions),
+        tuple(errors),
+        kendall_tau(known),
+        regret(known),
+        dict(reasons.most_common()),
+    )
+
+
+GROUPINGS: tuple[tuple[str, Callable[[PublishedRun], str]], ...] = (
+    ("device and kind", lambda run: f"{run.device}, {run.kind}"),
+    ("kind", lambda run: run.kind),
+    ("source", lambda run: run.source or "not stated"),
+)
+
+
+def errors_of(name: str, predictions: Sequence[Prediction]) -> Errors:
+    """Return the errors of predictions whose published time is known."""
+    error = np.array([each.error for each in predictions], float)
+    absolute = np.abs(error)
+    inside = [each.low_s <= (each.run.measured_s or 0.0) <= each.high_s for each in predictions]
+    width = [(each.high_s - each.low_s) / 2 / each.seconds for each in predictions]
+    return Errors(
+        name,
+        len(error),
+        float(np.median(error)),
+        float(np.median(absolute)),
+        float(np.quantile(absolute, 0.9)),
+        float(np.mean(inside)),
+        float(np.median(width)),
+    )
+
+
+def kendall_tau(predictions: Iterable[Prediction]) -> float:
+    """Return Kendall's tau of published and predicted seconds a token and device; nan without pairs."""
+    agree = differ = 0
+    for group in _groups(predictions, lambda run: (run.source, run.model, run.device)):
+        for one, other in combinations(group, 2):
+            sign = (_cost(one, published=True) - _cost(other, published=True)) * (_cost(one) - _cost(other))
+            agree, differ = agree + (sign > 0), differ + (sign < 0)
+    return (agree - differ) / (agree + differ) if agree + differ else float("nan")
+
+
+def regret(predictions: Iterable[Prediction]) -> Regret:
+    """Return the regret over groups of configurations of one model, device, number of devices, batch and precision."""
+
+    def same(run: PublishedRun) -> Hashable:
+        return run.source, run.model, run.device, run.gpus, run.gbs, run.seq_len, run.precision, run.task
+
+    found = []
+    for group in _groups(predictions, same):
+        if len(group) > 1:
+            best = min(each.run.measured_s or 0.0 for each in group)
+            chosen = min(group, key=lambda each: each.seconds).run.measured_s or 0.0
+            found.append(chosen / best - 1)
+    if not found:
+        return Regret(0, float("nan"), float("nan"))
+    return Regret(len(found), float(np.median(found)), float(np.quantile(found, 0.9)))
+
+
+def _groups(predictions: Iterable[Prediction], key: Callable[[PublishedRun], Hashable]) -> Iterable[list[Prediction]]:
+    groups: dict[Hashable, list[Prediction]] = {}
+    for each in predictions:
+        groups.setdefault(key(each.run), []).append(each)
+    return groups.values()
+
+
+def _cost(prediction: Prediction, *, published: bool = False) -> float:
+    """Return seconds of a device for each token."""
+    run = prediction.run
+    seconds = run.measured_s if published else prediction.seconds
+    return (seconds or 0.0) * (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1))
+
+
+def _kind_of_reason(reason: str) -> str:
+    """Return a reason without the values of its run."""
+    return reason.partition(":")[0].partition(";")[0][:60] if reason.startswith("model ") else reason.partition(";")[0]

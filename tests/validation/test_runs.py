@@ -1,0 +1,140 @@
+"""Tables of published runs: every row is read, predicted, or has a reason; nothing aborts."""
+
+from __future__ import annotations
+
+import csv
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.validation import PublishedRun, predict, read_runs
+from pipeloom.validation import runs as runs_module
+from pipeloom.validation.express import precision
+from pipeloom.validation.predict import residuals
+
+DATA = Path(runs_module.__file__).parent / "data" / "runs.csv"
+LLAMA = PublishedRun(
+    id="llama",
+    device="H100",
+    gpus=64,
+    arch="dense",
+    layers=32,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    kv_heads=8,
+    vocab=128256,
+    seq_len=8192,
+    gated=True,
+    norm="rms",
+    pos="rope",
+    tied=False,
+    bias=False,
+    tp=2,
+    pp=2,
+    sp=True,
+    zero=1,
+    mbs=1,
+    gbs=128,
+    schedule="1f1b",
+    precision="bf16",
+    attention="te",
+    iteration_s=4.0,
+)
+
+
+def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() -> None:
+    table = read_runs(DATA)
+    assert len(table) == 1164
+    assert len({run.id for run in table}) == 1164
+    some = random.Random(1).sample(table, 40)
+    found = [predict(run) for run in some]
+    assert all(bool(each.reason) != (each.seconds > 0) for each in found)
+    assert sum(not each.reason for each in found) > 15
+    for each in found:
+        if not each.reason:
+            assert each.low_s < each.high_s
+            assert each.peak_bytes > 0
+
+
+def test_recorded_residuals_are_those_of_the_emulator() -> None:
+    recorded = {one.id: one.error for one in residuals()}
+    table = {run.id: run for run in read_runs(DATA)}
+    for name in random.Random(2).sample(sorted(recorded), 8):
+        found = predict(table[name])
+        assert found.error is not None
+        assert 1 / (1 + found.error) == pytest.approx(2.718281828 ** recorded[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": None}, "layers is not stated"),
+        ({"device": "H100000"}, "device H100000"),
+        ({"precision": "nvfp4"}, "precision nvfp4"),
+        ({"schedule": "ZB-V"}, "schedule ZB-V"),
+        ({"heads": 7}, "num-attention-heads"),
+        ({"gbs": 100}, "global-batch-size"),
+        ({"layers": 35}, "layout: 35 layers on 2 stages"),
+        ({"recompute": "everything"}, "recomputation everything"),
+        ({"window": "128"}, "window: '128' is not like 128/2"),
+        ({"mla": "q1536,kw512"}, "mla: 'kw512'"),
+        ({"arch": ""}, "hybrid, multimodal or not described"),
+        ({"layout": "Et*33|t"}, "layout"),
+        ({"hidden": 2**30, "ffn": 2**31, "seq_len": 2**31 - 2}, ""),
+    ],
+)
+def test_a_run_that_cannot_be_expressed_has_one_reason(changes: dict[str, object], reason: str) -> None:
+    found = predict(replace(LLAMA, **changes))  # type: ignore[arg-type]
+    assert reason in found.reason
+    assert found.reason
+    assert "\n" not in found.reason
+
+
+def test_an_unstated_recomputation_widens_the_interval() -> None:
+    stated, unstated = predict(LLAMA), predict(replace(LLAMA, recompute="unknown"))
+    assert unstated.seconds == stated.seconds
+    assert unstated.low_s == stated.low_s
+    assert unstated.high_s > 1.15 * stated.high_s
+    assert unstated.notes
+
+
+@pytest.mark.parametrize(
+    ("cell", "fault"),
+    [("x", "could not convert"), ("nan", ""), ("-3", ""), ("1e300", ""), ("2.5", ""), (str(2**63), "")],
+)
+@pytest.mark.parametrize("column", ["layers", "gpus", "seq_len", "iteration_s"])
+def test_a_cell_that_cannot_be_read_is_a_fault_of_its_row(tmp_path: Path, column: str, cell: str, fault: str) -> None:
+    file = tmp_path / "runs.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerows([["id", column, "made_up"], ["a", cell, "1"], ["b", "", ""]])
+    first, second = read_runs(file)
+    assert second.faults == ()
+    if column == "iteration_s" and cell in ("2.5", "1e300", str(2**63)):
+        assert first.faults == ()
+    else:
+        assert column in first.faults[0]
+        assert fault in first.faults[0]
+        assert predict(first).reason.startswith(column)
+
+
+@pytest.mark.parametrize("content", ["", "x,y\n1,2\n", "id\n", "\0\0\0", '"'])
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(content)
+    with pytest.raises(InputError, match="runs.csv"):
+        read_runs(file)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_runs(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("fp8_mx", "mxfp8"), ("fp8-mx", "mxfp8"), ("mxfp8", "mxfp8"), ("fp8-cs", "fp8"), ("bf16 AdamW", "bf16")],
+)
+def test_spellings_of_a_precision_are_one(text: str, name: str) -> None:
+    assert precision(text) == name
