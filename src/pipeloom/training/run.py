@@ -54,7 +54,7 @@ class TrainingRun(Job):
 
     Parameters
     ----------
-    config : TrainConfig
+    config : RunConfig
     task : Task
         The user's functions; every process imports them.
     folder : Path
@@ -116,7 +116,7 @@ class TrainingRun(Job):
         """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
-        with _keep_default_dtype():
+        with keep_default_dtype():
             model = self._checked_model()
             with self._in_file():
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
@@ -135,7 +135,7 @@ class TrainingRun(Job):
         InputError
             If the model has several modules, or the task's functions fail.
         """
-        with _keep_default_dtype():
+        with keep_default_dtype():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
             return training_layers(preview(self, first.shaped, profile, first))
@@ -190,7 +190,7 @@ class TrainingRun(Job):
             raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
 
     def _checked_model(self) -> Model:
-        self.display.say(f"Building {self.config.name} ...")
+        self.display.say(f"Building {self.name} ...")
         model = self.build_model()
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
@@ -260,7 +260,7 @@ class TrainingRun(Job):
             model=model.spec,
             layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
             profile=profile,
-            packing=config.packing,
+            packing=first.packing,
             cluster=self.cluster,
             budget_s=config.planner.budget_s,
             seed=config.seed,
@@ -448,7 +448,7 @@ class TrainingRun(Job):
 
 
 @contextmanager
-def _keep_default_dtype() -> Iterator[None]:
+def keep_default_dtype() -> Iterator[None]:
     """Restore torch's default dtype, which building a model sets."""
     before = torch.get_default_dtype()
     try:
