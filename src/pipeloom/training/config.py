@@ -246,7 +246,6 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             _check_name(self.name)
         if self.packing is not None:
             check_always_packs("packing.policy", self.packing.policy)
-        check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)
         if self.tuning is not None:
             if not self.tuning.searches and self.layout.kind not in ("encoder_first", "file"):
                 raise InputError(
@@ -276,7 +275,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             "timeout_s": (self.timeout_s, MAX_WAIT_S),
             "planner.budget_s": (self.planner.budget_s, MAX_WAIT_S),
             "planner.deadline_s": (self.planner.deadline_s, MAX_WAIT_S),
-            "packing.token_budget": (self.packing and self.packing.token_budget, _MOST_COUNTED),
+            "packing.token_budget": (None if self.packing is None else self.packing.token_budget, _MOST_COUNTED),
         }
         for name, placement in self.layout.modules.items():
             most[f"layout.modules.{name}.segments"] = (placement.segments, _MOST_COUNTED)
@@ -299,6 +298,11 @@ class RunFile(RunConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     iterations: Count
     layout: LayoutConfig
     packing: PackingSpec
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a table that needs another one, before the model is built."""
+        super().__post_init__()
+        check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)
 
 
 def _check_name(name: str) -> None:

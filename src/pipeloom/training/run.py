@@ -36,6 +36,7 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
+from pipeloom.training.loop_config import check_loop
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
@@ -227,6 +228,7 @@ class TrainingRun(Job):
     def _check_loop(self, model: Model) -> None:
         """Check before ranks start that they can run the training loop."""
         config, task = self.config, self.task
+        check_loop(config.optimizer, self.scheduler, config.evaluation, config.ema)
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
             raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
