@@ -110,6 +110,12 @@ def test_a_config_that_contradicts_an_argument_is_refused(arguments: dict[str, A
         pl.fit(example.build_model, example.batches, describe=example.describe, **arguments)
 
 
+@pytest.mark.parametrize("batches", [[], list], ids=["list", "function"])
+def test_no_batches_are_refused(batches: Any, tmp_path: Path) -> None:
+    with pytest.raises(pl.InputError, match="batches: has none; give at least one batch"):
+        pl.fit(example.build_model, batches, ranks=2, describe=example.describe, folder=tmp_path / "run")
+
+
 def test_a_task_travels_with_its_functions() -> None:
     task = Task(example.build_model, example.batches, example.describe, optimizer=partial(torch.optim.SGD, lr=0.1))
     again = pickle.loads(pickle.dumps(task))

@@ -155,7 +155,8 @@ def fit(
     task = Task(
         build, read, describe, optimizer=optimizer, scheduler=scheduler, eval_batches=held_out, callbacks=callbacks
     )
-    count = len(batches) if most is None and isinstance(batches, Sized) else config.iterations
+    # At least one, so that the error for no batches is that of reading them.
+    count = max(1, len(batches)) if most is None and isinstance(batches, Sized) else config.iterations
     config = _completed(config, task, count, _layout_config(config, ranks, layout))
     name = config.name or _name(task, config, folder)
     config, folder = msgspec.structs.replace(config, name=name), folder or _new_folder(name)
