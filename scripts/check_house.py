@@ -26,6 +26,8 @@ WIDE_CLASSES = {
     ("src/pipeloom/search/state.py", "Search"): "the search is being rewritten, with separate objects for its parts"
 }
 """Classes that may set more attributes, and why."""
+WIDE_FUNCTIONS = {("src/pipeloom/training/one_call.py", "fit"): "the public entry point, as torch's DataLoader"}
+"""Functions that may have more parameters, each described in a line or two of the docstring, and why."""
 RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
 """Words of documents and names that have a standard term instead; see the glossary."""
 DESCRIBED = re.compile(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n\S|\Z)", re.DOTALL | re.MULTILINE)
@@ -99,11 +101,13 @@ def wide_functions(path: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        count, lines = _num_parameters(node), _num_lines(node)
+        count, lines, file = _num_parameters(node), _num_lines(node), path.relative_to(ROOT).as_posix()
+        if (file, node.name) in WIDE_FUNCTIONS:
+            continue
         if count > MOST_PARAMETERS:
-            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count} parameters, at most {MOST_PARAMETERS}"
+            yield f"{file}:{node.lineno} {node.name}: {count} parameters, at most {MOST_PARAMETERS}"
         if lines > MOST_LINES:
-            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines, at most {MOST_LINES}"
+            yield f"{file}:{node.lineno} {node.name}: {lines} lines, at most {MOST_LINES}"
 
 
 def wide_classes(path: Path, tree: ast.Module) -> Iterator[str]:

@@ -74,18 +74,20 @@ if TYPE_CHECKING:
         CheckpointConfig,
         EmaConfig,
         EvaluationConfig,
+        LayoutConfig,
         LogConfig,
         OptimizerConfig,
         ParallelConfig,
         PlannerConfig,
+        RunConfig,
         RuntimeConfig,
         SchedulerConfig,
         Summary,
         Task,
-        TrainConfig,
         TrainingRun,
     )
-    from pipeloom.training.one_call import FitResult, FitSettings, fit
+    from pipeloom.training.config import TrainConfig
+    from pipeloom.training.one_call import FitResult, fit
 
 __version__ = "0.1.0"
 
@@ -111,11 +113,11 @@ __all__ = [
     "ExecutionPlan",
     "Executor",
     "FitResult",
-    "FitSettings",
     "FlowMatching",
     "InfeasibleError",
     "InputError",
     "Layout",
+    "LayoutConfig",
     "LogConfig",
     "LowerBound",
     "Model",
@@ -139,6 +141,7 @@ __all__ = [
     "Problem",
     "ProfileOptions",
     "RankSpec",
+    "RunConfig",
     "RuntimeConfig",
     "Sample",
     "Schedule",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner.client import fallback_plan
 from pipeloom.spec import batch_from_dicts
-from pipeloom.training import TrainConfig
+from pipeloom.training import RunConfig
 
 from . import task
 from .covering import EXCLUDED, FACTORS, Choice, Excluded, covering, covering_set, pairs, wanted
@@ -53,7 +53,7 @@ def test_a_method_by_name_says_what_it_wants(each: Excluded) -> None:
     row = {name: levels[0] for name, levels in FACTORS.items()} | {"layout": "encoder_first"}
     row |= dict((each.first, each.second))
     with pytest.raises(msgspec.ValidationError) as refused:
-        msgspec.convert(settings_of(row), TrainConfig)
+        msgspec.convert(settings_of(row), RunConfig)
     assert "tuning.order = 'clusters'" in str(refused.value)
     assert "let tuning.order be 'search'" in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -30,7 +30,7 @@ from pipeloom.spec import Layout, RankSpec
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.datasets import load_mixture
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from tests.explain.traces.test_megatron_log import log
 from tests.planner.cases import random_setup
 
@@ -151,11 +151,11 @@ def test_hosts_of_other_ranks_and_links_of_other_hosts_are_refused() -> None:
         "packing": {"token_budget": 10},
     }
     link = {"hosts": [0, 2], "bytes_per_s": 1.0, "latency_s": 0.0}
-    convert(base | {"cluster": {"hosts": [0, 1]}}, TrainConfig, "t")
+    convert(base | {"cluster": {"hosts": [0, 1]}}, RunConfig, "t")
     with pytest.raises(InputError, match=r"cluster.hosts: has 3 entries, but layout.ranks is 2"):
-        convert(base | {"cluster": {"hosts": [0, 1, 1]}}, TrainConfig, "t")
+        convert(base | {"cluster": {"hosts": [0, 1, 1]}}, RunConfig, "t")
     with pytest.raises(InputError, match=r"cluster.links\[0\].hosts: \[0, 2\], but the ranks are on hosts \[0, 1\]"):
-        convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, TrainConfig, "t")
+        convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, RunConfig, "t")
     setup = random_setup(1)
     hosts = (0,) * (setup.layout.num_ranks + 1)
     with pytest.raises(InputError, match=r"cluster\.hosts: has"):

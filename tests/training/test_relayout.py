@@ -17,7 +17,7 @@ from pipeloom.packing import PackingSpec
 from pipeloom.planner import Setup
 from pipeloom.spec import Layout
 from pipeloom.training import TrainingRun
-from pipeloom.training.config import CheckpointConfig, LayoutConfig, TrainConfig
+from pipeloom.training.config import CheckpointConfig, LayoutConfig, RunConfig
 from pipeloom.training.job import Job
 from pipeloom.training.record import LAYOUTS, read_history, read_lines
 from pipeloom.training.relayout import LayoutChange, lasting, may_change, why_not
@@ -111,7 +111,7 @@ def test_a_layout_that_was_given_changes_only_where_that_is_asked_for(
     kind: Literal["separate", "chosen", "file"], adapt: bool | None, wanted: bool
 ) -> None:
     layout = LayoutConfig(2, kind=kind, path="layout.json" if kind == "file" else "", adapt=adapt)
-    saved = TrainConfig(
+    saved = RunConfig(
         name="run", task="task.py", iterations=9, layout=layout, packing=PackingSpec(9), checkpoint=CheckpointConfig()
     )
     task = Task(pl.Model, list)

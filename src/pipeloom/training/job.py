@@ -21,7 +21,7 @@ from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
 from pipeloom.runtime.launch.coordination import broadcast_bytes, together
 from pipeloom.runtime.launch.device import DeviceType, Place
 from pipeloom.spec import Layout, RankSpec
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.lock import locked
 from pipeloom.training.loop_config import SchedulerConfig
@@ -43,7 +43,7 @@ def _is_below(path: Path, folder: Path) -> bool:
 class Job:
     """The settings of a run, its task and its folder; `TrainingRun` describes the fields."""
 
-    config: TrainConfig
+    config: RunConfig
     task: Task
     folder: Path
     file: Path = Path("train.toml")
@@ -106,9 +106,19 @@ class Job:
                 saved.make()
             yield
 
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.config.name or self.folder.name
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return self.config.dtype or "float32"
+
     def build_model(self) -> Model:
         """Build the task's model in the dtype of the run, which becomes torch's default."""
-        return self.task.model(self.config.dtype, self.config.seed, **self.config.model)
+        return self.task.model(self.dtype, self.config.seed, **self.config.model)
 
     def read_setup(self) -> Setup:
         """Read the setup that was prepared for all ranks.

@@ -161,7 +161,7 @@ class EventHandler:
 def peak_flops(job: Job) -> float | None:
     """Return the peak operations per second of one process's device in the run's precision."""
     config = job.config
-    computed = AUTOCAST[config.runtime.autocast] or torch_dtype(config.dtype)
+    computed = AUTOCAST[config.runtime.autocast] or torch_dtype(job.dtype)
     return config.log.peak_flops or known_peak(group_device(), computed)
 
 
@@ -229,4 +229,4 @@ def _trainer(
 
 def _run_facts(job: Job, setup: Setup, model: Model) -> RunFacts:
     num_parameters = sum(p.numel() for module in model.modules for x in module.layers for p in x.parameters())
-    return RunFacts(job.config.name, setup.layout.num_ranks, num_parameters, job.config.seed, setup.layout.digest)
+    return RunFacts(job.name, setup.layout.num_ranks, num_parameters, job.config.seed, setup.layout.digest)

@@ -36,6 +36,7 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
+from pipeloom.training.loop_config import check_loop
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
@@ -54,7 +55,7 @@ class TrainingRun(Job):
 
     Parameters
     ----------
-    config : TrainConfig
+    config : RunConfig
     task : Task
         The user's functions; every process imports them.
     folder : Path
@@ -116,7 +117,7 @@ class TrainingRun(Job):
         """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
-        with _keep_default_dtype():
+        with keep_default_dtype():
             model = self._checked_model()
             with self._in_file():
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
@@ -135,7 +136,7 @@ class TrainingRun(Job):
         InputError
             If the model has several modules, or the task's functions fail.
         """
-        with _keep_default_dtype():
+        with keep_default_dtype():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
             return training_layers(preview(self, first.shaped, profile, first))
@@ -190,7 +191,7 @@ class TrainingRun(Job):
             raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
 
     def _checked_model(self) -> Model:
-        self.display.say(f"Building {self.config.name} ...")
+        self.display.say(f"Building {self.name} ...")
         model = self.build_model()
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
@@ -227,6 +228,7 @@ class TrainingRun(Job):
     def _check_loop(self, model: Model) -> None:
         """Check before ranks start that they can run the training loop."""
         config, task = self.config, self.task
+        check_loop(config.optimizer, self.scheduler, config.evaluation, config.ema)
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
             raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
@@ -260,7 +262,7 @@ class TrainingRun(Job):
             model=model.spec,
             layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
             profile=profile,
-            packing=config.packing,
+            packing=first.packing,
             cluster=self.cluster,
             budget_s=config.planner.budget_s,
             seed=config.seed,
@@ -448,7 +450,7 @@ class TrainingRun(Job):
 
 
 @contextmanager
-def _keep_default_dtype() -> Iterator[None]:
+def keep_default_dtype() -> Iterator[None]:
     """Restore torch's default dtype, which building a model sets."""
     before = torch.get_default_dtype()
     try:

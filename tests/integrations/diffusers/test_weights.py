@@ -264,9 +264,15 @@ def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     parts = saved("ltx", tmp_path / "from")
     build = partial(pl.from_diffusers, tmp_path / "from", device="meta", freeze=())
     made, planner = setup(build(), 2), pl.PlannerConfig(budget_s=0.02)
-    settings = pl.FitSettings(folder=tmp_path / "run", planner=planner, profile=made.profile)
-    batches = partial(on_ranks.batches, "ltx")
-    result = pl.fit(build, batches, ranks=2, optimizer=sgd, layout=made.layout, settings=settings)
+    result = pl.fit(
+        build,
+        partial(on_ranks.batches, "ltx"),
+        optimizer=sgd,
+        layout=made.layout,
+        profile=made.profile,
+        folder=tmp_path / "run",
+        config=pl.RunConfig(planner=planner),
+    )
     result.save_pretrained(tmp_path / "to")
     assert_trained("ltx", tmp_path / "to", parts)
     assert run(["export", str(tmp_path / "run"), "--to", str(tmp_path / "other"), "--shard-gb", "0.001"]) == 0
