@@ -176,7 +176,7 @@ def _train_by_turns(iterations: int, folder: str, every: int) -> dict[str, list[
                 source,
                 describe=_describe,
                 optimizer=lambda p: torch.optim.SGD(p, 1e-6),
-                saving=Saving(saved if name in ("saving", "waiting") else None),
+                saving=Saving(checkpoints=saved if name in ("saving", "waiting") else None),
             )
             batches = [[(j, 6 + (i + j) % 5) for j in range(microbatches)] for i in numbers]
             dist.barrier()

@@ -152,7 +152,7 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
         optimizer=optimizer,
         loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
         options=ExecutionOptions(clip_norm=CLIP, ema_decay=0.5, timeout_s=120.0, shard=degrees.shard),
-        saving=Saving(Checkpoints(Path(folder))),
+        saving=Saving(checkpoints=Checkpoints(Path(folder))),
     )
 
 

@@ -253,6 +253,12 @@ def test_autocast_holds_in_the_forward_and_when_recomputed(strategy: str) -> Non
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in executor.parameters())
 
 
+@pytest.mark.parametrize("name", ["clip_norm", "timeout_s"])
+def test_options_that_are_not_positive_are_rejected(name: str) -> None:
+    with pytest.raises(InputError, match=rf"options.{name}: 0.0 is not positive"):
+        ExecutionOptions(**{name: 0.0})
+
+
 def test_weights_tied_over_ranks_are_refused_where_nobody_sums_them() -> None:
     found = 0
     for seed in range(60):

@@ -108,7 +108,7 @@ def trainer_of(
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
         options=ExecutionOptions(clip_norm=1.0, device=device, autocast=autocast),
-        saving=Saving(None if folder is None else Checkpoints(folder, 1)),
+        saving=Saving(checkpoints=None if folder is None else Checkpoints(folder, 1)),
     )
 
 

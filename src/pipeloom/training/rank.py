@@ -229,7 +229,7 @@ def _trainer(
             shard=config.parallel.shard,
         ),
         saving=Saving(
-            job.checkpoints,
+            checkpoints=job.checkpoints,
             on_checkpoint=saved,
             ends_after=relayout.ends_after,
             record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),

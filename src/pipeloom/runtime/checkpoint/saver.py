@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where a `Trainer` saves checkpoints, and what happens with them."""
+    """Checkpoints of a `Trainer`, and the functions that it calls with each."""
 
     checkpoints: Checkpoints | None = None
     """Where checkpoints are saved, and from where `Trainer.resume` loads them. None saves none."""
-    _: KW_ONLY
     on_checkpoint: Callable[[int, Path], None] | None = None
     """Called after a checkpoint with the iteration to resume at and the folder."""
     ends_after: Callable[[int], bool] | None = None

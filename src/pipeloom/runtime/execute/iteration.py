@@ -44,14 +44,20 @@ class RankParts(Protocol):
     """Layers of each chunk of this rank."""
     tied: tuple[TiedParameter, ...]
     """Parameters that other ranks hold too."""
-    has_shards: bool
-    """Whether any parameter is sharded over other processes."""
-    flops: FlopCounts | None
-    """Counts the operations of forwards. None: they are not counted."""
 
     @property
     def transport(self) -> Transport:
         """Carries the messages of this rank."""
+        ...
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any parameter is sharded over other processes."""
+        ...
+
+    @property
+    def flops(self) -> FlopCounts | None:
+        """Counts the operations of forwards. None: they are not counted."""
         ...
 
     @property
