@@ -22,7 +22,7 @@ from pipeloom.plan import Delivery
 from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
-from pipeloom.runtime import Checkpoints, Executor, Model, Module, TcpPlanStore, TorchTransport, Trainer, TrainerOptions
+from pipeloom.runtime import Checkpoints, Executor, Model, Module, Saving, TcpPlanStore, TorchTransport, Trainer
 from pipeloom.runtime.launch.coordination import PLAN_FIRST_BYTES, scatter_bytes, scatter_plan
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
@@ -176,7 +176,7 @@ def _train_by_turns(iterations: int, folder: str, every: int) -> dict[str, list[
                 source,
                 describe=_describe,
                 optimizer=lambda p: torch.optim.SGD(p, 1e-6),
-                options=TrainerOptions(checkpoints=saved if name in ("saving", "waiting") else None),
+                saving=Saving(checkpoints=saved if name in ("saving", "waiting") else None),
             )
             batches = [[(j, 6 + (i + j) % 5) for j in range(microbatches)] for i in numbers]
             dist.barrier()

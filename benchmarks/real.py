@@ -29,6 +29,7 @@ from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom.runtime import (
     BatchedTransport,
+    ExecutionOptions,
     Executor,
     Model,
     Module,
@@ -350,7 +351,7 @@ def _executor(model: Model, layout: Layout) -> Executor:
     transport = BatchedTransport() if BACKENDS[backend_of(_DEVICE)].joins else TorchTransport()
     if _DEVICE == "cuda":
         transport.connect(group_device())
-    return Executor(model, layout, dist.get_rank(), transport, group_device())
+    return Executor(model, layout, dist.get_rank(), transport, options=ExecutionOptions(device=group_device()))
 
 
 def _calibrated(model: Model, settings: Settings) -> Correction:

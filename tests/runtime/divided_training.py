@@ -23,10 +23,11 @@ from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
-from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions, load_weights
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Saving, TcpPlanStore, Trainer, load_weights
 from pipeloom.runtime.data.dataset import LazySample
 from pipeloom.runtime.data.prefetch import DescribedBatch
-from pipeloom.runtime.train.divide import Sharding, layers_with_tied
+from pipeloom.runtime.model.sharding import Sharding
+from pipeloom.runtime.train.divide import layers_with_tied
 from pipeloom.spec import Parallelism, batch_from_dicts
 
 from .training import CLIP, check_report, data, drawn, model, optimizer, prefetched, setup, task
@@ -149,14 +150,9 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
         planner,
         describe=task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(
-            clip_norm=CLIP,
-            ema_decay=0.5,
-            checkpoints=Checkpoints(Path(folder)),
-            timeout_s=120.0,
-            shard=degrees.shard,
-            loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
-        ),
+        loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
+        options=ExecutionOptions(clip_norm=CLIP, ema_decay=0.5, timeout_s=120.0, shard=degrees.shard),
+        saving=Saving(checkpoints=Checkpoints(Path(folder))),
     )
 
 

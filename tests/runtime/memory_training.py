@@ -10,7 +10,7 @@ import torch
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.runtime import ProfileOptions, StepReport, TcpPlanStore, Trainer, TrainerOptions, profile_model
+from pipeloom.runtime import ExecutionOptions, ProfileOptions, StepReport, TcpPlanStore, Trainer, profile_model
 from tests.runtime.test_counts import Live
 from tests.runtime.training import CLIP, DOCUMENTS, Meddling, data, losses_undivided, model, optimizer, setup, task
 
@@ -84,7 +84,7 @@ def train(encoded: bytes, waits: bool) -> Capped:
         planner,
         describe=task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     executor = trainer._executor
     outside = _OUTSIDE_COPIES * sum(p.nbytes for _, p in executor.named_parameters())

@@ -13,7 +13,7 @@ from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner import Setup, answer_of, plan_batch
-from pipeloom.runtime import Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, Trainer
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Parallelism
 
@@ -72,7 +72,7 @@ def assigned(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
     made = msgspec.structs.replace(made, layout=layout)
-    options = TrainerOptions(clip_norm=CLIP)
+    options = ExecutionOptions(clip_norm=CLIP)
     trainer = Trainer(model(), layout, AssignsHere(made), describe=task.describe, optimizer=optimizer, options=options)
     reports = list(trainer.run(data.batches(3, len(AssignsHere.ASSIGNED), DOCUMENTS)))
     shares = [tuple(sample.id for sample in report.batch.samples) for report in reports if report.batch is not None]
@@ -88,7 +88,7 @@ def _reported(num_ranks: int, num_replicas: int, wrong: str) -> tuple[int, str]:
     made = setup(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
     made = msgspec.structs.replace(made, layout=layout)
-    options = TrainerOptions(compare_contents=3)
+    options = ExecutionOptions(compare_contents=3)
     trainer = Trainer(model(), layout, PlansHere(made), describe=task.describe, optimizer=optimizer, options=options)
     count = 0
     try:

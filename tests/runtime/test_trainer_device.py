@@ -17,7 +17,7 @@ from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
 from pipeloom.planner import Problem, answer_of, plan_batch
-from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Saving, Trainer
 from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, TensorShape
@@ -107,12 +107,8 @@ def trainer_of(
         Plans(problem),
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        options=TrainerOptions(
-            clip_norm=1.0,
-            device=device,
-            autocast=autocast,
-            checkpoints=None if folder is None else Checkpoints(folder, 1),
-        ),
+        options=ExecutionOptions(clip_norm=1.0, device=device, autocast=autocast),
+        saving=Saving(checkpoints=None if folder is None else Checkpoints(folder, 1)),
     )
 
 

@@ -24,7 +24,7 @@ from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
 from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, TorchTransport, Trainer, TrainerOptions, Transport
+from pipeloom.runtime import ExecutionOptions, Prefetched, StepReport, TcpPlanStore, TorchTransport, Trainer, Transport
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -95,7 +95,7 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
         planner,
         describe=None if ahead else task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     found, begin = [], time.monotonic()
     for report in trainer.run(batches):

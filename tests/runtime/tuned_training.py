@@ -13,7 +13,7 @@ from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
 from pipeloom.tuning import TuningSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -77,7 +77,7 @@ def _losses(num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: st
         planner,
         describe=task.describe,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=RATE),
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     found, early = [], False
     for report in trainer.run(data.batches(3, iterations, DOCUMENTS)):

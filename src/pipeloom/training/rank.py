@@ -16,7 +16,16 @@ from pipeloom.heartbeat import doing
 from pipeloom.packing import cost_loads
 from pipeloom.planner import Planner, Setup
 from pipeloom.planner.forwards import forward_problem, plan_forwards
-from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
+from pipeloom.runtime import (
+    ExecutionOptions,
+    Model,
+    Saving,
+    StepReport,
+    TcpPlanStore,
+    Trainer,
+    group_device,
+    with_shapes,
+)
 from pipeloom.runtime.launch.coordination import broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
@@ -204,17 +213,13 @@ def _trainer(
         Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s),
         describe=task.describe,
         optimizer=task.optimizer or ConfiguredOptimizer(config.optimizer, not config.parallel.divides_nothing),
-        options=TrainerOptions(
-            scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
+        scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
+        loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
+        options=ExecutionOptions(
             count_flops=peak_flops(job) is not None,
             ema_decay=None if config.ema is None else config.ema.decay,
             clip_norm=config.optimizer.clip_norm,
-            checkpoints=job.checkpoints,
-            on_checkpoint=saved,
-            ends_after=relayout.ends_after,
-            record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             timeout_s=config.timeout_s,
-            loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
             transport=config.runtime.transport,
             compare_contents=config.runtime.compare_contents,
@@ -222,6 +227,12 @@ def _trainer(
             random_seed=config.seed,
             workers=config.runtime.workers,
             shard=config.parallel.shard,
+        ),
+        saving=Saving(
+            checkpoints=job.checkpoints,
+            on_checkpoint=saved,
+            ends_after=relayout.ends_after,
+            record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             resumes=go_on,
         ),
     )

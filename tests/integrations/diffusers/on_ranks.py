@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import pipeloom as pl
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.planner import Planner
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
 
 from ..transformers.on_ranks import setup, sgd, state_of
 from . import tiny
@@ -40,7 +40,7 @@ def train_and_save(folder: Path, name: str, to: Path) -> dict[str, int]:
         made.layout,
         Planner(made, TcpPlanStore.host, deadline_s=60.0),
         optimizer=sgd,
-        options=TrainerOptions(timeout_s=60.0),
+        options=ExecutionOptions(timeout_s=60.0),
     )
     held = {
         f"{module.name}.{number}": sum(p.numel() for p in layer.parameters() if not p.is_meta)

@@ -17,8 +17,8 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.layout import separate
 from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
-from pipeloom.runtime.train.divide import Sharding
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
+from pipeloom.runtime.model.sharding import Sharding
 from pipeloom.spec import Parallelism
 
 from . import tiny
@@ -60,7 +60,7 @@ def train_and_save(
     model = pl.from_transformers(folder, device="meta")
     made = setup(model, pipeline, replicas)
     planner = Planner(made, TcpPlanStore.host, deadline_s=60.0)
-    options = TrainerOptions(shard=shard, timeout_s=60.0)
+    options = ExecutionOptions(shard=shard, timeout_s=60.0)
     trainer = Trainer(model, made.layout, planner, optimizer=sgd, options=options)
     held = {
         f"{module.name}.{number}": sum(p.numel() for p in layer.parameters())
@@ -98,7 +98,7 @@ def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | Non
 
     model.pretrained.fill = watched
     planner = Planner(made, TcpPlanStore.host)
-    trainer = Trainer(model, layout, planner, optimizer=sgd, options=TrainerOptions(shard=shard, timeout_s=60.0))
+    trainer = Trainer(model, layout, planner, optimizer=sgd, options=ExecutionOptions(shard=shard, timeout_s=60.0))
     trainer.gather_model()
     assert_saved(model, folder)
     return found

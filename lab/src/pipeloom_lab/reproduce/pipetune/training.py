@@ -15,7 +15,7 @@ from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
 from pipeloom.planner import Planner, Setup
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, Model, Module, Part, TcpPlanStore, Trainer
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec
@@ -206,7 +206,7 @@ def train_all(seed: int, steps: int, dtype: str) -> dict[str, tuple[list[float],
             Planner(given, TcpPlanStore.host, deadline_s=60.0),
             describe=describe,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-            options=TrainerOptions(clip_norm=1.0),
+            options=ExecutionOptions(clip_norm=1.0),
         )
         losses, planned = list[float](), 0
         for report in trainer.run(batches(seed, steps)):
