@@ -153,6 +153,8 @@ def read_problem(path: Path) -> PlanningProblem:
         If a field is invalid or its parts do not belong together. The message names the file and the field.
     """
     file = read_spec(path, ProblemFile)
+    # First, because costs of a model that does not match its layout raise a less clear error.
+    check_layout(file.model, file.layout, str(path))
     with located(str(path)):
         problem = file.problem()
     check_problem(problem, str(path), str(path))
@@ -167,21 +169,40 @@ def check_problem(problem: PlanningProblem, layout_file: str, profile_file: str)
     InputError
         If the layout belongs to another model, or costs are impossible. The message names the file and the field.
     """
+    check_layout(problem.model, problem.layout, layout_file)
     costs = problem.profile_costs
-    modules = {module.name: module for module in problem.model.modules}
-    laid = {module.name for module in problem.layout.modules}
-    for name in modules.keys() - laid:
-        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
+    modules = {module.name for module in problem.model.modules}
     hosts, ranks = len(costs.rank.hosts), problem.layout.num_ranks
     if hosts not in (0, ranks):
         text = f"has {hosts} entries, the layout {ranks} ranks"
         raise InputError("cluster.hosts", text, "give one for each rank, or leave it out")
+    for rule in problem.search.rules:
+        try:
+            rule.check_layout(problem.layout)
+        except InputError as error:
+            raise InputError(f"{layout_file}: rule.{error.entity}", error.problem, error.remedy) from error
+    for key, fit in costs.profile.layers.items():
+        name = key.partition("/")[0]
+        most = NUM_OWN_FEATURES + 2 * len(problem.model.sources(name)) if name in modules else MAX_FEATURES
+        for field, coefficients in fit.of_bytes():
+            if len(coefficients) > most:
+                entity = f"{profile_file}: layers.{key}.{field}"
+                text = f"has {len(coefficients)} entries, which is above the {most} features of {name!r}"
+                raise InputError(entity, text, "give one per feature, with two for each module that feeds it")
+
+
+def check_layout(model: ModelSpec, layout: Layout, layout_file: str) -> None:
+    """Raise `InputError` if a layout belongs to another model. The message names the file and the field."""
+    modules = {module.name: module for module in model.modules}
+    laid = {module.name for module in layout.modules}
+    for name in modules.keys() - laid:
+        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
     num_laid = dict.fromkeys(laid, 0)
-    for i, chunk in enumerate(problem.layout.chunks):
+    for i, chunk in enumerate(layout.chunks):
         num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
         if chunk.layers[0] < 0:
             raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
-    for i, module in enumerate(problem.layout.modules):
+    for i, module in enumerate(layout.modules):
         where = f"{layout_file}: modules[{i}]"
         if module.name not in modules:
             raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
@@ -196,16 +217,3 @@ def check_problem(problem: PlanningProblem, layout_file: str, profile_file: str)
         if num_laid[module.name] != num_layers:
             text = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
             raise InputError(f"{layout_file}: chunks", text)
-    for rule in problem.search.rules:
-        try:
-            rule.check_layout(problem.layout)
-        except InputError as error:
-            raise InputError(f"{layout_file}: rule.{error.entity}", error.problem, error.remedy) from error
-    for key, fit in costs.profile.layers.items():
-        name = key.partition("/")[0]
-        most = NUM_OWN_FEATURES + 2 * len(problem.model.sources(name)) if name in modules else MAX_FEATURES
-        for field, coefficients in fit.of_bytes():
-            if len(coefficients) > most:
-                entity = f"{profile_file}: layers.{key}.{field}"
-                text = f"has {len(coefficients)} entries, which is above the {most} features of {name!r}"
-                raise InputError(entity, text, "give one per feature, with two for each module that feeds it")

@@ -275,7 +275,7 @@ def test_a_processor_that_differs_ends_training_before_anything_is_measured(
         raise InputError("x: input_ids", "differs")
 
     monkeypatch.setattr(pl.WebDataset, "preview", differs)
-    monkeypatch.setattr(pl.TrainingRun, "_measured_setup", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(pl.TrainingRun, "_measured_problem", lambda *_: pytest.fail("measured"))
     with pytest.raises(InputError, match="x: input_ids: differs"):
         pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "differs").prepare()
 
