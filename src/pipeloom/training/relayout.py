@@ -200,7 +200,7 @@ class Relayout:
         problem, self._slowness = self.problem, slowness
         previews = [
             Preview(
-                problem.costs.corrected(correction),
+                problem.profile_costs.corrected(correction),
                 problem.packing,
                 tuple(self._observations.batches),
                 problem.layout.num_ranks,
