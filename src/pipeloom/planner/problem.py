@@ -14,12 +14,13 @@ from pipeloom.packing import PackingSpec
 from pipeloom.plan import BackendName
 from pipeloom.search import SearchParams
 from pipeloom.search.params import DEFAULTS
-from pipeloom.spec import Layout, ModelSpec, RankSpec, Strategy
+from pipeloom.spec import Layout, ModelSpec, RankSpec
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TunedPipeline, TuningSpec, is_chain, tuned_pipeline
 
 _ANY_RANK = RankSpec()
 _NO_LIMIT = MemoryLimit()
+_COST_SETTINGS = ("strategies", "split_backward", "held_copies")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,6 @@ class PlanningProblem:
         profile: Profile,
         packing: PackingSpec,
         cluster: RankSpec = _ANY_RANK,
-        *,
-        strategies: tuple[Strategy, ...] = ("keep",),
-        split_backward: bool = False,
         **settings: Any,
     ) -> PlanningProblem:
         """Make a problem from measured layer costs.
@@ -78,14 +76,11 @@ class PlanningProblem:
         ----------
         cluster : RankSpec
             Links and memory of the ranks.
-        strategies : tuple of Strategy
-            Memory strategies from which the planner chooses for each pair; the first is the base.
-        split_backward : bool
-            Whether the planner may split a microbatch's backwards into input and weight gradients.
         **settings
-            Further fields of the problem.
+            Further fields of the problem, and ``strategies``, ``split_backward`` and ``held_copies`` of `ProfileCosts`.
         """
-        costs = ProfileCosts(model, profile, cluster, strategies, split_backward=split_backward)
+        choices = {name: settings.pop(name) for name in _COST_SETTINGS if name in settings}
+        costs = ProfileCosts(model, profile, cluster, **choices)
         return cls(model, layout, costs, packing, memory=MemoryLimit.of(cluster), **settings)
 
     @property

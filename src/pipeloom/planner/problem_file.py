@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pipeloom.bounds import Magnitude, Seed, Threads, Wait
-from pipeloom.cost import Profile, ProfileCosts
+from pipeloom.cost import Profile
 from pipeloom.errors import InputError, PlannerError, located
 from pipeloom.io import read_spec, write_text
 from pipeloom.limits import MAX_FEATURES, NUM_OWN_FEATURES
@@ -19,6 +19,12 @@ from pipeloom.search import SearchParams
 from pipeloom.spec import Layout, ModelSpec, ModuleLayout, RankSpec, Strategy
 from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
+
+_SAME_FIELDS = (
+    *("model", "layout", "packing", "budget_s", "seed", "method", "tuning", "backend", "split_backward", "search"),
+    "threads",
+)
+"""Fields that the file shares with `PlanningProblem`."""
 
 
 class ProblemFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,21 +64,11 @@ class ProblemFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if memory != MemoryLimit.of(cluster):
             raise InputError("memory", "has a reserve other than the default", "use the default reserve")
         return cls(
-            problem.model,
-            problem.layout,
-            costs.profile,
-            problem.packing,
-            cluster,
-            problem.budget_s,
-            problem.seed,
-            problem.method,
-            costs.strategies,
-            problem.tuning,
-            problem.backend,
-            problem.split_backward,
-            costs.held_copies,
-            problem.search,
-            problem.threads,
+            profile=costs.profile,
+            cluster=cluster,
+            strategies=costs.strategies,
+            held_copies=costs.held_copies,
+            **{name: getattr(problem, name) for name in _SAME_FIELDS},
         )
 
     def problem(self) -> PlanningProblem:
@@ -83,28 +79,7 @@ class ProblemFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         InputError
             If the profile lacks a measurement, or settings contradict each other.
         """
-        costs = ProfileCosts(
-            self.model,
-            self.profile,
-            self.cluster,
-            self.strategies,
-            split_backward=self.split_backward,
-            held_copies=self.held_copies,
-        )
-        return PlanningProblem(
-            self.model,
-            self.layout,
-            costs,
-            self.packing,
-            memory=MemoryLimit.of(self.cluster),
-            tuning=self.tuning,
-            backend=self.backend,
-            search=self.search,
-            threads=self.threads,
-            budget_s=self.budget_s,
-            seed=self.seed,
-            method=self.method,
-        )
+        return PlanningProblem.from_profile(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
 def encode_problem(problem: PlanningProblem) -> bytes:

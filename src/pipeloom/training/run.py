@@ -14,7 +14,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeloom.cost import ProfileCosts
 from pipeloom.cost.layers import LayerTable
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
 from pipeloom.heartbeat import paused
@@ -31,7 +30,6 @@ from pipeloom.runtime.launch.processes import Joined, launch, report
 from pipeloom.runtime.train.divide import check_divisible
 from pipeloom.search import SearchParams, find_method
 from pipeloom.spec.layout import check_encoder_dp
-from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.training.callbacks import check_tensorboard
 from pipeloom.training.config import read_config
 from pipeloom.training.display import Display, Quiet
@@ -258,20 +256,15 @@ class TrainingRun(Job):
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
         if choice.rule is not None:
             search = msgspec.structs.replace(search, rules=(*search.rules, choice.rule))
-        costs = ProfileCosts(
-            model.spec,
-            profile,
-            self.cluster,
-            offered(config, model),
-            split_backward=config.planner.split_backward,
-            held_copies=held_copies(self, model),
-        )
-        problem = PlanningProblem(
+        problem = PlanningProblem.from_profile(
             model.spec,
             msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
-            costs,
+            profile,
             config.packing,
-            memory=MemoryLimit.of(self.cluster),
+            self.cluster,
+            strategies=offered(config, model),
+            split_backward=config.planner.split_backward,
+            held_copies=held_copies(self, model),
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,

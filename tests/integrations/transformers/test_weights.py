@@ -421,8 +421,8 @@ def test_shards_of_replicas_train_from_a_folder(name: str, tmp_path: Path) -> No
 
 def fit(folder: Path, **more: Any) -> pl.FitResult:
     build = partial(pl.from_transformers, folder / "from", device="meta")
-    made, planner = on_ranks.setup(build(), 2), pl.PlannerConfig(budget_s=0.02)
-    settings = pl.FitSettings(folder=folder / "run", planner=planner, profile=made.profile, **more)
+    made, planner = on_ranks.invented_problem(build(), 2), pl.PlannerConfig(budget_s=0.02)
+    settings = pl.FitSettings(folder=folder / "run", planner=planner, profile=made.profile_costs.profile, **more)
     batches = partial(on_ranks.batches, "llama")
     return pl.fit(build, batches, ranks=2, optimizer=on_ranks.sgd, layout=made.layout, settings=settings)
 

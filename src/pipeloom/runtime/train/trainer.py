@@ -134,7 +134,7 @@ class TrainerOptions:
     """``"host"`` sends messages through host memory, so that ranks may share a GPU. The default group must then serve
     GPUs by gloo."""
     device: torch.device | str = "cpu"
-    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planner's setup needs
+    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planning problem needs
     ``backend="nccl"``. The default group must serve both devices, see `pipeloom.runtime.launch`."""
     autocast: torch.dtype | None = None
     """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
@@ -592,5 +592,5 @@ def _check_serial(answer: Answer) -> None:
         raise InputError(
             "planner",
             f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
-            'give its problem backend="nccl"',
+            'give its PlanningProblem backend="nccl"',
         ) from error
