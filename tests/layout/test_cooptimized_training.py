@@ -86,14 +86,14 @@ def test_the_table_adds_up_to_what_training_costs(seed, tmp_path):
 def test_the_arranged_layout_is_of_the_model_and_trains(seed):
     costs = language_model(seed)
     preview = Preview(costs, PACKING, batches(seed)[:2], RANKS)
-    trials = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10))
+    trials = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
     layout, rule = trials[0].layout, trials[0].rule
     assert [module.name for module in layout.modules] == ["text"]
     assert rule is not None
     rule.check_layout(layout)
     assert len({trial.layout.chunks for trial in trials}) == len(trials) > 1
     assert trials[0].seconds == min(trial.seconds for trial in trials)
-    again = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10))
+    again = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
     assert again == trials, "a resumed run comes to the layout that it had"
     for batch in batches(seed + 100):
         made = plan_batch(PlanningProblem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20))
@@ -105,7 +105,7 @@ def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
     """From memory, from files, and over the wire."""
     costs = language_model(seed)
     preview = Preview(costs, PACKING, batches(seed), RANKS)
-    found = arrange_training_layout(preview, budget=Evaluations(400), trial=Evaluations(5))[0]
+    found = arrange_training_layout(preview, budget=Evaluations(400), trial=Evaluations(5), seed=seed)[0]
     layout = found.layout
     assert found.rule is not None
     write_layout(tmp_path / "layout.json", layout)
