@@ -65,6 +65,7 @@ PUBLIC = {
     "ExecutionPlan",
     "PlannedBatch",
     "Planner",
+    "PlanningProblem",
     "Problem",
     "Setup",
     "plan_batch",

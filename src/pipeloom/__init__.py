@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from pipeloom.layout import ModulePlacement, separate
     from pipeloom.packing import PackingSpec
     from pipeloom.plan import ExecutionPlan, verify
-    from pipeloom.planner import Planner, Setup
+    from pipeloom.planner import Planner
     from pipeloom.planner.planning import PlannedBatch, plan_batch
-    from pipeloom.planner.problem import Problem
+    from pipeloom.planner.problem import PlanningProblem, Problem, Setup
     from pipeloom.runtime import (
         Batches,
         Checkpoints,
@@ -139,6 +139,7 @@ __all__ = [
     "Planner",
     "PlannerConfig",
     "PlannerError",
+    "PlanningProblem",
     "Prefetched",
     "Problem",
     "ProfileOptions",

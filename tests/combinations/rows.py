@@ -129,7 +129,7 @@ def run_of(row: Row, folder: Path) -> TrainingRun:
 def prepare(run: TrainingRun) -> TrainingRun:
     """All that comes before the ranks start, as `TrainingRun.train` does it."""
     run.folder.mkdir()
-    run.prepare().problem().compile_kernels()
+    run.prepare().compile_kernels()
     return run
 
 

@@ -68,7 +68,7 @@ def test_what_does_not_fit_ends_in_one_line(kind: str, capacity_bytes: int, tmp_
     run = replace(run, config=msgspec.structs.replace(run.config, cluster=memory))
     batch = batch_from_dicts([task.describe(sample) for sample in next(task.batches(1))], 0)
     with pytest.raises(InfeasibleError) as refused:
-        fallback_plan(prepare(run).read_setup().problem(), batch)
+        fallback_plan(prepare(run).read_problem(), batch)
     # Who, how many bytes, and what to do about it.
     assert re.search(r"(rank \d:|layers?) .*[\d.]+ (B|KiB)\b.*; .*use (more ranks|smaller)", str(refused.value))
     assert "\n" not in str(refused.value)

@@ -15,7 +15,7 @@ from pipeloom.cost import Profile
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem
 from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import CorruptSampleError
@@ -167,11 +167,12 @@ def known_profile(job: Job, model: Model) -> Profile | None:
     """Return the job's profile, or that of the run that is resumed; None if there is none, or it lacks strategies."""
     if job.profile is not None:
         return job.profile
-    setup = _known_setup(job)
-    if setup is None:
+    problem = _known_problem(job)
+    if problem is None:
         return None
-    lacks = any(fit.strategies is None for fit in setup.profile.layers.values())
-    return setup.profile if setup.model == model.spec and not (lacks and _needs_strategies(job)) else None
+    profile = problem.profile_costs.profile
+    lacks = any(fit.strategies is None for fit in profile.layers.values())
+    return profile if problem.model == model.spec and not (lacks and _needs_strategies(job)) else None
 
 
 def known_links(job: Job) -> RunConfig:
@@ -179,16 +180,16 @@ def known_links(job: Job) -> RunConfig:
 
     This gives the run the same layout.
     """
-    setup, config = _known_setup(job), job.config
-    if setup is None or not config.cluster.hosts or setup.cluster.hosts != config.cluster.hosts:
+    problem, config = _known_problem(job), job.config
+    if problem is None or not config.cluster.hosts or problem.profile_costs.rank.hosts != config.cluster.hosts:
         return config
-    cluster = msgspec.structs.replace(config.cluster, links=setup.cluster.links)
+    cluster = msgspec.structs.replace(config.cluster, links=problem.profile_costs.rank.links)
     return msgspec.structs.replace(config, cluster=cluster)
 
 
-def _known_setup(job: Job) -> Setup | None:
+def _known_problem(job: Job) -> PlanningProblem | None:
     try:
-        return job.read_setup()
+        return job.read_problem()
     except PipeloomError:
         return None
 

@@ -21,7 +21,7 @@ from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
 from pipeloom.outputs import check_input
 from pipeloom.plan import backend_of
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem
 from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
@@ -41,7 +41,7 @@ from pipeloom.training.measure import FirstBatches, known_links, known_profile, 
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
-from pipeloom.training.relayout import newest_change, write_setup
+from pipeloom.training.relayout import newest_change, write_shared_files
 from pipeloom.training.task import Task
 from pipeloom.training.warm import begin_warm
 
@@ -102,8 +102,8 @@ class TrainingRun(Job):
         check_input(source)
         return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
 
-    def prepare(self) -> Setup:
-        """Measure the layers, choose the layout, and write the planner's setup, which all ranks read.
+    def prepare(self) -> PlanningProblem:
+        """Measure the layers, choose the layout, and write the planning problem, which all ranks read.
 
         A resumed run reuses the measurements from before the interruption, so that it has the same layout. A changed
         layout also remains.
@@ -124,9 +124,9 @@ class TrainingRun(Job):
                 self._check_encoder_dp(model)
                 self._check_loop(model)
             show_first_sample(self)
-            setup = self._measured_setup(model)
-        write_setup(self, setup)
-        return setup
+            problem = self._measured_problem(model)
+        write_shared_files(self, problem)
+        return problem
 
     def measure_layers(self) -> LayerTable:
         """Measure the cost of each layer on a typical microbatch, on this process's device.
@@ -247,7 +247,7 @@ class TrainingRun(Job):
         if config.log.tensorboard:
             check_tensorboard()
 
-    def _measured_setup(self, model: Model) -> Setup:
+    def _measured_problem(self, model: Model) -> PlanningProblem:
         config = self.config
         first = FirstBatches(self, model)
         model = first.shaped
@@ -258,34 +258,34 @@ class TrainingRun(Job):
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
         if choice.rule is not None:
             search = msgspec.structs.replace(search, rules=(*search.rules, choice.rule))
-        setup = Setup(
-            model=model.spec,
-            layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
-            profile=profile,
-            packing=first.packing,
-            cluster=self.cluster,
+        problem = PlanningProblem.from_profile(
+            model.spec,
+            msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
+            profile,
+            first.packing,
+            self.cluster,
+            strategies=offered(config, model),
+            split_backward=config.planner.split_backward,
+            held_copies=held_copies(self, model),
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,
-            strategies=offered(config, model),
             tuning=config.tuning,
             backend=backend_of(self.device if config.runtime.transport == "direct" else "cpu"),
-            split_backward=config.planner.split_backward,
-            held_copies=held_copies(self, model),
             threads=config.planner.threads,
             search=search,
         )
         # A layout change by an earlier start remains if the run began with this layout.
-        change = newest_change(self, setup.layout.digest)
-        return setup if change is None else change.applied(setup)
+        change = newest_change(self, problem.layout.digest)
+        return problem if change is None else change.applied(problem)
 
     def _prepare_folder(self, go_on: bool) -> None:
         """Create the folder, and prepare everything that the ranks read."""
         fresh_folder(self.folder, go_on=go_on)
-        setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
+        problem = (replace(self, config=known_links(self)) if go_on else self).prepare()
         # Compile once here, so that neither the planner nor rank 0 compiles while others wait.
         self.display.say("Loading the planner's kernels ...")
-        setup.problem().compile_kernels()
+        problem.compile_kernels()
 
     def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
         """Return whether to continue from a checkpoint; if there is one, ``resume`` must be set."""

@@ -24,7 +24,7 @@ class ExecutionOptions:
     """
 
     device: torch.device | str = "cpu"
-    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planner's setup needs
+    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planning problem needs
     ``backend="nccl"``. The default group must serve both devices, see `pipeloom.runtime.launch`."""
     transport: TransportName = "direct"
     """``"host"`` sends messages through host memory, so that ranks may share a GPU. The default group must then serve

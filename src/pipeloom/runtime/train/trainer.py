@@ -518,5 +518,5 @@ def _check_serial(answer: Answer) -> None:
         raise InputError(
             "planner",
             f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
-            'give its Setup backend="nccl"',
+            'give its PlanningProblem backend="nccl"',
         ) from error
