@@ -32,7 +32,7 @@ from pipeloom.layout import chain_of_stages, encoder_first, profiled_layers
 from pipeloom.layout.arrangements import arrangements
 from pipeloom.layout.choose import FINAL, LayoutDraft, search_layouts
 from pipeloom.packing import PackingSpec, packed_batch
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import PackingResult, decide, tuned
 from pipeloom.search import Deadline, Evaluations, SearchParams, compile_kernels, one_f_one_b, solve_assignable
 from pipeloom.spec import Batch, Layout, Sample
@@ -125,22 +125,15 @@ def measure(search_s: float = 1.0) -> Measurement:
     # Backwards stay whole: a second is too short to look into halves, too.
     problem = _problem(made, draft)
     problem.compile_kernels()
-    found = [decide(problem, batch_of(seed), Deadline(search_s, "cpu"), 0) for seed in _BATCHES]
+    found = [decide(problem, batch_of(seed), Deadline(search_s, "cpu")) for seed in _BATCHES]
     return Measurement(alone, both, mean(_seconds("joined", one) for one in found), draft.name)
 
 
-def _problem(made: ModelOnCluster, draft: LayoutDraft, tuning: TuningSpec | None = None) -> Problem:
+def _problem(made: ModelOnCluster, draft: LayoutDraft, tuning: TuningSpec | None = None) -> PlanningProblem:
     packing = PackingSpec(_CONTEXTS * _CONTEXT, "planned" if tuning is None else "balanced")
     params = SearchParams(rules=() if draft.rule is None else (draft.rule,))
-    return Problem(
-        made.model,
-        draft.layout,
-        made.costs,
-        packing,
-        made.capacity_bytes,
-        tuning=tuning,
-        search=params,
-        memory_model=made.memory,
+    return PlanningProblem(
+        made.model, draft.layout, made.costs, packing, tuning=tuning, search=params, memory=made.memory
     )
 
 
@@ -184,7 +177,7 @@ def _tuned_s(made: ModelOnCluster) -> float:
         costs = EmulatedCosts(made.architecture, made.cluster, made.degrees, (setting,), split=False)
         with suppress(InfeasibleError):
             problem = _problem(replace(made, costs=costs), LayoutDraft("", layout), tuning)
-            found.append(mean(_seconds("PipeTune", tuned(problem, batch_of(seed), 0)) for seed in _BATCHES))
+            found.append(mean(_seconds("PipeTune", tuned(problem, batch_of(seed))) for seed in _BATCHES))
     return min(found)
 
 

@@ -19,10 +19,10 @@ from pipeloom.cost import Correction, LayerFit, Profile
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery
-from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
+from pipeloom.planner import Planner, PlanningProblem, Request, answer_of, plan_batch
 from pipeloom.planner.messages import encode
 from pipeloom.report import markdown_table
-from pipeloom.runtime import Checkpoints, Executor, Model, Module, TcpPlanStore, TorchTransport, Trainer, TrainerOptions
+from pipeloom.runtime import Checkpoints, Executor, Model, Module, Saving, TcpPlanStore, TorchTransport, Trainer
 from pipeloom.runtime.launch.coordination import PLAN_FIRST_BYTES, scatter_bytes, scatter_plan
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
@@ -162,13 +162,13 @@ def _train_by_turns(iterations: int, folder: str, every: int) -> dict[str, list[
     microbatches = 8
     # Long enough to be searching until shortly before the plan is needed.
     budget_s = 0.8 * microbatches * 2 * (_FORWARD_S + _BACKWARD_S)
-    setup = Setup(model.spec, layout, profile, PackingSpec(10), budget_s=budget_s)
+    problem = PlanningProblem.from_profile(model.spec, layout, profile, PackingSpec(10), budget_s=budget_s)
     found: dict[str, list[float]] = {"beside": [], "alone": [], "saving": [], "waiting": []}
     chunk = 2 * every + 1
     for first in range(0, iterations, chunk):
         numbers = range(first, min(iterations, first + chunk))
         for name, taken in found.items():
-            source = _Keeping(setup, TcpPlanStore.host, deadline_s=30.0) if name == "beside" else _Kept(KEPT)
+            source = _Keeping(problem, TcpPlanStore.host, deadline_s=30.0) if name == "beside" else _Kept(KEPT)
             saved = Checkpoints(Path(folder, name), every, keep=1, asynchronous=name == "saving")
             trainer = Trainer(
                 model,
@@ -176,7 +176,7 @@ def _train_by_turns(iterations: int, folder: str, every: int) -> dict[str, list[
                 source,
                 describe=_describe,
                 optimizer=lambda p: torch.optim.SGD(p, 1e-6),
-                options=TrainerOptions(checkpoints=saved if name in ("saving", "waiting") else None),
+                saving=Saving(checkpoints=saved if name in ("saving", "waiting") else None),
             )
             batches = [[(j, 6 + (i + j) % 5) for j in range(microbatches)] for i in numbers]
             dist.barrier()
@@ -200,12 +200,12 @@ def _describe(sample: tuple[int, int]) -> dict[str, Any]:
 def _delivery(repeats: int) -> str:
     model, costs, packing = _problem()
     layout = separate(model, _RANKS, {"vision": ModulePlacement(1, 12), "lm": ModulePlacement(2)}, lambda *_: 1.0)
-    setup = Setup(model, layout, costs.profile, packing)
+    problem = PlanningProblem.from_profile(model, layout, costs.profile, packing)
     batch = _batch(17)
-    planned = plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+    planned = plan_batch(problem.with_search(method="portfolio"), batch, budget=Evaluations(1))
     data = encode(answer_of(planned, search_s=0.0, ready_ns=0))
     actions = sum(map(len, planned.plan.ranks))
-    by_rank = launch(_deliver, _RANKS, setup, batch, data, repeats)
+    by_rank = launch(_deliver, _RANKS, problem, batch, data, repeats)
     turns = range(1, repeats)
 
     def median(of: Callable[[int], float]) -> str:
@@ -272,12 +272,12 @@ def _standing_in(spec: ModelSpec) -> Model:
     return Model(modules, lambda out, _: out.sum(), lambda _: 1.0, name=spec.name)
 
 
-def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Delivery]:
+def _deliver(problem: PlanningProblem, batch: Batch, data: bytes, repeats: int) -> list[_Delivery]:
     """On one rank: the times of every delivery."""
     torch.set_num_threads(1)
-    planner = Planner(setup, TcpPlanStore.host)
+    planner = Planner(problem, TcpPlanStore.host)
     store, rank = TcpPlanStore.host(), dist.get_rank()
-    executor = Executor(_standing_in(setup.model), setup.layout, rank, TorchTransport())
+    executor = Executor(_standing_in(problem.model), problem.layout, rank, TorchTransport())
     found = []
     for _ in range(repeats):
         gc.collect()
@@ -296,7 +296,7 @@ def _deliver(setup: Setup, batch: Batch, data: bytes, repeats: int) -> list[_Del
             time.sleep(_APART_S)
         begin = time.monotonic()
         cpu = [time.thread_time()]
-        handed = scatter_plan(delivery, batch, setup.model, setup.layout)
+        handed = scatter_plan(delivery, batch, problem.model, problem.layout)
         there = time.monotonic()
         cpu.append(time.thread_time())
         linked = executor.prepare(handed.plan, handed.packing)

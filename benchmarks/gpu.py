@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeloom.packing import Packing, PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
 from pipeloom.report import markdown_table
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
+from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
 from pipeloom.runtime.launch.device import DeviceType, synchronize
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
@@ -132,9 +132,8 @@ def _case(
             actions += [_act(Verb.LOAD, chunk, microbatch) for microbatch, chunk in ahead]
         actions += [_act(verb, c, m) for verb in verbs]
     plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
-    executor = Executor(
-        model, layout, 0, ThreadHub().transport(0), device, options=ExecutorOptions(autocast=torch.bfloat16)
-    )
+    options = ExecutionOptions(device=device, autocast=torch.bfloat16)
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=options)
     return executor, plan, packing
 
 

@@ -6,11 +6,12 @@ from statistics import mean
 
 from pipeloom.layout import modality_placements, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline
 from pipeloom.spec import Batch, Layout
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
 from pipeloom_lab.reproduce.part import Options
 from pipeloom_lab.reproduce.pipetune.setups import (
@@ -100,5 +101,6 @@ def separate_layout(setting: EmulatedSetup) -> Layout:
 def planned_s(setting: EmulatedSetup, layout: Layout, batch: Batch, policy: str, contexts: int) -> float:
     """Seconds of an iteration that is planned in a CPU second."""
     packing = PackingSpec(contexts * setting.setup.context, policy)  # type: ignore[arg-type]
-    problem = Problem(setting.costs.model_spec, layout, setting.costs, packing, setting.capacity_bytes)
-    return decide(problem, batch, _BUDGET, 0).ns / 1e9
+    memory = MemoryLimit(setting.capacity_bytes)
+    problem = PlanningProblem(setting.costs.model_spec, layout, setting.costs, packing, memory=memory)
+    return decide(problem, batch, _BUDGET).ns / 1e9

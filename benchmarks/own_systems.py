@@ -11,7 +11,7 @@ from pipeloom.collector import collector_paused
 from pipeloom.compare.model_on_cluster import batch_of
 from pipeloom.layout.cooptimize import cooptimize, graph_of
 from pipeloom.packing import PackingSpec, budget_tokens
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
 from pipeloom.search import Deadline, SearchParams, solve
 from pipeloom_lab.adaptis.systems import ChainResult
@@ -81,11 +81,9 @@ def joined_s(setup: PaperSetup, seed: int, number: int, search_s: float) -> floa
     most = max(int(budget_tokens(batch_of([group]), setting.model).sum()) for group in groups)
     packing = PackingSpec(most, "planned")
     layout = setup.layouts[0].layout
-    problem = Problem(
-        setting.model, layout, setting.costs, packing, setting.capacity_bytes, memory_model=setting.memory
-    )
+    problem = PlanningProblem(setting.model, layout, setting.costs, packing, memory=setting.memory, seed=seed)
     problem.compile_kernels()
-    made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"), seed)
+    made = decide(problem, batch_of(groups), Deadline(search_s, "cpu"))
     runs.refuse_faults("joined", made.graph, made.schedule, made.timeline)
     return made.ns / 1e9
 

@@ -12,7 +12,7 @@ from pipeloom.cost import LayerFit, Profile, ProfileCosts
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower, to_msgpack, verify
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.client import fallback_plan
 from pipeloom.report import markdown_table
 from pipeloom.search import Evaluations, compile_kernels, first_in_first_out, solve
@@ -65,7 +65,7 @@ def _measure(ranks: int, microbatches: int) -> list[str]:
     timeline = simulate(graph, schedule)
     plan, lower_ms = _timed(lambda: lower(graph, schedule, timeline, layout, packed, boundary_shapes(model, layout)))
     _, verify_ms = _timed(lambda: verify(plan, layout, packed))
-    problem = Problem(model, layout, costs, packing)
+    problem = PlanningProblem(model, layout, costs, packing)
     _, fallback_ms = _timed(lambda: fallback_plan(problem, batch))
     actions = sum(len(rank) for rank in plan.ranks)
     size = f"{len(to_msgpack(plan)) / 1e3:.0f} kB"

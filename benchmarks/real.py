@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.cost import Correction, Profile, ProfileCosts
+from pipeloom.cost import Correction, Profile
 from pipeloom.errors import ExecutionError
 from pipeloom.io import make_folder, write_text
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.layout.layouts import chain_of_stages
 from pipeloom.packing import Packing, PackingSpec, packing_from_counts
 from pipeloom.plan import BACKENDS, ExecutionPlan, backend_of, boundary_shapes, lower
-from pipeloom.planner import Problem, answer_of, plan_batch
+from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.report import markdown_table
 from pipeloom.report.figures import Axis, bar_figure
 from pipeloom.runtime import (
     BatchedTransport,
+    ExecutionOptions,
     Executor,
     Model,
     Module,
@@ -341,16 +342,16 @@ def _plan(
     return plan, timeline.makespan_ns / 1e9
 
 
-def _problem(model: Model, settings: Settings, layout: Layout) -> Problem:
-    costs = ProfileCosts(model.spec, settings.profile)
-    return Problem(model.spec, layout, costs, PackingSpec(_ROWS), backend=backend_of(_DEVICE))
+def _problem(model: Model, settings: Settings, layout: Layout) -> PlanningProblem:
+    packing, backend = PackingSpec(_ROWS), backend_of(_DEVICE)
+    return PlanningProblem.from_profile(model.spec, layout, settings.profile, packing, backend=backend)
 
 
 def _executor(model: Model, layout: Layout) -> Executor:
     transport = BatchedTransport() if BACKENDS[backend_of(_DEVICE)].joins else TorchTransport()
     if _DEVICE == "cuda":
         transport.connect(group_device())
-    return Executor(model, layout, dist.get_rank(), transport, group_device())
+    return Executor(model, layout, dist.get_rank(), transport, options=ExecutionOptions(device=group_device()))
 
 
 def _calibrated(model: Model, settings: Settings) -> Correction:
@@ -363,7 +364,7 @@ def _calibrated(model: Model, settings: Settings) -> Correction:
         problem = _problem(model, settings, layout).corrected(calibrator.correction)
         made: list[Any] = [None]
         if dist.get_rank() == 0:
-            planned = plan_batch(problem, batch, budget=Deadline(0.2), seed=0)
+            planned = plan_batch(problem, batch, budget=Deadline(0.2))
             made = [(answer_of(planned, search_s=0.0, ready_ns=0), planned.packing)]
         dist.broadcast_object_list(made)
         answer, packing = made[0]

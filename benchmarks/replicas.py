@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
@@ -14,13 +14,14 @@ from benchmarks.joint import separate_layout
 from pipeloom.compare.baselines.dip import our_layout
 from pipeloom.compare.model_on_cluster import ModelOnCluster, draw_iteration, put_on_cluster
 from pipeloom.packing import PackingSpec, assign_to_replicas, cost_loads, token_loads
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide
 from pipeloom.planner.replicas import assign_planned
 from pipeloom.report import markdown_table
 from pipeloom.search import Deadline, Evaluations
 from pipeloom.spec import Batch, Parallelism
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom_lab.reproduce.pipetune.setups import ON_A, batch_of, emulated
 
 TITLE = "Assignment of samples to replicas"
@@ -36,7 +37,7 @@ class _Workload:
     """A model, and how many samples or drawn microbatches each replica has."""
 
     name: str
-    problem: Problem
+    problem: PlanningProblem
     share: int
 
     def batch(self, num_replicas: int, seed: int) -> Batch:
@@ -56,7 +57,7 @@ def run() -> str:
     rows = []
     for workload in _workloads():
         # The kernels are loaded, and the layers' costs emulated, by what is not counted.
-        decide(workload.problem, workload.batch(1, 99), Evaluations(40), 0)
+        decide(workload.problem, workload.batch(1, 99), Evaluations(40))
         rows += [[workload.name, str(count), *_row(workload, count)] for count in _REPLICAS]
     header = ["workload", "replicas", "by tokens, s", "by loads, s", "by planned time, s", "gain", "dealing, CPU s"]
     text = (
@@ -71,10 +72,13 @@ def run() -> str:
 def _workloads() -> list[_Workload]:
     setting, vlm = emulated(ON_A["13b"]), _vlm_s()
     packing = PackingSpec(setting.max_contexts * setting.setup.context)
-    paper = Problem(setting.costs.model_spec, separate_layout(setting), setting.costs, packing, setting.capacity_bytes)
+    memory = MemoryLimit(setting.capacity_bytes)
+    costs = setting.costs
+    paper = PlanningProblem(costs.model_spec, separate_layout(setting), costs, packing, memory=memory)
     layout = our_layout(vlm, [draw_iteration(vlm, 16, seed=1000 + seed) for seed in range(2)])
     tokens = max(sum(s.sequence_tokens for s in group) for group in draw_iteration(vlm, 4, 0))
-    ours = Problem(vlm.model, layout, vlm.costs, PackingSpec(2 * tokens), vlm.capacity_bytes)
+    memory = MemoryLimit(vlm.capacity_bytes)
+    ours = PlanningProblem(vlm.model, layout, vlm.costs, PackingSpec(2 * tokens), memory=memory)
     return [
         _Workload("13B DataMix2, 16 samples a replica", paper, 16),
         _Workload("13B DataMix2, 128 samples a replica", paper, 128),
@@ -88,15 +92,14 @@ def _vlm_s() -> ModelOnCluster:
 
 
 def _row(workload: _Workload, count: int) -> list[str]:
-    layout = msgspec.structs.replace(workload.problem.layout, parallelism=Parallelism(data=count))
     single = workload.problem
-    several = Problem(single.model, layout, single.costs, single.packing, single.capacity_bytes)
+    several = replace(single, layout=msgspec.structs.replace(single.layout, parallelism=Parallelism(data=count)))
     seconds: dict[str, list[float]] = {"tokens": [], "loads": [], "time": []}
     took = []
     for seed in range(_SEEDS):
         batch = workload.batch(count, seed)
         begin = time.process_time()
-        found = assign_planned(several, batch, budget=Evaluations(_GLANCES * count), seed=0)
+        found = assign_planned(several, batch, budget=Evaluations(_GLANCES * count))
         took.append(time.process_time() - begin)
         loads = cost_loads(batch, single.model, single.layout, single.costs)
         assignments = {
@@ -105,7 +108,7 @@ def _row(workload: _Workload, count: int) -> list[str]:
             "time": found.members,
         }
         # A share that two dealings have is planned once, so that chance does not tell them apart.
-        planned = {m: decide(single, batch.part(m), _BUDGET, 0).ns / 1e9 for d in assignments.values() for m in d}
+        planned = {m: decide(single, batch.part(m), _BUDGET).ns / 1e9 for d in assignments.values() for m in d}
         for name, assignment in assignments.items():
             seconds[name].append(max(planned[members] for members in assignment))
     means = {name: mean(values) for name, values in seconds.items()}

@@ -36,7 +36,6 @@ _NOT_READ = {
     "pipeloom.integrations.pipelining.control.StepMessage",
     "pipeloom.integrations.pipelining.control.StepReport",
     "pipeloom.spec.batch.Workload",
-    "pipeloom.training.one_call.FitSettings",
 }
 NUMBERS = (0, -1, 1, 2**31, 2**31 + 1, 2**62, 2**63, -(2**63), 10**400, 1e300, -1e300, math.nan, math.inf, -math.inf)
 

@@ -9,7 +9,7 @@ import pytest
 from pipeloom.collector import collector_paused
 from pipeloom.planner import PlannedBatch, client, plan_batch
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 
 def test_the_collector_rests_until_the_last_of_all_threads_is_done() -> None:
@@ -47,7 +47,7 @@ def test_a_fallback_is_made_without_the_collector(monkeypatch: pytest.MonkeyPatc
         return plan_batch(*args, **options)
 
     monkeypatch.setattr(client, "plan_batch", watched)
-    problem, batch = random_setup(5).problem(), random_batch(5, num_samples=60)
+    problem, batch = random_problem(5), random_batch(5, num_samples=60)
     planned = client.fallback_plan(problem, batch)
     assert seen == [False]
     assert gc.isenabled()

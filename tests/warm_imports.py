@@ -21,4 +21,4 @@ for name in (
     import_module(name)
 
 # Loads planning's kernels from their cache.
-import_module("tests.runtime.training").setup(2).problem().compile_kernels()
+import_module("tests.runtime.training").invented_problem(2).compile_kernels()

@@ -39,25 +39,26 @@ if TYPE_CHECKING:
     from pipeloom.layout import ModulePlacement, separate
     from pipeloom.packing import PackingSpec
     from pipeloom.plan import ExecutionPlan, verify
-    from pipeloom.planner import Planner, Setup
+    from pipeloom.planner import Planner
     from pipeloom.planner.planning import PlannedBatch, plan_batch
-    from pipeloom.planner.problem import Problem
+    from pipeloom.planner.problem import PlanningProblem, Problem, Setup
     from pipeloom.runtime import (
         Batches,
         Checkpoints,
         CorruptSampleError,
         Dataset,
         Emit,
+        ExecutionOptions,
         Executor,
         Model,
         Module,
         Part,
         Prefetched,
         ProfileOptions,
+        Saving,
         Size,
         TcpPlanStore,
         Trainer,
-        TrainerOptions,
         batch_of,
         find_shapes,
         load_weights,
@@ -74,18 +75,20 @@ if TYPE_CHECKING:
         CheckpointConfig,
         EmaConfig,
         EvaluationConfig,
+        LayoutConfig,
         LogConfig,
         OptimizerConfig,
         ParallelConfig,
         PlannerConfig,
+        RunConfig,
         RuntimeConfig,
         SchedulerConfig,
         Summary,
         Task,
-        TrainConfig,
         TrainingRun,
     )
-    from pipeloom.training.one_call import FitResult, FitSettings, fit
+    from pipeloom.training.config import TrainConfig
+    from pipeloom.training.one_call import FitResult, fit
 
 __version__ = "0.1.0"
 
@@ -108,14 +111,15 @@ __all__ = [
     "EvaluationConfig",
     "Evaluations",
     "ExecutionError",
+    "ExecutionOptions",
     "ExecutionPlan",
     "Executor",
     "FitResult",
-    "FitSettings",
     "FlowMatching",
     "InfeasibleError",
     "InputError",
     "Layout",
+    "LayoutConfig",
     "LogConfig",
     "LowerBound",
     "Model",
@@ -135,12 +139,15 @@ __all__ = [
     "Planner",
     "PlannerConfig",
     "PlannerError",
+    "PlanningProblem",
     "Prefetched",
     "Problem",
     "ProfileOptions",
     "RankSpec",
+    "RunConfig",
     "RuntimeConfig",
     "Sample",
+    "Saving",
     "Schedule",
     "SchedulerConfig",
     "Setup",
@@ -155,7 +162,6 @@ __all__ = [
     "Timeline",
     "TrainConfig",
     "Trainer",
-    "TrainerOptions",
     "TrainingRun",
     "WebDataset",
     "__version__",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from hypothesis import strategies as st
 import pipeloom
 import pipeloom.search
 from pipeloom.cli.app import run
-from pipeloom.cli.plan import read_setup
+from pipeloom.cli.plan import read_parts
 from pipeloom.cli.solve import Interruptible
 from pipeloom.cost import LayerFit, Profile
-from pipeloom.io import PackedBatches, read_spec, write_instance, write_layout, write_samples
+from pipeloom.io import PackedBatches, write_instance, write_layout, write_samples
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem, read_problem, write_problem
 from pipeloom.spec import ModelSpec
 from pipeloom.taskgraph import TaskGraph
 from pipeloom_instances import family, generate
@@ -173,8 +174,7 @@ def problem(tmp_path: Path) -> Path:
     (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile))
     write_layout(tmp_path / "layout.json", layout)
     write_samples(tmp_path / "samples.jsonl", random_batch(5).samples)
-    setup = Setup(model, layout, profile, PackingSpec(4096))
-    (tmp_path / "setup.json").write_bytes(msgspec.json.encode(setup))
+    write_problem(tmp_path / "setup.json", PlanningProblem.from_profile(model, layout, profile, PackingSpec(4096)))
     return tmp_path
 
 
@@ -215,10 +215,10 @@ def test_a_setup_keeps_all_that_no_option_gives(problem: Path) -> None:
     document["search"] = {"orders": {"heat": 0.2}}
     document["packing"] |= {"num_microbatches": 9, "seed": 7}
     path.write_text(json.dumps(document))
-    written = read_spec(path, Setup)
-    assert read_setup(path, None, None, None, None, 0) == written
+    written = read_problem(path)
+    assert read_parts(path, None, None, None, None, 0) == written
     tokens = msgspec.structs.replace(written.packing, token_budget=77)
-    assert read_setup(path, None, None, None, None, 77) == msgspec.structs.replace(written, packing=tokens)
+    assert read_parts(path, None, None, None, None, 77) == replace(written, packing=tokens)
 
 
 def test_plan_refuses_in_one_line(invoke: Invoke, problem: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipeloom.cli.app import run
@@ -15,7 +14,7 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.io import read_batches, write_samples
 from pipeloom.layout import encoder_first
 from pipeloom.packing import POLICIES, PackingSpec
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem, write_problem
 from pipeloom.spec import Sample
 from pipeloom.tuning import TuningSpec, tune
 from tests.cases import vlm_spec
@@ -61,7 +60,7 @@ def tuned_setup(tmp_path: Path) -> Path:
     fit = LayerFit((1e-4, 0, 1e-5, 1e-8), (2e-4, 0, 2e-5, 2e-8), (0, 0, 8, 0))
     profile = Profile("made", {f"{m.name}/{layer.kind}": fit for m in model.modules for layer in m.flat_layers})
     path = tmp_path / "setup.json"
-    path.write_bytes(msgspec.json.encode(Setup(model, layout, profile, PackingSpec(40), tuning=TuningSpec())))
+    write_problem(path, PlanningProblem.from_profile(model, layout, profile, PackingSpec(40), tuning=TuningSpec()))
     return path
 
 
@@ -96,7 +95,7 @@ def test_what_is_planned_from_a_tuned_setup_is_tuned(
         return tuned[-1]
 
     monkeypatch.setattr(sys.modules["pipeloom.planner.joint"], "tune", listening)
-    by_name = tuned_setup.read_text().replace('"order":"search"', '"order":"clusters"')
+    by_name = tuned_setup.read_text().replace('"order": "search"', '"order": "clusters"')
     tuned_setup.write_text(by_name)
     out = samples.with_name("planned")
     command = ["plan", str(samples), "--setup", str(tuned_setup), "--budget", "0.1", "--out", str(out)]

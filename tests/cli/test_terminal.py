@@ -29,7 +29,7 @@ from pipeloom.errors import InputError, visible, visible_line
 from pipeloom.packing import PackingSpec
 from pipeloom.printing import escape_logs, print_error, print_line
 from pipeloom.report.any_width import Table
-from pipeloom.training.config import LayoutConfig, TrainConfig
+from pipeloom.training.config import LayoutConfig, RunConfig
 from tests.explain.traces.made import documents, random_pipeline, write
 from tests.io.documents import TINY, TINY_SCHEDULE
 
@@ -325,4 +325,4 @@ def test_cells_and_titles_of_a_table_are_one_line(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\u202eb", "", ".", "a/b"])
 def test_a_run_has_a_name_that_can_be_shown(name: str) -> None:
     with pytest.raises(InputError, match="is not a folder name"):
-        TrainConfig(name=name, iterations=1, layout=LayoutConfig(ranks=1), packing=PackingSpec(1))
+        RunConfig(name=name, iterations=1, layout=LayoutConfig(ranks=1), packing=PackingSpec(1))

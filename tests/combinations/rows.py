@@ -14,7 +14,7 @@ from pipeloom.errors import ExecutionError, PipeloomError
 from pipeloom.io import write_layout
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.layout.layouts import with_encoder_dp
-from pipeloom.training import Summary, Task, TrainConfig, TrainingRun, finish
+from pipeloom.training import RunConfig, Summary, Task, TrainingRun, finish
 from pipeloom.training.job import Job
 from pipeloom.training.rank import train_rank
 
@@ -112,7 +112,7 @@ def invented(row: Row) -> Profile:
 
 def run_of(row: Row, folder: Path) -> TrainingRun:
     """A row's run, in a folder of its own."""
-    config = msgspec.convert(settings_of(row), TrainConfig)
+    config = msgspec.convert(settings_of(row), RunConfig)
     here = folder / config.name
     here.mkdir()
     if row["layout"] == "file":
@@ -129,7 +129,7 @@ def run_of(row: Row, folder: Path) -> TrainingRun:
 def prepare(run: TrainingRun) -> TrainingRun:
     """All that comes before the ranks start, as `TrainingRun.train` does it."""
     run.folder.mkdir()
-    run.prepare().problem().compile_kernels()
+    run.prepare().compile_kernels()
     return run
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError
 from pipeloom.planner.client import fallback_plan
 from pipeloom.spec import batch_from_dicts
-from pipeloom.training import TrainConfig
+from pipeloom.training import RunConfig
 
 from . import task
 from .covering import EXCLUDED, FACTORS, Choice, Excluded, covering, covering_set, pairs, wanted
@@ -53,7 +53,7 @@ def test_a_method_by_name_says_what_it_wants(each: Excluded) -> None:
     row = {name: levels[0] for name, levels in FACTORS.items()} | {"layout": "encoder_first"}
     row |= dict((each.first, each.second))
     with pytest.raises(msgspec.ValidationError) as refused:
-        msgspec.convert(settings_of(row), TrainConfig)
+        msgspec.convert(settings_of(row), RunConfig)
     assert "tuning.order = 'clusters'" in str(refused.value)
     assert "let tuning.order be 'search'" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -68,7 +68,7 @@ def test_what_does_not_fit_ends_in_one_line(kind: str, capacity_bytes: int, tmp_
     run = replace(run, config=msgspec.structs.replace(run.config, cluster=memory))
     batch = batch_from_dicts([task.describe(sample) for sample in next(task.batches(1))], 0)
     with pytest.raises(InfeasibleError) as refused:
-        fallback_plan(prepare(run).read_setup().problem(), batch)
+        fallback_plan(prepare(run).read_problem(), batch)
     # Who, how many bytes, and what to do about it.
     assert re.search(r"(rank \d:|layers?) .*[\d.]+ (B|KiB)\b.*; .*use (more ranks|smaller)", str(refused.value))
     assert "\n" not in str(refused.value)

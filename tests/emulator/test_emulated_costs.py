@@ -12,7 +12,7 @@ from pipeloom.errors import InfeasibleError, InputError, PlanError
 from pipeloom.layout import separate, single_rank, typical_seconds
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
 from pipeloom.plan import Verb, boundary_shapes, lower, verify
-from pipeloom.planner import Problem, plan_batch
+from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, Workload
 from pipeloom.spec.batch import video_tokens
@@ -176,8 +176,8 @@ def test_a_text_to_video_batch_is_packed_planned_and_checked():
     packed = pack(batch, model, single_rank(model, {}), PackingSpec(budget))
     seconds = typical_seconds(model, costs, [packed])
     layout = separate(model, 2, {}, lambda module, layer: seconds[f"{module}/{layer.kind}"])
-    problem = Problem(model, layout, costs, PackingSpec(budget), costs.rank.memory_capacity_bytes)  # type: ignore[arg-type]
-    planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
+    problem = PlanningProblem(model, layout, costs, PackingSpec(budget), memory=MemoryLimit.of(costs.rank))  # type: ignore[arg-type]
+    planned = plan_batch(problem, batch, budget=Evaluations(20))
     microbatches = planned.packing.microbatches
     assert sorted(i for m in microbatches for i in m.samples) == list(range(24))
     assert 1 < len(microbatches) <= 24

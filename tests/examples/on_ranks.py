@@ -14,7 +14,7 @@ import pipeloom as pl
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Planner, Setup
+from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.runtime import TcpPlanStore, Trainer, run_undivided
 from pipeloom.spec import batch_from_dicts
 
@@ -55,8 +55,8 @@ def losses_over_ranks(names: list[str], num_ranks: int, iterations: int) -> dict
         fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
         profile = Profile("invented", {f"{m.name}/{x.kind}": fit for m in model.spec.modules for x in m.flat_layers})
         layout = separate(model.spec, num_ranks, PLACEMENTS[name], lambda module, layer: 1.0)
-        setup = Setup(model.spec, layout, profile, PACKING[name], budget_s=0.02)
-        planner = Planner(setup, TcpPlanStore.host, deadline_s=20.0)
+        problem = PlanningProblem.from_profile(model.spec, layout, profile, PACKING[name], budget_s=0.02)
+        planner = Planner(problem, TcpPlanStore.host, deadline_s=20.0)
         trainer = Trainer(model, layout, planner, describe=task.describe, optimizer=adam)
         found[name] = [
             (report.loss, report.gradient_norm, report.fresh)

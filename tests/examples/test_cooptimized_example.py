@@ -11,11 +11,11 @@ import pytest
 from pipeloom.cli.app import run
 from pipeloom.cli.train import with_chosen_layout
 from pipeloom.cost import LayerFit, Profile, ProfileCosts
-from pipeloom.io import load, read_layers, read_layout, read_rule, read_spec
+from pipeloom.io import load, read_layers, read_layout, read_rule
 from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import from_text, verify
-from pipeloom.planner import Setup
+from pipeloom.planner import read_problem
 from pipeloom.search import Evaluations, solve
 from pipeloom.spec import Layout, batch_from_dicts
 from pipeloom.taskgraph import build_graph
@@ -97,7 +97,7 @@ def test_training_arranges_its_layers_and_takes_layouts_from_files(tmp_path: Pat
     assert table.num_ranks == cooptimized.num_ranks == 2
     # The rule that was found goes with the layout: into every search, and into a file beside it.
     folder = tmp_path / "runs" / NAME
-    (rule,) = read_spec(folder / "setup.json", Setup).search.rules
+    (rule,) = read_problem(folder / "setup.json").search.rules
     assert rule == read_rule(folder / "layout.json", cooptimized)
     # What training left is what `pipeloom arrange` takes, and what that writes is what training takes.
     layers, layout = tmp_path / "runs" / NAME / "layers.json", tmp_path / "layout.json"

@@ -6,9 +6,11 @@ import pickle
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import pipeloom as pl
 from pipeloom.spec import batch_from_dicts
@@ -22,6 +24,7 @@ sys.path.append(str(EXAMPLES))
 import fit as example
 
 ITERATIONS = 3
+LAYOUT = pl.separate(example.build_model().spec, 3, {}, lambda _module, _layer: 1.0)
 
 
 @pytest.fixture
@@ -48,10 +51,11 @@ def undivided() -> tuple[pl.Model, list[float]]:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_double")
 def test_losses_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
-    settings = pl.FitSettings(
-        iterations=ITERATIONS, folder=tmp_path / "run", planner=PlannerConfig(budget_s=0.02, deadline_s=60.0)
+    config = pl.RunConfig(iterations=ITERATIONS, planner=PlannerConfig(budget_s=0.02, deadline_s=60.0))
+    folder = tmp_path / "run"
+    result = pl.fit(
+        example.build_model, example.batches, ranks=2, describe=example.describe, folder=folder, config=config
     )
-    result = pl.fit(example.build_model, example.batches, ranks=2, describe=example.describe, settings=settings)
     wanted, losses = undivided()
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert len(result.planned_s) == len(result.measured_s) == ITERATIONS
@@ -78,9 +82,38 @@ def test_what_no_other_process_can_have_is_refused_with_its_name() -> None:
         pl.fit(lambda: example.build_model(), example.batches, describe=example.describe)
     with pytest.raises(pl.InputError, match="batches: cannot be sent to other processes"):
         pl.fit(example.build_model, example.batches(), describe=example.describe)
-    layout = pl.separate(example.build_model().spec, 3, {}, lambda _module, _layer: 1.0)
     with pytest.raises(pl.InputError, match="ranks: is 2, but the layout has 3"):
-        pl.fit(example.build_model, example.batches, ranks=2, layout=layout)
+        pl.fit(example.build_model, example.batches, ranks=2, layout=LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"ranks": 2, "config": pl.RunConfig(layout=pl.LayoutConfig(4, "chosen"))},
+            "ranks: is 2, but config.layout.ranks is 4; omit ranks",
+        ),
+        (
+            {"layout": LAYOUT, "config": pl.RunConfig(layout=pl.LayoutConfig(3))},
+            "layout: is an argument, but config.layout is set too; omit one of them",
+        ),
+        (
+            {"scheduler": StepLR, "config": pl.RunConfig(scheduler=pl.SchedulerConfig("constant"))},
+            "scheduler: is an argument, but config.scheduler is set too; omit one of them",
+        ),
+        ({"config": pl.RunConfig(task="task.py")}, "config.task: is set, but fit has arguments for model and batches"),
+        ({"config": pl.RunConfig(model={"layers": 2})}, "config.model: is set"),
+    ],
+)
+def test_a_config_that_contradicts_an_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(pl.InputError, match=message):
+        pl.fit(example.build_model, example.batches, describe=example.describe, **arguments)
+
+
+@pytest.mark.parametrize("batches", [[], list], ids=["list", "function"])
+def test_no_batches_are_refused(batches: Any, tmp_path: Path) -> None:
+    with pytest.raises(pl.InputError, match="batches: has none; give at least one batch"):
+        pl.fit(example.build_model, batches, ranks=2, describe=example.describe, folder=tmp_path / "run")
 
 
 def test_a_task_travels_with_its_functions() -> None:
@@ -95,9 +128,13 @@ def test_a_task_travels_with_its_functions() -> None:
 @pytest.mark.usefixtures("_double")
 def test_a_model_with_streams_and_no_shapes_is_trained_as_by_one_process(tmp_path: Path) -> None:
     planner = PlannerConfig(budget_s=0.02, deadline_s=60.0)
-    settings = pl.FitSettings(iterations=streaming_fit.ITERATIONS, folder=tmp_path / "run", planner=planner)
     result = pl.fit(
-        streaming_fit.build_model, streaming_fit.batches, ranks=2, describe=streaming_fit.describe, settings=settings
+        streaming_fit.build_model,
+        streaming_fit.batches,
+        ranks=2,
+        describe=streaming_fit.describe,
+        folder=tmp_path / "run",
+        config=pl.RunConfig(iterations=streaming_fit.ITERATIONS, planner=planner),
     )
     bare = streaming_fit.build_model()
     batches = list(streaming_fit.batches())

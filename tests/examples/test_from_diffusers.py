@@ -26,9 +26,7 @@ def test_it_learns() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    settings = pl.FitSettings(
-        iterations=ITERATIONS, folder=tmp_path / "run", planner=PlannerConfig(budget_s=0.02, deadline_s=60.0)
-    )
-    result = pl.fit(example.build_model, example.batches, ranks=2, settings=settings)
+    config = pl.RunConfig(iterations=ITERATIONS, planner=PlannerConfig(budget_s=0.02, deadline_s=60.0))
+    result = pl.fit(example.build_model, example.batches, ranks=2, folder=tmp_path / "run", config=config)
     losses = losses_by_one_process(example, ITERATIONS)
     assert result.losses == pytest.approx(losses, rel=1e-4)

@@ -28,16 +28,22 @@ def _double() -> Iterator[None]:
 
 
 def fitted(folder: Path, model: Any = loop_fit.build_model, ranks: int = 2, **settings: Any) -> pl.FitResult:
-    planner = pl.PlannerConfig(budget_s=0.02, deadline_s=60.0)
-    settings = {"checkpoint": pl.CheckpointConfig(every=2, keep=9, asynchronous=False), "planner": planner, **settings}
+    in_config = {name: settings.pop(name) for name in ("iterations", "evaluation", "ema", "log") if name in settings}
+    config = pl.RunConfig(
+        packing=pl.PackingSpec(20, "first_fit"),
+        checkpoint=pl.CheckpointConfig(every=2, keep=9, asynchronous=False),
+        planner=pl.PlannerConfig(budget_s=0.02, deadline_s=60.0),
+        **in_config,
+    )
     return pl.fit(
         model,
         loop_fit.batches,
-        ranks=ranks,
         optimizer=loop_fit.grouped,
         # The same packings whatever was measured: dropout is by microbatch and chunk.
         layout=pl.separate(loop_fit.build_model().spec, ranks, {}, lambda _module, _layer: 1.0),
-        settings=pl.FitSettings(folder=folder, packing=pl.PackingSpec(20, "first_fit"), **settings),
+        folder=folder,
+        config=config,
+        **settings,
     )
 
 
@@ -177,7 +183,7 @@ def test_what_a_callback_raises_ends_the_run_with_one_line(tmp_path: Path) -> No
 def test_what_is_asked_for_in_vain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pl.InputError, match="eval_batches: is missing; add it, or omit"):
         fitted(tmp_path / "run", evaluation=pl.EvaluationConfig(2))
-    with pytest.raises(pl.InputError, match="'cosine' needs the length of the run, which is unknown; give settings"):
-        fitted(tmp_path / "run", scheduler=pl.SchedulerConfig())
+    with pytest.raises(pl.InputError, match="'cosine' needs the length of the run, which is unknown; set "):
+        pl.fit(loop_fit.build_model, loop_fit.batches, config=pl.RunConfig(scheduler=pl.SchedulerConfig()))
     with pytest.raises(pl.InputError, match=r"evaluation.weights: is 'ema', but no average is kept"):
         fitted(tmp_path / "run", evaluate_on=loop_fit.held_out, evaluation=pl.EvaluationConfig(2, weights="ema"))

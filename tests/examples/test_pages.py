@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.io.document import convert
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.folder_task import DataConfig, ModelConfig
 from tests.examples.on_ranks import EXAMPLES
 
@@ -48,12 +48,12 @@ def test_what_a_page_shows_of_a_file_is_read(page: str) -> None:
     shown = blocks(page, "toml")
     assert shown
     for text in shown:
-        convert(least | tomllib.loads(text), TrainConfig, f"{page}.md")
+        convert(least | tomllib.loads(text), RunConfig, f"{page}.md")
 
 
 def test_the_file_alone_is_read() -> None:
     (text,) = blocks("data", "toml")
-    config = convert(tomllib.loads(text), TrainConfig, "data.md")
+    config = convert(tomllib.loads(text), RunConfig, "data.md")
     convert(config.model, ModelConfig, "data.md: model")
     convert(config.data, DataConfig, "data.md: data")
 

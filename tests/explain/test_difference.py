@@ -13,17 +13,19 @@ from pipeloom.cost import Correction
 from pipeloom.explain.difference import Difference, difference, mean_difference
 from pipeloom.plan import Answer, ExecutionPlan, Measured, Verb
 from pipeloom.plan.messages import messages_of
-from pipeloom.planner import Problem, answer_of, plan_batch
+from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch
 from pipeloom.timeline import simulate
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 SOME = settings(max_examples=10)
 
 
-def measured_from(plan: ExecutionPlan, compute: list[tuple[int, int]], problem: Problem, cpu_share: float) -> Measured:
+def measured_from(
+    plan: ExecutionPlan, compute: list[tuple[int, int]], problem: PlanningProblem, cpu_share: float
+) -> Measured:
     """Actions timed as a rank would that computes at these times, and whose messages take as long as planned."""
     sent, messages, left = {}, messages_of(plan).rows, iter(compute)
     begins = []
@@ -58,14 +60,14 @@ def measured_from(plan: ExecutionPlan, compute: list[tuple[int, int]], problem: 
 
 def explained(
     seed: int, factor: int, cpu_share: float, learned: float = 1.0, slowness: tuple[float, ...] = ()
-) -> tuple[Difference, Answer, Problem, Batch]:
+) -> tuple[Difference, Answer, PlanningProblem, Batch]:
     """A plan whose computation takes so many times as long as planned, with a share of a core.
 
     Iterations before have taught that computation takes ``learned`` times as long as profiled, and ranks' slowness.
     """
-    problem, batch = random_setup(seed).problem(), random_batch(seed)
+    problem, batch = random_problem(seed), random_batch(seed)
     correction = Correction({module.name: (learned, learned) for module in problem.model.modules}, slowness=slowness)
-    planned = plan_batch(problem.corrected(correction), batch, budget=Evaluations(5), seed=seed)
+    planned = plan_batch(problem.corrected(correction), batch, budget=Evaluations(5))
     answer = answer_of(planned, search_s=0.0, ready_ns=0)
     slow = replace(planned.graph, duration_ns=planned.graph.duration_ns * factor)
     timeline = simulate(slow, planned.schedule)

@@ -37,9 +37,10 @@ from pipeloom.io.stage_names import read_megatron_layout
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import Answer, check_shapes, from_text, to_text, verify
 from pipeloom.plan.text import from_msgpack, to_msgpack
-from pipeloom.planner import Setup, check_setup
+from pipeloom.planner import PlanningProblem, read_problem
 from pipeloom.planner.messages import Request, answer_of, decode, encode
 from pipeloom.planner.planning import plan_batch
+from pipeloom.planner.problem_file import ProblemFile, decode_problem, encode_problem
 from pipeloom.runtime.checkpoint.digests import PlainReader, find_damage, write_digests
 from pipeloom.runtime.checkpoint.safetensors_files import TensorFiles
 from pipeloom.runtime.launch.store import TcpPlanStore
@@ -54,7 +55,7 @@ from tests.explain.traces.made import documents, random_pipeline
 from tests.explain.traces.test_megatron_log import log
 from tests.integrations.megatron.cases import listed
 from tests.io.test_formats_doc import BLOCKS, FORMATS
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 from .mutations import Mutator, change_bytes, change_json, change_lines, change_msgpack, change_words
 
@@ -100,32 +101,33 @@ def _schedule(path: Path) -> None:
 
 
 def _setup(path: Path) -> None:
-    setup = read_spec(path, Setup)
-    check_setup(setup, "layout", "profile")
-    _ = setup.problem()
+    _ = read_problem(path).pipeline
+
+
+def _setups() -> list[bytes]:
+    return [msgspec.json.encode(ProblemFile.of(random_problem(seed))) for seed in range(4)]
 
 
 def _setup_message(path: Path) -> None:
-    setup = decode(Setup, path.read_bytes())
-    check_setup(setup, "layout", "profile")
+    decode_problem(path.read_bytes())
 
 
 @cache
-def _answered() -> tuple[Setup, Request, Answer]:
-    setup, request = random_setup(3), Request(random_batch(3))
-    planned = plan_batch(setup.problem(), request.batch, budget=Evaluations(1), seed=0, method="portfolio")
-    return setup, request, answer_of(planned, search_s=0.1, ready_ns=5)
+def _answered() -> tuple[PlanningProblem, Request, Answer]:
+    problem, request = random_problem(3), Request(random_batch(3))
+    planned = plan_batch(problem.with_search(method="portfolio"), request.batch, budget=Evaluations(1))
+    return problem, request, answer_of(planned, search_s=0.1, ready_ns=5)
 
 
 def _answer(path: Path) -> None:
     """As whoever asked for a plan takes it."""
-    setup, request, _ = _answered()
+    problem, request, _ = _answered()
     answer = decode(Answer, path.read_bytes())
     counts = answer.packing
-    packing = packing_from_counts(request.batch, setup.model, setup.layout, counts.samples, counts.counts)
+    packing = packing_from_counts(request.batch, problem.model, problem.layout, counts.samples, counts.counts)
     assert sorted(i for one in packing.microbatches for i in one.samples) == [*range(len(request.batch.samples))]
-    verify(answer.plan, setup.layout, packing)
-    check_shapes(answer.plan, setup.model, setup.layout, packing)
+    verify(answer.plan, problem.layout, packing)
+    check_shapes(answer.plan, problem.model, problem.layout, packing)
 
 
 class _Values:
@@ -362,8 +364,8 @@ READERS: dict[str, Reader] = {
     "samples in a shard": Reader(_load, "a.tar", _shard, (change_bytes, _change_members, _change_headers)),
     "shard with contents": Reader(lambda p: [Shards(p)[0]], "a.tar", _shard, (change_bytes, _change_headers)),
     "sound": Reader(lambda p: decode_wave(Blob("a", p, 0, p.stat().st_size)), "a.wav", _wave, (change_bytes,)),
-    "setup": Reader(_setup, "setup.json", lambda: [msgspec.json.encode(random_setup(s)) for s in range(4)], _JSON),
-    "setup message": Reader(_setup_message, "a", lambda: [encode(random_setup(3))], _PACKED),
+    "setup": Reader(_setup, "setup.json", _setups, _JSON),
+    "setup message": Reader(_setup_message, "a", lambda: [encode_problem(random_problem(3))], _PACKED),
     "request": Reader(lambda p: decode(Request, p.read_bytes()), "a", lambda: [encode(_answered()[1])], _PACKED),
     "answer": Reader(_answer, "a", lambda: [encode(_answered()[2])], _PACKED),
     "value of the plan store": Reader(_stored_value, "a", _marked, (change_bytes,)),

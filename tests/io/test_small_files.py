@@ -24,15 +24,15 @@ from pipeloom.explain.traces.timers import explain_timers
 from pipeloom.integrations.megatron.yaml_files import read_yaml
 from pipeloom.io import samples
 from pipeloom.io.megatron_log import read_megatron_log
-from pipeloom.planner import check_setup
+from pipeloom.planner import check_problem
 from pipeloom.search import Evaluations
 from pipeloom.spec import Layout, RankSpec
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.datasets import load_mixture
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from tests.explain.traces.test_megatron_log import log
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem, with_costs
 
 
 def _doubling(levels: int, form: str) -> str:
@@ -126,13 +126,14 @@ def test_coefficients_of_more_features_than_a_workload_has_are_refused() -> None
 
 
 def test_coefficients_of_modules_that_feed_none_are_refused() -> None:
-    setup = random_setup(1)
-    for key, fit in setup.profile.layers.items():
-        feeding = len(setup.model.sources(key.partition("/")[0]))
+    problem = random_problem(1)
+    known = problem.profile_costs.profile
+    for key, fit in known.layers.items():
+        feeding = len(problem.model.sources(key.partition("/")[0]))
         wrong = msgspec.structs.replace(fit, activation_bytes=(0.0,) * (5 + 2 * feeding))
-        profile = msgspec.structs.replace(setup.profile, layers={**setup.profile.layers, key: wrong})
+        profile = msgspec.structs.replace(known, layers={**known.layers, key: wrong})
         with pytest.raises(InputError, match=f"layers.{key}.activation_bytes: has {5 + 2 * feeding} entries"):
-            check_setup(msgspec.structs.replace(setup, profile=profile), "layout", "profile")
+            check_problem(with_costs(problem, profile=profile), "layout", "profile")
 
 
 def test_a_module_that_is_fed_by_another_twice_is_refused() -> None:
@@ -151,15 +152,15 @@ def test_hosts_of_other_ranks_and_links_of_other_hosts_are_refused() -> None:
         "packing": {"token_budget": 10},
     }
     link = {"hosts": [0, 2], "bytes_per_s": 1.0, "latency_s": 0.0}
-    convert(base | {"cluster": {"hosts": [0, 1]}}, TrainConfig, "t")
+    convert(base | {"cluster": {"hosts": [0, 1]}}, RunConfig, "t")
     with pytest.raises(InputError, match=r"cluster.hosts: has 3 entries, but layout.ranks is 2"):
-        convert(base | {"cluster": {"hosts": [0, 1, 1]}}, TrainConfig, "t")
+        convert(base | {"cluster": {"hosts": [0, 1, 1]}}, RunConfig, "t")
     with pytest.raises(InputError, match=r"cluster.links\[0\].hosts: \[0, 2\], but the ranks are on hosts \[0, 1\]"):
-        convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, TrainConfig, "t")
-    setup = random_setup(1)
-    hosts = (0,) * (setup.layout.num_ranks + 1)
+        convert(base | {"cluster": {"hosts": [0, 1], "links": [link]}}, RunConfig, "t")
+    problem = random_problem(1)
+    hosts = (0,) * (problem.layout.num_ranks + 1)
     with pytest.raises(InputError, match=r"cluster\.hosts: has"):
-        check_setup(msgspec.structs.replace(setup, cluster=RankSpec(hosts=hosts)), "layout", "profile")
+        check_problem(with_costs(problem, rank=RankSpec(hosts=hosts)), "layout", "profile")
 
 
 def test_shares_of_data_sets_are_shares(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from pipeloom.layout.cooptimize.rules import cut_at, order_rule
 from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Evaluations, SearchParams
 from pipeloom.spec import Batch, Chunk, ModelSpec, Sample, Strategy
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check
 from tests.cases import vlm_spec
 from tests.layout.cooptimize.chains import placed_chains, table
@@ -68,10 +69,9 @@ def test_encoder_and_language_model_are_arranged_together(frozen: bool) -> None:
         assert [c.layers for c in trial.layout.chunks if c.module == "lm"][-1][1] == 5
     assert trials[0].seconds == min(trial.seconds for trial in trials if not trial.ruled_out)
     best = trials[0]
-    problem = Problem(
-        model, best.layout, costs, PACKING, preview.capacity_bytes, search=SearchParams(rules=(best.rule,))
-    )
-    made = plan_batch(problem, batches(5)[0], budget=Evaluations(10), seed=0)
+    memory, search = MemoryLimit(preview.capacity_bytes), SearchParams(rules=(best.rule,))
+    problem = PlanningProblem(model, best.layout, costs, PACKING, memory=memory, search=search)
+    made = plan_batch(problem, batches(5)[0], budget=Evaluations(10))
     assert not check(made.graph, made.schedule, made.timeline)
 
 

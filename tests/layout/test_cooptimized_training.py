@@ -15,9 +15,9 @@ from pipeloom.layout import layout_for
 from pipeloom.layout.training import Preview, arrange_training_layout, training_layers
 from pipeloom.packing import PackingSpec, packed_batch
 from pipeloom.plan import to_text
-from pipeloom.planner.messages import Setup, check_setup, decode, encode
+from pipeloom.planner import PlanningProblem, check_problem
 from pipeloom.planner.planning import plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.search import ChunkRule, Evaluations, OrderRule, SearchParams
 from pipeloom.spec import Batch, Chunk, LayerSpec, Layout, ModelSpec, ModuleLayout, ModuleSpec, Sample, TensorShape
 from tests.cases import vlm_spec
@@ -96,7 +96,7 @@ def test_the_arranged_layout_is_of_the_model_and_trains(seed):
     again = arrange_training_layout(preview, budget=Evaluations(600), trial=Evaluations(10), seed=seed)
     assert again == trials, "a resumed run comes to the layout that it had"
     for batch in batches(seed + 100):
-        made = plan_batch(Problem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20), seed=0)
+        made = plan_batch(PlanningProblem(costs.model, layout, costs, PACKING), batch, budget=Evaluations(20))
         assert made.timeline.makespan_ns >= made.lower_bound.ns
 
 
@@ -113,14 +113,14 @@ def test_a_layout_read_again_with_its_rule_gives_the_same_order(seed, tmp_path):
     again = read_layout(tmp_path / "layout.json")
     rule = read_rule(tmp_path / "layout.json", again)
     assert rule == found.rule
-    setup = Setup(costs.model, again, costs.profile, PACKING, search=SearchParams(rules=(rule,)))
-    check_setup(setup, "layout.json", "profile.json")
-    wired = decode(Setup, encode(setup)).problem()
-    here = Problem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.rule,)))
+    read = PlanningProblem(costs.model, again, costs, PACKING, search=SearchParams(rules=(rule,)))
+    check_problem(read, "layout.json", "profile.json")
+    wired = decode_problem(encode_problem(read))
+    here = PlanningProblem(costs.model, layout, costs, PACKING, search=SearchParams(rules=(found.rule,)))
     for batch in batches(seed + 100):
-        made = [plan_batch(problem, batch, budget=Evaluations(2), seed=0) for problem in (here, wired)]
+        made = [plan_batch(problem, batch, budget=Evaluations(2)) for problem in (here, wired)]
         assert to_text(made[0].plan) == to_text(made[1].plan)
-        bare = plan_batch(replace(here, search=SearchParams()), batch, budget=Evaluations(1), seed=0)
+        bare = plan_batch(replace(here, search=SearchParams()), batch, budget=Evaluations(1))
         assert made[0].timeline.makespan_ns <= bare.timeline.makespan_ns
 
 
@@ -152,9 +152,9 @@ def test_a_rule_beside_another_layout_is_named(tmp_path):
             read_rule(path, layout)
     costs = language_model(0)
     whole = Layout(1, (ModuleLayout("text"),), (Chunk("text", (0, 9), 0),))
-    setup = Setup(costs.model, whole, costs.profile, PACKING, search=SearchParams(rules=(rule,)))
+    problem = PlanningProblem(costs.model, whole, costs, PACKING, search=SearchParams(rules=(rule,)))
     with pytest.raises(InputError, match=r"setup.json: rule.chunks: are 2, the layout has 1"):
-        check_setup(setup, "setup.json", "setup.json")
+        check_problem(problem, "setup.json", "setup.json")
 
 
 def test_what_is_no_chain_or_of_another_model_is_named():

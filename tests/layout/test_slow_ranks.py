@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,16 +15,16 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.layout import encoder_first, partition_chain
 from pipeloom.layout.slow_ranks import evened, layer_seconds, rank_seconds, rebalanced, relaid, shifted
 from pipeloom.layout.training import Preview
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem
 from pipeloom.search import Evaluations
-from pipeloom.spec import RankSpec
+from pipeloom.taskgraph.iteration import MemoryLimit
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 
-def preview(setup: Setup, slowness: tuple[float, ...]) -> Preview:
-    costs = setup.costs.corrected(Correction(slowness=slowness))
-    return Preview(costs, setup.packing, [random_batch(0), random_batch(1)], setup.layout.num_ranks)
+def preview(problem: PlanningProblem, slowness: tuple[float, ...]) -> Preview:
+    costs = problem.costs.corrected(Correction(slowness=slowness))
+    return Preview(costs, problem.packing, [random_batch(0), random_batch(1)], problem.layout.num_ranks)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
@@ -50,12 +50,12 @@ def test_a_chain_is_cut_for_slow_parts_as_well_as_can_be(loads: list[int], data:
 def test_a_new_layout_is_planned_no_slower_and_has_all_layers(
     seed: int, everywhere: bool, first: bool, slow: float
 ) -> None:
-    setup = random_setup(seed, everywhere=everywhere)
-    layout = setup.layout
+    problem = random_problem(seed, everywhere=everywhere)
+    layout = problem.layout
     if first:
-        layout = encoder_first(setup.model, layout.num_ranks, setup.profile.load)
+        layout = encoder_first(problem.model, layout.num_ranks, problem.profile_costs.profile.load)
     rank = seed % layout.num_ranks
-    seen = preview(setup, tuple(slow if each == rank else 1.0 for each in range(layout.num_ranks)))
+    seen = preview(problem, tuple(slow if each == rank else 1.0 for each in range(layout.num_ranks)))
     few = Evaluations(10)
     found = relaid([seen], layout, trial=few, seed=seed)
     assert found == relaid([seen], layout, trial=few, seed=seed)
@@ -70,10 +70,10 @@ def test_a_new_layout_is_planned_no_slower_and_has_all_layers(
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.booleans())
 def test_what_ranks_compute_is_evened_out(seed: int, everywhere: bool) -> None:
-    setup, rng = random_setup(seed, everywhere=everywhere), random.Random(seed)
-    layout = setup.layout
+    problem, rng = random_problem(seed, everywhere=everywhere), random.Random(seed)
+    layout = problem.layout
     slowness = [rng.choice([1.0, 1.5, 2.0]) for _ in range(layout.num_ranks)]
-    seconds = layer_seconds([preview(setup, ())], layout)
+    seconds = layer_seconds([preview(problem, ())], layout)
     before, after = (max(rank_seconds(made, seconds, slowness)) for made in (layout, evened(layout, seconds, slowness)))
     assert after <= before
     # Work is neither lost nor done before it is there: all ranks together, as if they never waited, are no later.
@@ -88,17 +88,17 @@ def test_what_ranks_compute_is_evened_out(seed: int, everywhere: bool) -> None:
 def test_several_slow_ranks_of_many_gain_what_arithmetic_says() -> None:
     gains = []
     for seed in range(400):
-        setup = random_setup(seed)
-        if setup.layout.num_ranks == 4 and len(setup.model.module("lm").flat_layers) > 9:
+        problem = random_problem(seed)
+        if problem.layout.num_ranks == 4 and len(problem.model.module("lm").flat_layers) > 9:
             slow = (1.0, 2.0, 1.0, 1.0)
-            gains.append(relaid([preview(setup, slow)], setup.layout, trial=Evaluations(10)).gain)
+            gains.append(relaid([preview(problem, slow)], problem.layout, trial=Evaluations(10)).gain)
     assert len(gains) >= 5
     assert sorted(gains)[len(gains) // 2] > 0.02
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
-    setup = random_setup(5)
-    tight = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1))
+    problem = random_problem(5)
+    tight = replace(problem, memory=MemoryLimit(1))
     seen = Preview(tight.costs, tight.packing, [random_batch(0)], tight.layout.num_ranks, capacity_bytes=1)
     with pytest.raises(InfeasibleError):
         relaid([seen], tight.layout, trial=Evaluations(5))

@@ -13,7 +13,7 @@ from pipeloom.layout.choose import LayoutDraft, evaluate_layout
 from pipeloom.layout.training import Preview, choose_training_layout
 from pipeloom.packing import PackingSpec
 from pipeloom.planner.planning import plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Sample
 from tests.cases import vlm_spec
@@ -52,7 +52,7 @@ def test_the_chosen_layout_is_the_fastest_tried_and_trains(policy):
     assert any(trial.rule is not None for trial in trials)
     # It plans, and lowers to plans that verify, on batches that it was not chosen on.
     for batch in batches(1):
-        made = plan_batch(Problem(MODEL, chosen.layout, COSTS, packing), batch, budget=Evaluations(20), seed=0)
+        made = plan_batch(PlanningProblem(MODEL, chosen.layout, COSTS, packing), batch, budget=Evaluations(20))
         assert made.timeline.makespan_ns >= made.lower_bound.ns
     again = choose_training_layout(Preview(COSTS, packing, batches(0), 2), budget=FEW, trial=Evaluations(40))
     assert again == trials

@@ -12,7 +12,7 @@ from pipeloom.layout import replicated
 from pipeloom.packing import Loads, assign_by_time, assign_to_replicas, cost_loads
 from pipeloom.packing.replicas import Members, Predict
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 
 def random_loads(seed: int, num_samples: int) -> Loads:
@@ -106,9 +106,9 @@ def test_replicas_without_samples_are_refused(num_replicas: int) -> None:
 
 
 def test_an_encoder_that_lies_on_every_rank_weighs_what_one_of_them_does() -> None:
-    setup, batch = random_setup(3), random_batch(3)
-    everywhere = replicated(setup.layout, ["vision"])
+    problem, batch = random_problem(3), random_batch(3)
+    everywhere = replicated(problem.layout, ["vision"])
     assert everywhere.num_ranks > 1
-    once, there = (cost_loads(batch, setup.model, layout, setup.costs) for layout in (setup.layout, everywhere))
+    once, there = (cost_loads(batch, problem.model, layout, problem.costs) for layout in (problem.layout, everywhere))
     assert there.encoder == pytest.approx(once.encoder)
     assert there.backbone == pytest.approx(once.backbone)

@@ -9,7 +9,7 @@ from pipeloom.plan import BackendName, RankAnswer, Verb, delivery_of, joined_pos
 from pipeloom.planner.client import fallback_plan
 from pipeloom.planner.messages import answer_of
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 BACKENDS: tuple[tuple[BackendName, bool], ...] = (("gloo", False), ("nccl", True))
 
@@ -17,13 +17,13 @@ BACKENDS: tuple[tuple[BackendName, bool], ...] = (("gloo", False), ("nccl", True
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_travels_to_a_rank_has_its_own_actions_and_no_others(seed: int, everywhere: bool) -> None:
-    setup, batch = random_setup(seed, everywhere=everywhere), random_batch(seed)
-    planned = fallback_plan(setup.problem(), batch)
+    problem, batch = random_problem(seed, everywhere=everywhere), random_batch(seed)
+    planned = fallback_plan(problem, batch)
     answer, plan = answer_of(planned, search_s=0.0, ready_ns=0), planned.plan
     for backend, joins in BACKENDS:
-        delivery = delivery_of(answer, planned.packing, setup.layout, backend=backend)
+        delivery = delivery_of(answer, planned.packing, problem.layout, backend=backend)
         found = [msgspec.msgpack.decode(data, type=RankAnswer) for data in delivery.by_rank]
-        assert [each.plan for each in found] == list(rank_plans(plan, setup.layout, joins=joins))
+        assert [each.plan for each in found] == list(rank_plans(plan, problem.layout, joins=joins))
         assert found[0].plan == delivery.first
         # All that a rank decodes: its own actions, and none twice.
         assert [each.plan.actions for each in found] == list(plan.ranks)
@@ -35,7 +35,7 @@ def test_what_travels_to_a_rank_has_its_own_actions_and_no_others(seed: int, eve
             assert each.packing == answer.packing
             assert each.plan.joined == (tuple(sorted(joined_posts(plan, rank))) if joins else None)
         placed = [
-            (setup.layout.chunk_names[unit.chunk], unit.microbatch, unit.sub_microbatch)
+            (problem.layout.chunk_names[unit.chunk], unit.microbatch, unit.sub_microbatch)
             for unit in found[-1].plan.placed
         ]
         assert placed == [

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem
+from pipeloom.spec import RankSpec
+from pipeloom.taskgraph.iteration import MemoryLimit
 from tests.cases import vlm_spec
 
 
@@ -29,7 +33,7 @@ class MemoryStore:
         return self.values.pop(key, None)
 
 
-def random_setup(seed: int, *, everywhere: bool = False) -> Setup:
+def random_problem(seed: int, *, everywhere: bool = False) -> PlanningProblem:
     """A vision-language model on one to four ranks, with random costs; or with the encoder whole on each rank."""
     rng = random.Random(seed)
     ranks = rng.randint(1, 4)
@@ -48,4 +52,16 @@ def random_setup(seed: int, *, everywhere: bool = False) -> Setup:
     layout = separate(model, ranks, placements, profile.load)
     if everywhere:
         layout = replicated(layout, ["vision"])
-    return Setup(model, layout, profile, PackingSpec(rng.randint(32, 64)), budget_s=0.05, seed=seed)
+    return PlanningProblem.from_profile(
+        model, layout, profile, PackingSpec(rng.randint(32, 64)), budget_s=0.05, seed=seed
+    )
+
+
+def with_costs(problem: PlanningProblem, **changes: Any) -> PlanningProblem:
+    """The problem with changed fields of its costs."""
+    return replace(problem, costs=replace(problem.profile_costs, **changes))
+
+
+def on_cluster(problem: PlanningProblem, cluster: RankSpec) -> PlanningProblem:
+    """The problem on ranks with these links and this memory."""
+    return replace(with_costs(problem, rank=cluster), memory=MemoryLimit.of(cluster))

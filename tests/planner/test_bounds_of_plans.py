@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,18 +14,18 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.errors import InfeasibleError
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Setup, plan_batch
+from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.planner.planning import PlannedBatch
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Sample
 from pipeloom.timeline import gap
 from tests.cases import random_batch, vlm_spec
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 from tests.planner.test_strategies import offering, tight
 
 
-def replicated_encoder() -> Setup:
+def replicated_encoder() -> PlanningProblem:
     """An encoder on both ranks that is dearer than the language model, under a fixed packing."""
     model = vlm_spec(3, 4)
     times = {"vision": 3e-5, "lm": 1e-5}
@@ -35,7 +36,7 @@ def replicated_encoder() -> Setup:
     kinds = {f"{m.name}/{layer.kind}": fit(times[m.name]) for m in model.modules for layer in m.flat_layers}
     placements = {"vision": ModulePlacement(1, 2), "lm": ModulePlacement(1)}
     layout = replicated(separate(model, 2, placements, lambda _module, _layer: 1.0), ["vision"])
-    return Setup(model, layout, Profile("example", kinds), PackingSpec(400, policy="balanced"))
+    return PlanningProblem.from_profile(model, layout, Profile("example", kinds), PackingSpec(400, policy="balanced"))
 
 
 def images_and_text(seed: int) -> Batch:
@@ -60,17 +61,17 @@ def check_each_other(plans: list[PlannedBatch]) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_short_search_has_a_bound_of_every_assignment(seed: int) -> None:
-    problem, batch = replicated_encoder().problem(), images_and_text(seed)
-    plans = [plan_batch(problem, batch, budget=Evaluations(count), seed=0) for count in (1, 4, 30, 600)]
+    problem, batch = replicated_encoder(), images_and_text(seed)
+    plans = [plan_batch(problem, batch, budget=Evaluations(count)) for count in (1, 4, 30, 600)]
     assert len({plan.packing for plan in plans}) == 1
     check_each_other(plans)
 
 
-def planned(setup: Setup, batch: Batch, counts: tuple[int, ...]) -> list[PlannedBatch]:
-    problem, plans = setup.problem(), []
+def planned(problem: PlanningProblem, batch: Batch, counts: tuple[int, ...]) -> list[PlannedBatch]:
+    plans = []
     for count in counts:
         try:
-            plans.append(plan_batch(problem, batch, budget=Evaluations(count), seed=0))
+            plans.append(plan_batch(problem, batch, budget=Evaluations(count)))
         except InfeasibleError:
             return plans
     return plans
@@ -79,9 +80,9 @@ def planned(setup: Setup, batch: Batch, counts: tuple[int, ...]) -> list[Planned
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["planned", "balanced"]))
 def test_bounds_of_random_problems_hold_for_longer_searches(seed: int, everywhere: bool, policy: str) -> None:
-    setup = random_setup(seed, everywhere=everywhere)
-    setup = msgspec.structs.replace(setup, packing=msgspec.structs.replace(setup.packing, policy=policy))
-    check_each_other(planned(setup, random_batch(seed), (1, 8, 60)))
+    problem = random_problem(seed, everywhere=everywhere)
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy=policy))
+    check_each_other(planned(problem, random_batch(seed), (1, 8, 60)))
 
 
 @pytest.mark.full
@@ -91,18 +92,17 @@ def test_bounds_of_random_problems_hold_for_longer_searches(seed: int, everywher
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["planned", "balanced"]))
 def test_bounds_hold_where_backwards_may_be_split(seed: int, limited: bool, policy: str) -> None:
     batch = random_batch(seed)
-    setup = tight(seed, batch) if limited else offering(seed)
-    setup = msgspec.structs.replace(setup, packing=msgspec.structs.replace(setup.packing, policy=policy))
-    check_each_other(planned(setup, batch, (1, 8, 60)))
+    problem = tight(seed, batch) if limited else offering(seed)
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy=policy))
+    check_each_other(planned(problem, batch, (1, 8, 60)))
 
 
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 10_000), st.booleans())
 def test_no_packing_that_was_compared_beats_the_least_bound(seed: int, split: bool) -> None:
-    setup, batch = (offering(seed) if split else random_setup(seed, everywhere=True)), random_batch(seed)
-    setup = msgspec.structs.replace(setup, packing=msgspec.structs.replace(setup.packing, policy="planned"))
-    problem = setup.problem()
-    short, long = (decide(problem, batch, Evaluations(count), 0) for count in (4, 80))
+    problem, batch = (offering(seed) if split else random_problem(seed, everywhere=True)), random_batch(seed)
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="planned"))
+    short, long = (decide(problem, batch, Evaluations(count)) for count in (4, 80))
     for one in (short, long):
         bound = least_bound(problem, one)
         assert bound.ns <= one.lower_bound.ns <= one.ns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from pipeloom.planner import FinishingTime, joint, plan_batch, planning
 from pipeloom.search import Evaluations
 from pipeloom.search.stopping import Watch
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 SECONDS, PACKING_S, PROVING_S, READING_S = 4.0, 1.0, 2.0, 0.1
 
@@ -44,16 +44,16 @@ class FakeClock:
 @pytest.mark.parametrize("policy", ["planned", "balanced"])
 @pytest.mark.parametrize("seed", [3, 7])
 def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, batch, clock = random_setup(seed), random_batch(seed), FakeClock()
-    setup = msgspec.structs.replace(setup, packing=msgspec.structs.replace(setup.packing, policy=policy))
-    problem, finishing = setup.problem(), FinishingTime()
+    problem, batch, clock = random_problem(seed), random_batch(seed), FakeClock()
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy=policy))
+    finishing = FinishingTime()
     for name in ("packed_batch", "cost_loads"):
         monkeypatch.setattr(joint, name, clock.slowed(getattr(joint, name), PACKING_S))
     monkeypatch.setattr(planning, "verify", clock.slowed(planning.verify, PROVING_S))
     took = []
     for _ in range(3):
         began_s = clock.now_s
-        planned = plan_batch(problem, batch, budget=clock, seed=seed, finishing=finishing)
+        planned = plan_batch(problem, batch, budget=clock, finishing=finishing)
         took.append(clock.now_s - began_s)
         assert PROVING_S <= finishing.task_s * planned.graph.num_tasks <= 1.5 * PROVING_S
     # The first plan could not know; a search looks at the clock a few times more before it ends.
@@ -62,7 +62,7 @@ def test_a_plan_is_proved_within_its_budget(seed: int, policy: str, monkeypatch:
 
 
 def test_evaluations_are_the_search_s_alone() -> None:
-    problem, batch, finishing = random_setup(5).problem(), random_batch(5), FinishingTime(1e9)
-    first = plan_batch(problem, batch, budget=Evaluations(60), seed=3)
-    again = plan_batch(problem, batch, budget=Evaluations(60), seed=3, finishing=finishing)
+    problem, batch, finishing = random_problem(5), random_batch(5), FinishingTime(1e9)
+    first = plan_batch(problem, batch, budget=Evaluations(60))
+    again = plan_batch(problem, batch, budget=Evaluations(60), finishing=finishing)
     assert (first.plan, first.evaluations, finishing.task_s) == (again.plan, again.evaluations, 1e9)

@@ -18,7 +18,7 @@ from pipeloom.planner.messages import Request, decode, encode
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import READY, answer_key, answer_request, request_key
 from tests.cases import random_batch
-from tests.planner.cases import MemoryStore, random_setup
+from tests.planner.cases import MemoryStore, random_problem
 
 
 class Process(PlannerProcess):
@@ -63,9 +63,9 @@ def until(condition: object, seconds: float = 30.0) -> None:
 
 
 def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes: list[Process]) -> None:
-    setup, store = random_setup(3), MemoryStore()
+    problem, store = random_problem(3), MemoryStore()
     store.put(READY, b"1")
-    planner = Planner(setup, lambda: store, deadline_s=0.01, max_missed=2)
+    planner = Planner(problem, lambda: store, deadline_s=0.01, max_missed=2)
     planner.start()
     (process,) = processes
     reasons: list[str] = []
@@ -76,7 +76,7 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes
             # One in between that is answered: deadlines are counted in a row.
             until(lambda: store.peek(request_key(4)) is not None)
             request = decode(Request, store.values[request_key(4)])
-            store.put(answer_key(4), encode(answer_request(setup.problem(), setup, request)))
+            store.put(answer_key(4), encode(answer_request(problem, request)))
             planner.deadline_s = 30.0
         restarted = process.num_restarts
         delivery = planner.collect(iteration)
@@ -98,7 +98,7 @@ def test_a_planner_that_hangs_is_started_again_and_in_the_end_disabled(processes
 
 def test_a_planner_that_is_not_to_be_waited_for_at_all_is_refused() -> None:
     with pytest.raises(InputError, match=r"planner.max_missed: 0 is below 1"):
-        Planner(random_setup(1), MemoryStore, max_missed=0)
+        Planner(random_problem(1), MemoryStore, max_missed=0)
 
 
 class Sleeper(PlannerProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 import msgspec
@@ -13,26 +14,28 @@ from hypothesis import strategies as st
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec, budget_tokens, packing_of
 from pipeloom.packing.choices import walk
-from pipeloom.planner import Setup, joint, plan_batch
+from pipeloom.planner import PlanningProblem, joint, plan_batch
 from pipeloom.planner.joint import PackingComparison, PackingSearch, ordered
 from pipeloom.search import Deadline, Evaluations
-from pipeloom.spec import Batch, RankSpec, Sample
+from pipeloom.spec import Batch, Sample
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.timeline import check
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem, with_costs
 from tests.planner.test_strategies import offering, tight
 
 
-def with_costs(setup: Setup, fixed_s: float, per_token_s: float) -> Setup:
+def with_times(problem: PlanningProblem, fixed_s: float, per_token_s: float) -> PlanningProblem:
     """The same problem where every layer costs so much for a pass, and for a token."""
+    profile = problem.profile_costs.profile
     layers = {
         key: msgspec.structs.replace(
             fit, forward_s=(fixed_s, 0, per_token_s, 0), backward_s=(2 * fixed_s, 0, 2 * per_token_s, 0)
         )
-        for key, fit in setup.profile.layers.items()
+        for key, fit in profile.layers.items()
     }
-    return msgspec.structs.replace(setup, profile=msgspec.structs.replace(setup.profile, layers=layers))
+    return with_costs(problem, profile=msgspec.structs.replace(profile, layers=layers))
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -49,13 +52,13 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.booleans(), st.integers(1, 60))
 def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluations: int) -> None:
-    setup, batch = random_setup(seed, everywhere=everywhere), random_batch(seed)
-    planned = plan_batch(setup.problem(), batch, budget=Evaluations(evaluations), seed=seed)
+    problem, batch = random_problem(seed, everywhere=everywhere), random_batch(seed)
+    planned = plan_batch(problem, batch, budget=Evaluations(evaluations))
     assert sorted(i for m in planned.packing.microbatches for i in m.samples) == list(range(len(batch.samples)))
-    tokens = budget_tokens(batch, setup.model)
-    assert max(tokens[list(m.samples)].sum() for m in planned.packing.microbatches) <= setup.packing.token_budget
+    tokens = budget_tokens(batch, problem.model)
+    assert max(tokens[list(m.samples)].sum() for m in planned.packing.microbatches) <= problem.packing.token_budget
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
-    again = plan_batch(setup.problem(), batch, budget=Evaluations(evaluations), seed=seed)
+    again = plan_batch(problem, batch, budget=Evaluations(evaluations))
     assert again.plan == planned.plan
 
 
@@ -64,9 +67,9 @@ def test_what_is_planned_together_is_sound(seed: int, everywhere: bool, evaluati
 @given(st.integers(0, 250).map(lambda number: 4 * number))
 @example(208)  # Twice what its first plans lack leaves no order at all.
 def test_under_a_tight_cap_with_every_strategy(seed: int) -> None:
-    batch, setup = random_batch(seed), tight(seed, random_batch(seed))
-    assert setup.packing.policy == "planned"
-    planned = plan_batch(setup.problem(), batch, budget=Evaluations(40), seed=seed)
+    batch, problem = random_batch(seed), tight(seed, random_batch(seed))
+    assert problem.packing.policy == "planned"
+    planned = plan_batch(problem, batch, budget=Evaluations(40))
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
 
 
@@ -74,56 +77,55 @@ def test_near_the_best_of_all_packings() -> None:
     """Of five samples there are 52 packings; each is searched as long as all of ours."""
     above = []
     for seed in range(8):
-        setup, batch = random_setup(seed), random_batch(seed, num_samples=5)
-        problem = setup.problem()
-        tokens = budget_tokens(batch, setup.model)
+        problem, batch = random_problem(seed), random_batch(seed, num_samples=5)
+        tokens = budget_tokens(batch, problem.model)
         best = min(
-            ordered(problem, packing_of(batch, setup.model, setup.layout, groups), Evaluations(60), seed, "default").ns
+            ordered(problem, packing_of(batch, problem.model, problem.layout, groups), Evaluations(60)).ns
             for partition in partitions(list(range(5)))
-            if all(tokens[group].sum() <= setup.packing.token_budget for group in partition)
+            if all(tokens[group].sum() <= problem.packing.token_budget for group in partition)
             for groups in [tuple(map(tuple, partition))]
         )
-        above.append(plan_batch(problem, batch, budget=Evaluations(200), seed=seed).timeline.makespan_ns / best - 1)
+        above.append(plan_batch(problem, batch, budget=Evaluations(200)).timeline.makespan_ns / best - 1)
     assert max(above) < 0.12
     assert median(above) < 0.03
 
 
 def test_the_number_of_microbatches_follows_the_costs() -> None:
     """Passes that cost much by themselves want few microbatches, tokens that do want many."""
-    base = msgspec.structs.replace(random_setup(3), packing=PackingSpec(1000))
+    base = replace(random_problem(3), packing=PackingSpec(1000))
     batch = Batch(tuple(Sample(f"s{i}", 10) for i in range(32)))
     assert base.layout.num_ranks > 1
 
-    def number(setup: Setup) -> int:
-        return len(plan_batch(setup.problem(), batch, budget=Evaluations(100), seed=0).packing.microbatches)
+    def number(problem: PlanningProblem) -> int:
+        return len(plan_batch(problem, batch, budget=Evaluations(100)).packing.microbatches)
 
-    few, many = number(with_costs(base, 1e-2, 1e-6)), number(with_costs(base, 1e-6, 1e-3))
+    few, many = number(with_times(base, 1e-2, 1e-6)), number(with_times(base, 1e-6, 1e-3))
     assert few < 2 * base.layout.num_ranks < many
 
 
 def test_microbatches_shrink_until_they_fit() -> None:
     """Under one that no microbatch of the largest size fits into, a smaller one is found."""
     batch = Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
-    setup = msgspec.structs.replace(offering(2), packing=PackingSpec(160), strategies=("keep",), split_backward=False)
-    whole = msgspec.structs.replace(setup, packing=PackingSpec(160, "first_fit"))
-    capacity = int(plan_batch(whole.problem(), batch, budget=Evaluations(1), seed=0).timeline.peak_bytes.max())
-    capped = {"cluster": RankSpec(memory_capacity_bytes=capacity // 2)}
+    offered = with_costs(offering(2), strategies=("keep",), split_backward=False)
+    problem = replace(offered, packing=PackingSpec(160))
+    whole = replace(problem, packing=PackingSpec(160, "first_fit"))
+    capacity = int(plan_batch(whole, batch, budget=Evaluations(1)).timeline.peak_bytes.max())
+    memory = MemoryLimit(capacity // 2)
     with pytest.raises(InfeasibleError):
-        plan_batch(msgspec.structs.replace(whole, **capped).problem(), batch, budget=Evaluations(1), seed=0)
-    planned = plan_batch(msgspec.structs.replace(setup, **capped).problem(), batch, budget=Evaluations(1), seed=0)
+        plan_batch(replace(whole, memory=memory), batch, budget=Evaluations(1))
+    planned = plan_batch(replace(problem, memory=memory), batch, budget=Evaluations(1))
     assert len(planned.packing.microbatches) > 1
-    hopeless = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=1)).problem()
+    hopeless = replace(problem, memory=MemoryLimit(1))
     with pytest.raises(InfeasibleError, match="rank"):
-        plan_batch(hopeless, batch, budget=Evaluations(1), seed=0)
+        plan_batch(hopeless, batch, budget=Evaluations(1))
 
 
 def test_sizes_that_are_asked_for_are_kept_with_any_layout() -> None:
-    setup, batch = random_setup(3), Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
-    setup = msgspec.structs.replace(setup, packing=PackingSpec(40))
+    problem, batch = random_problem(3), Batch(tuple(Sample(f"s{i}", 10) for i in range(16)))
+    problem = replace(problem, packing=PackingSpec(40))
 
     def sizes(tuning: TuningSpec) -> set[int]:
-        problem = msgspec.structs.replace(setup, tuning=tuning).problem()
-        planned = plan_batch(problem, batch, budget=Evaluations(40), seed=0)
+        planned = plan_batch(replace(problem, tuning=tuning), batch, budget=Evaluations(40))
         return {10 * len(m.samples) for m in planned.packing.microbatches}
 
     assert sizes(TuningSpec(micro_batch="fixed", pack="first_fit")) == {40}
@@ -131,10 +133,10 @@ def test_sizes_that_are_asked_for_are_kept_with_any_layout() -> None:
 
 
 def test_a_sample_above_the_budget_is_named() -> None:
-    problem = msgspec.structs.replace(random_setup(1), packing=PackingSpec(5)).problem()
+    problem = replace(random_problem(1), packing=PackingSpec(5))
     batch = Batch((Sample("a", 3), Sample("long", 9)))
     with pytest.raises(InputError, match=r"batch\.samples\[1\] \('long'\): 9 tokens exceed the token budget of 5"):
-        plan_batch(problem, batch, budget=Evaluations(1), seed=0)
+        plan_batch(problem, batch, budget=Evaluations(1))
 
 
 @given(st.lists(st.floats(1, 10), min_size=1, max_size=12, unique=True), st.integers(0, 12))
@@ -158,24 +160,24 @@ def test_a_walk_ends_after_misses_both_ways(seconds: list[float], start: int) ->
 
 
 def test_threads_search_together() -> None:
-    setup, batch = msgspec.structs.replace(random_setup(3), threads=2), random_batch(3)
-    planned = plan_batch(setup.problem(), batch, budget=Evaluations(60), seed=0)
+    problem, batch = replace(random_problem(3), threads=2), random_batch(3)
+    planned = plan_batch(problem, batch, budget=Evaluations(60))
     assert check(planned.graph, planned.schedule, planned.timeline) == ()
     with pytest.raises(InputError, match=r"planner\.threads: -1 is not finite and at least 0"):
-        msgspec.structs.replace(setup, threads=-1)
+        replace(problem, threads=-1)
 
 
 @given(st.integers(0, 1000))
 @settings(deadline=None, max_examples=5)
 def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
     """Costs and graphs are most of what a large batch's plan takes; a search goes on with the one that was judged."""
-    problem, batch = random_setup(seed).problem().whole_backwards(), random_batch(seed)
+    problem, batch = random_problem(seed).whole_backwards(), random_batch(seed)
     graph_of, judge = joint._graph, PackingComparison.judge
     made, judged = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "_graph", lambda *given: made.append(given) or graph_of(*given))
         patch.setattr(PackingComparison, "judge", lambda *given: judged.append(given) or judge(*given))
-        joint.decide(problem, batch, Evaluations(60), seed)
+        joint.decide(problem, batch, Evaluations(60))
     # One more for the recurrence's own plan.
     assert 0 < len(made) <= len(judged) + (problem.pipeline is not None)
 
@@ -183,12 +185,11 @@ def test_the_graph_of_a_packing_is_made_once(seed: int) -> None:
 def test_no_more_is_judged_than_there_is_time_to_search() -> None:
     judged = {1e9: 0, 1.0: 0}
     for seed in range(3):
-        setup, batch = random_setup(seed, everywhere=True), random_batch(seed)
+        problem, batch = random_problem(seed, everywhere=True), random_batch(seed)
         for searching in judged:
-            packings = msgspec.structs.replace(setup.search.packings, searching=searching)
-            search = msgspec.structs.replace(setup.search, packings=packings)
-            problem = msgspec.structs.replace(setup, search=search).problem()
-            found = PackingSearch(problem, batch, Deadline(1e3), seed, "default")
+            packings = msgspec.structs.replace(problem.search.packings, searching=searching)
+            search = msgspec.structs.replace(problem.search, packings=packings)
+            found = PackingSearch(replace(problem, search=search), batch, Deadline(1e3))
             found.try_numbers()
             judged[searching] += len(found.comparison.judged)
     assert judged[1e9] == 3 < judged[1.0]
@@ -196,8 +197,8 @@ def test_no_more_is_judged_than_there_is_time_to_search() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_packings_are_compared_between_their_bounds_and_static_orders(seed: int) -> None:
-    setup, batch = random_setup(seed, everywhere=True), random_batch(seed)
-    found = PackingSearch(setup.problem(), batch, Evaluations(200), seed, "default")
+    problem, batch = random_problem(seed, everywhere=True), random_batch(seed)
+    found = PackingSearch(problem, batch, Evaluations(200))
     found.try_numbers()
     for each in found.comparison.judged:
         assert each.expected_ns == (each.result.ns + each.result.lower_bound.ns) / 2

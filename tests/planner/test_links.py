@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -17,9 +18,9 @@ from pipeloom.cost import Correction, between_s, link_table
 from pipeloom.errors import InputError
 from pipeloom.layout.links import closer, links_differ, neighbors, on_ranks, rank_distances
 from pipeloom.plan import Measured, MessageTime, fit_links, to_text
-from pipeloom.planner import Setup, answer_of, plan_batch
-from pipeloom.planner.messages import decode, encode
+from pipeloom.planner import PlanningProblem, answer_of, plan_batch
 from pipeloom.planner.planning import PlannedBatch
+from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.runtime.launch.host_links import rounds
 from pipeloom.search import Evaluations
@@ -27,7 +28,7 @@ from pipeloom.spec import HostLink, RankSpec, host_pair
 from pipeloom.taskgraph import to_ns
 from pipeloom.timeline import check
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import on_cluster, random_problem
 
 
 def host_links(hosts: Sequence[int], rng: random.Random | None) -> tuple[HostLink, ...]:
@@ -39,23 +40,23 @@ def host_links(hosts: Sequence[int], rng: random.Random | None) -> tuple[HostLin
     return tuple(HostLink(pair, 10 ** rng.uniform(5, 10), 10 ** rng.uniform(-6, -2)) for pair in pairs)
 
 
-def random_problem(seed: int, *, unlike: bool, everywhere: bool = False) -> tuple[Setup, Setup]:
+def on_hosts(seed: int, *, unlike: bool, everywhere: bool = False) -> tuple[PlanningProblem, PlanningProblem]:
     """A problem on one host, and the same on several."""
     rng = random.Random(seed)
-    setup = random_setup(seed, everywhere=everywhere)
-    hosts = tuple(rng.randrange(3) for _ in range(setup.layout.num_ranks))
+    problem = random_problem(seed, everywhere=everywhere)
+    hosts = tuple(rng.randrange(3) for _ in range(problem.layout.num_ranks))
     cluster = RankSpec(hosts=hosts, links=host_links(hosts, rng if unlike else None))
-    return setup, msgspec.structs.replace(setup, cluster=cluster)
+    return problem, on_cluster(problem, cluster)
 
 
-def planned(setup: Setup, seed: int) -> PlannedBatch:
-    return plan_batch(setup.problem(), random_batch(seed), budget=Evaluations(60), seed=seed)
+def planned(problem: PlanningProblem, seed: int) -> PlannedBatch:
+    return plan_batch(problem, random_batch(seed), budget=Evaluations(60))
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.booleans())
 def test_links_that_are_all_alike_change_nothing(seed: int, everywhere: bool) -> None:
-    one, several = (planned(setup, seed) for setup in random_problem(seed, unlike=False, everywhere=everywhere))
+    one, several = (planned(problem, seed) for problem in on_hosts(seed, unlike=False, everywhere=everywhere))
     assert to_text(one.plan) == to_text(several.plan)
     assert one.timeline.start_ns.tolist() == several.timeline.start_ns.tolist()
     assert one.lower_bound == several.lower_bound
@@ -64,9 +65,9 @@ def test_links_that_are_all_alike_change_nothing(seed: int, everywhere: bool) ->
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.booleans())
 def test_every_message_takes_as_long_as_on_the_link_of_its_ranks(seed: int, everywhere: bool) -> None:
-    _, setup = random_problem(seed, unlike=True, everywhere=everywhere)
-    found = planned(setup, seed)
-    graph, timeline, costs = found.graph, found.timeline, setup.costs
+    _, problem = on_hosts(seed, unlike=True, everywhere=everywhere)
+    found = planned(problem, seed)
+    graph, timeline, costs = found.graph, found.timeline, problem.costs
     assert check(graph, found.schedule, timeline) == ()
     assert found.lower_bound.ns <= timeline.makespan_ns
     assert graph.labels is not None
@@ -75,7 +76,7 @@ def test_every_message_takes_as_long_as_on_the_link_of_its_ranks(seed: int, ever
         # What is sent is the output of the pair above, forward and back.
         above = graph.pair[source if graph.kind[source] == 0 and graph.kind[target] == 0 else target]
         label = graph.labels[above]
-        chunk = setup.layout.chunks[label.chunk]
+        chunk = problem.layout.chunks[label.chunk]
         workload = found.packing.parts_of(label.microbatch, chunk.module)[label.sub_microbatch].workload
         if here == there:
             assert delay == 0
@@ -84,9 +85,9 @@ def test_every_message_takes_as_long_as_on_the_link_of_its_ranks(seed: int, ever
             assert delay == to_ns(seconds, "a message")
 
 
-def test_a_setup_with_links_travels() -> None:
-    _, setup = random_problem(3, unlike=True)
-    assert decode(Setup, encode(setup)) == setup
+def test_a_problem_with_links_survives_encoding() -> None:
+    _, problem = on_hosts(3, unlike=True)
+    assert decode_problem(encode_problem(problem)) == problem
     older = msgspec.json.decode(b'{"link_bytes_per_s": 1e8, "link_latency_s": 0.001}', type=RankSpec)
     assert older.link_between(0, 1) == 0
     assert older.transfer_s(10**8) == pytest.approx(1.001)
@@ -138,9 +139,9 @@ def between(cluster: RankSpec, message: MessageTime) -> float:
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000))
 def test_corrections_come_to_what_messages_take(seed: int) -> None:
-    _, setup = random_problem(seed, unlike=True)
-    cluster = setup.cluster
-    _, messages = measured_over(planned(setup, seed), cluster)
+    _, problem = on_hosts(seed, unlike=True)
+    cluster = problem.profile_costs.rank
+    _, messages = measured_over(planned(problem, seed), cluster)
     known = Correction(hosts=cluster.hosts)
     for _ in range(80):
         known = known.towards(fit_links(messages, cluster.hosts), 0.1)
@@ -160,12 +161,12 @@ def decode_again(correction: Correction) -> Correction:
 
 
 def test_the_calibrator_keeps_the_hosts() -> None:
-    _, setup = next(p for p in (random_problem(s, unlike=True) for s in range(50)) if p[1].layout.num_ranks == 4)
-    found = planned(setup, 0)
-    measured, _ = measured_over(found, setup.cluster)
-    calibrator = Calibrator(Correction(hosts=setup.cluster.hosts), num_measured=1)
+    _, problem = next(p for p in (on_hosts(s, unlike=True) for s in range(50)) if p[1].layout.num_ranks == 4)
+    found = planned(problem, 0)
+    measured, _ = measured_over(found, problem.profile_costs.rank)
+    calibrator = Calibrator(Correction(hosts=problem.profile_costs.rank.hosts), num_measured=1)
     calibrator.learn(answer_of(found, search_s=0.0, ready_ns=0), Correction(), measured)
-    assert calibrator.correction.hosts == setup.cluster.hosts
+    assert calibrator.correction.hosts == problem.profile_costs.rank.hosts
 
 
 HOSTS = (0, 1, 0, 1)
@@ -181,30 +182,30 @@ def crossings(ranks: Sequence[int], hosts: Sequence[int]) -> int:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000))
 def test_the_same_chunks_are_put_on_ranks_that_are_close(seed: int) -> None:
-    setup, several = random_problem(seed, unlike=True)
-    num_ranks = setup.layout.num_ranks
-    assert not links_differ(rank_distances(setup.costs, num_ranks))
-    assert neighbors(rank_distances(setup.costs, num_ranks)) == tuple(range(num_ranks))
+    problem, several = on_hosts(seed, unlike=True)
+    num_ranks = problem.layout.num_ranks
+    assert not links_differ(rank_distances(problem.costs, num_ranks))
+    assert neighbors(rank_distances(problem.costs, num_ranks)) == tuple(range(num_ranks))
     distances = rank_distances(several.costs, num_ranks)
     order = neighbors(distances)
     assert sorted(order) == list(range(num_ranks))
-    for layout in [on_ranks(setup.layout, order), *(other for _, other in closer(setup.layout, distances))]:
-        assert [c.layers for c in layout.chunks] == [c.layers for c in setup.layout.chunks]
+    for layout in [on_ranks(problem.layout, order), *(other for _, other in closer(problem.layout, distances))]:
+        assert [c.layers for c in layout.chunks] == [c.layers for c in problem.layout.chunks]
         count = np.bincount([c.rank for c in layout.chunks], minlength=num_ranks)
-        before = np.bincount([c.rank for c in setup.layout.chunks], minlength=num_ranks)
+        before = np.bincount([c.rank for c in problem.layout.chunks], minlength=num_ranks)
         assert sorted(count) == sorted(before)
         # It plans, and its plans are verified.
-        planned(msgspec.structs.replace(several, layout=layout), seed)
+        planned(replace(several, layout=layout), seed)
 
 
 def test_hosts_of_every_second_rank_are_brought_together() -> None:
-    setup = next(s for s in map(random_setup, range(50)) if s.layout.num_ranks == 4)
-    costs = msgspec.structs.replace(setup, cluster=FAR).costs
+    problem = next(s for s in map(random_problem, range(50)) if s.layout.num_ranks == 4)
+    costs = on_cluster(problem, FAR).costs
     assert link_table(costs, 4)[0].tolist() == [1, 2, 1, 2]
     order = neighbors(rank_distances(costs, 4))
     assert crossings(range(4), HOSTS) == 3
     assert crossings(order, HOSTS) == 1
-    there = on_ranks(setup.layout, order)
+    there = on_ranks(problem.layout, order)
     found = dict(closer(there, rank_distances(costs, 4)))
     ranks = [c.rank for c in there.chunks]
     assert crossings([c.rank for c in found["group by group"].chunks], HOSTS) == 1

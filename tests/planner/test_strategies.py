@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -15,23 +16,24 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.explain.difference import difference
 from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.plan import Measured, Verb
-from pipeloom.planner import Planner, Request, Setup, answer_of, plan_batch
+from pipeloom.planner import Planner, PlanningProblem, Request, answer_of, plan_batch
 from pipeloom.planner.messages import decode, encode
 from pipeloom.planner.planning import PlannedBatch
+from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, RankSpec, Strategy
 from pipeloom.timeline import check, host_peaks
 from pipeloom.tuning import TuningSpec
 from tests.cases import random_batch
-from tests.planner.cases import MemoryStore, random_setup
+from tests.planner.cases import MemoryStore, on_cluster, random_problem, with_costs
 
 EVERY: tuple[Strategy, ...] = ("keep", "recompute", "selective", "offload")
 FEW = settings(deadline=None, max_examples=5)
 
 
-def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
+def offering(seed: int, capacity_bytes: int | None = None) -> PlanningProblem:
     """A random problem in which every strategy and split backwards may be chosen."""
-    setup, rng = random_setup(seed), random.Random(seed)
+    problem, rng = random_problem(seed), random.Random(seed)
 
     def more(fit: LayerFit) -> LayerFit:
         def part(whole: tuple[float, ...], share: float) -> tuple[float, float, float, float]:
@@ -55,39 +57,34 @@ def offering(seed: int, capacity_bytes: int | None = None) -> Setup:
             ),
         )
 
-    layers = {key: more(fit) for key, fit in setup.profile.layers.items()}
-    return msgspec.structs.replace(
-        setup,
-        profile=msgspec.structs.replace(setup.profile, layers=layers),
-        strategies=EVERY,
-        split_backward=True,
-        cluster=RankSpec(memory_capacity_bytes=capacity_bytes),
-        # Packings are compared by problems of `test_joint`, and by some of these.
-        packing=setup.packing if seed % 4 == 0 else msgspec.structs.replace(setup.packing, policy="balanced"),
-    )
+    layers = {key: more(fit) for key, fit in problem.profile_costs.profile.layers.items()}
+    profile = msgspec.structs.replace(problem.profile_costs.profile, layers=layers)
+    problem = with_costs(problem, profile=profile, strategies=EVERY, split_backward=True)
+    # Packings are compared by problems of `test_joint`, and by some of these.
+    packing = problem.packing if seed % 4 == 0 else msgspec.structs.replace(problem.packing, policy="balanced")
+    return replace(on_cluster(problem, RankSpec(memory_capacity_bytes=capacity_bytes)), packing=packing)
 
 
-def tight(seed: int, batch: Batch, offered: tuple[Strategy, ...] = EVERY) -> Setup:
+def tight(seed: int, batch: Batch, offered: tuple[Strategy, ...] = EVERY) -> PlanningProblem:
     """The same with hardly more room than the least that any plan needs."""
     least = 1000
     while True:
-        setup = msgspec.structs.replace(offering(seed, least), strategies=offered)
+        problem = with_costs(offering(seed, least), strategies=offered)
         try:
-            plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+            plan_batch(problem.with_search(method="portfolio"), batch, budget=Evaluations(1))
         except InfeasibleError:
             least = least * 5 // 4
         else:
-            return setup
+            return problem
 
 
 @FEW
 @given(st.integers(0, 10_000))
 def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
     batch = random_batch(seed)
-    for setup in (offering(seed), tight(seed, batch)):
-        assert decode(Setup, encode(setup)) == setup
-        problem = setup.problem()
-        planned = plan_batch(problem, batch, budget=Evaluations(60), seed=seed)
+    for problem in (offering(seed), tight(seed, batch)):
+        assert decode_problem(encode_problem(problem)) == problem
+        planned = plan_batch(problem, batch, budget=Evaluations(60))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         back = decode(type(answer), encode(answer))
@@ -96,7 +93,7 @@ def test_what_is_chosen_fits_and_survives_its_travel(seed: int) -> None:
         assert graph.activation_bytes.tolist() == planned.resolved.graph.activation_bytes.tolist()
         again = timeline_of(graph, problem, back, back.planned_start_ns)
         assert again.makespan_ns == back.planned_ns
-        capacity = setup.cluster.memory_capacity_bytes
+        capacity = problem.memory.capacity_bytes
         if capacity is not None:
             assert (again.peak_bytes <= capacity).all()
 
@@ -105,8 +102,8 @@ def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
     """Under the least limit that the others fit, offloading has no room for what is on its way, and is left out."""
     for seed in range(3):
         batch = random_batch(seed)
-        problem = msgspec.structs.replace(tight(seed, batch, EVERY[:3]), strategies=EVERY).problem()
-        planned = plan_batch(problem, batch, budget=Evaluations(20), seed=0)
+        problem = with_costs(tight(seed, batch, EVERY[:3]), strategies=EVERY)
+        planned = plan_batch(problem, batch, budget=Evaluations(20))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         again = answered_graph(problem, batch, decode(type(answer), encode(answer)), Correction())
@@ -116,12 +113,11 @@ def test_offering_more_refuses_nothing_that_less_would_fit() -> None:
 def test_the_host_has_a_limit_too() -> None:
     """What is offloaded keeps to it, as far as that fits; where nothing does, the line says so."""
     batch = random_batch(2)
-    setup = msgspec.structs.replace(tight(2, batch, ("keep", "offload")), split_backward=False)
+    problem = with_costs(tight(2, batch, ("keep", "offload")), split_backward=False)
 
     def planned(host_bytes: int | None) -> tuple[int, PlannedBatch]:
-        cluster = msgspec.structs.replace(setup.cluster, host_capacity_bytes=host_bytes)
-        problem = msgspec.structs.replace(setup, cluster=cluster).problem()
-        made = plan_batch(problem, batch, budget=Evaluations(4), seed=0)
+        memory = replace(problem.memory, host_bytes=host_bytes)
+        made = plan_batch(replace(problem, memory=memory), batch, budget=Evaluations(4))
         assert check(made.graph, made.schedule, made.timeline) == ()
         return int(host_peaks(made.graph, made.schedule).max()), made
 
@@ -136,23 +132,23 @@ def test_the_host_has_a_limit_too() -> None:
 @given(st.integers(0, 10_000))
 def test_the_fallback_fits_too(seed: int) -> None:
     batch = random_batch(seed)
-    setup = tight(seed, batch)
-    planner = Planner(setup, MemoryStore)
+    problem = tight(seed, batch)
+    planner = Planner(problem, MemoryStore)
     delivery = planner._fallback(Request(batch), "late")
-    graph = answered_graph(setup.problem(), batch, delivery.answer, Correction())
-    peaks = timeline_of(graph, setup.problem(), delivery.answer, delivery.answer.planned_start_ns).peak_bytes
-    assert (peaks <= setup.cluster.memory_capacity_bytes).all()
+    graph = answered_graph(problem, batch, delivery.answer, Correction())
+    peaks = timeline_of(graph, problem, delivery.answer, delivery.answer.planned_start_ns).peak_bytes
+    assert (peaks <= problem.memory.capacity_bytes).all()
     assert not any(a.verb in ("I", "W") for actions in delivery.answer.plan.ranks for a in actions)
 
 
 def test_a_cap_makes_pairs_lean_and_room_splits_backwards() -> None:
     batch = random_batch(7, num_samples=30)
     found = {}
-    least = tight(7, batch).cluster.memory_capacity_bytes
+    least = tight(7, batch).memory.capacity_bytes
     assert least is not None
     caps = {"roomy": None, "middling": least * 3 // 2, "tight": least}
-    for name, setup in ((name, offering(7, cap)) for name, cap in caps.items()):
-        planned = plan_batch(setup.problem(), batch, budget=Evaluations(4000), seed=0)
+    for name, problem in ((name, offering(7, cap)) for name, cap in caps.items()):
+        planned = plan_batch(problem, batch, budget=Evaluations(4000))
         assert check(planned.graph, planned.schedule, planned.timeline) == ()
         actions = [action for actions in planned.plan.ranks for action in actions]
         words = {action.strategy for action in actions if action.verb == "F"}
@@ -166,9 +162,8 @@ def test_recomputation_counts_as_computation() -> None:
     """A plan that ran as planned differs in nothing, though its recomputations are actions of their own."""
     for seed in range(4):
         batch = random_batch(seed)
-        setup = tight(seed, batch)
-        problem = setup.problem()
-        planned = plan_batch(problem, batch, budget=Evaluations(30), seed=seed)
+        problem = tight(seed, batch)
+        planned = plan_batch(problem, batch, budget=Evaluations(30))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         moments = iter(answer.planned_start_ns)
         times = []
@@ -198,18 +193,18 @@ def test_recomputation_counts_as_computation() -> None:
 def test_where_keeping_does_not_fit_others_are_named() -> None:
     batch = random_batch(3)
     # Smaller microbatches would fit; these are as large as they may be.
-    full = msgspec.structs.replace(tight(3, batch).packing, policy="first_fit")
-    setup = msgspec.structs.replace(tight(3, batch), strategies=("keep",), packing=full)
+    problem = with_costs(tight(3, batch), strategies=("keep",))
+    problem = replace(problem, packing=msgspec.structs.replace(problem.packing, policy="first_fit"))
     with pytest.raises(InfeasibleError, match="offer strategies that hold less, such as recompute"):
-        plan_batch(setup.problem(), batch, budget=Evaluations(1), seed=0)
+        plan_batch(problem, batch, budget=Evaluations(1))
 
 
 def test_choices_are_refused_where_batches_are_tuned() -> None:
-    with pytest.raises(InputError, match=r"planner.strategies: is empty"):
-        msgspec.structs.replace(random_setup(1), strategies=())
+    with pytest.raises(InputError, match=r"strategies: is empty"):
+        with_costs(random_problem(1), strategies=())
     with pytest.raises(
-        InputError, match=r"planner.strategies: needs a search of orders, which tuning.order = 'given' disables"
+        InputError, match=r"planner.split_backward: needs a search of orders, which tuning.order = 'given' disables"
     ):
-        msgspec.structs.replace(random_setup(1), strategies=EVERY, tuning=TuningSpec(order="given"))
+        replace(offering(1), tuning=TuningSpec(order="given"))
     # Where orders are searched, strategies are, too.
-    msgspec.structs.replace(random_setup(1), strategies=EVERY, tuning=TuningSpec())
+    replace(offering(1), tuning=TuningSpec())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.plan import ExecutionPlan, RankPlan, rank_plan
-from pipeloom.runtime import Executor, ExecutorOptions
+from pipeloom.runtime import ExecutionOptions, Executor
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.transport import MatchOrder, ThreadHub, greet_peers
 from pipeloom.runtime.measure.reference import run_undivided
@@ -347,8 +347,14 @@ def run_threads(
         try:
             if greets:
                 greet_peers(hub.transport(rank), rank, case.layout.num_ranks, "cpu")
-            options = ExecutorOptions(reduce_gradients=lambda *_: None, autocast=autocast)
-            executor = Executor(models[rank], case.layout, rank, hub.transport(rank), options=options)
+            executor = Executor(
+                models[rank],
+                case.layout,
+                rank,
+                hub.transport(rank),
+                options=ExecutionOptions(autocast=autocast),
+                reduce_gradients=lambda *_: None,
+            )
             # As in training: a rank has its own actions, and they have travelled.
             mine = rank_plan(plan or case.plan, case.layout, rank, joins=joins)
             traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=RankPlan)

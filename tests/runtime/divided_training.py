@@ -21,15 +21,16 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, cost_loads
-from pipeloom.planner import Planner, Setup
+from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.planner.forwards import forward_problem, plan_forwards
-from pipeloom.runtime import Checkpoints, TcpPlanStore, Trainer, TrainerOptions, load_weights
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Saving, TcpPlanStore, Trainer, load_weights
 from pipeloom.runtime.data.dataset import LazySample
 from pipeloom.runtime.data.prefetch import DescribedBatch
-from pipeloom.runtime.train.divide import Sharding, layers_with_tied
+from pipeloom.runtime.model.sharding import Sharding
+from pipeloom.runtime.train.divide import layers_with_tied
 from pipeloom.spec import Parallelism, batch_from_dicts
 
-from .training import CLIP, check_report, data, drawn, model, optimizer, prefetched, setup, task
+from .training import CLIP, check_report, data, drawn, invented_problem, model, optimizer, prefetched, task
 
 DOCUMENTS = 6
 """Of a batch: enough that replicas have different numbers of microbatches."""
@@ -131,17 +132,17 @@ def divisible(parallelize: Callable[[nn.Module, DeviceMesh], None] | None = divi
     return replace(whole, modules=[replace(module, parallelize=parallelize) for module in whole.modules])
 
 
-def setup_of(degrees: Degrees) -> Setup:
-    made = setup(degrees.pipeline)
+def problem_of(degrees: Degrees) -> PlanningProblem:
+    made = invented_problem(degrees.pipeline)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(degrees.tensor, degrees.data))
     if degrees.with_encoder_dp:
         layout = with_encoder_dp(layout, ["vision"])
     # A budget with which replicas have different numbers of microbatches.
-    return msgspec.structs.replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
+    return replace(made, layout=layout, packing=PackingSpec(80, "first_fit_decreasing"))
 
 
 def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -> Trainer:
-    made = setup_of(degrees)
+    made = problem_of(degrees)
     planner = Planner(made, TcpPlanStore.host, deadline_s=20.0)
     return Trainer(
         trained or divisible(),
@@ -149,20 +150,15 @@ def trainer_of(degrees: Degrees, folder: str, trained: pl.Model | None = None) -
         planner,
         describe=task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(
-            clip_norm=CLIP,
-            ema_decay=0.5,
-            checkpoints=Checkpoints(Path(folder)),
-            timeout_s=120.0,
-            shard=degrees.shard,
-            loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
-        ),
+        loads=lambda batch: cost_loads(batch, made.model, made.layout, made.costs),
+        options=ExecutionOptions(clip_norm=CLIP, ema_decay=0.5, timeout_s=120.0, shard=degrees.shard),
+        saving=Saving(checkpoints=Checkpoints(Path(folder))),
     )
 
 
 def others_as_shapes(whole: pl.Model, degrees: Degrees) -> pl.Model:
     """The model with memory for this rank's own layers alone, and for tied ones."""
-    layout, stage = setup_of(degrees).layout, dist.get_rank() // (degrees.data * degrees.tensor)
+    layout, stage = problem_of(degrees).layout, dist.get_rank() // (degrees.data * degrees.tensor)
     kept = layers_with_tied(whole)
     for chunk in layout.chunks:
         for number in range(chunk.layers[0], chunk.layers[1] + 1):
@@ -185,7 +181,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
         # Read ahead: what is left out is that which was trained.
         batches = trainer.skip_trained(counted if degrees.data > 1 else prefetched(end, DOCUMENTS, SHORT), first)
         reports = []
-        plan = partial(plan_forwards, forward_problem(setup_of(degrees)))
+        plan = partial(plan_forwards, forward_problem(problem_of(degrees)))
         for report in trainer.run(batches, first):
             reports.append(report)
             held_back.asked.clear()
@@ -194,7 +190,7 @@ def train_divided(all_degrees: list[Degrees], until: list[int], folder: str) -> 
                 for given, averaged in ((held_back, False), (held_out(), True))
             ]
             if trainer.membership.is_planner_rank:
-                check_report(setup_of(degrees), report)
+                check_report(problem_of(degrees), report)
             else:
                 assert report.answer is None
         held = sum(local_size(p) for _, p in trainer._executor.named_parameters())

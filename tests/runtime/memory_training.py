@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from pipeloom.layout import ModulePlacement
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.runtime import ProfileOptions, StepReport, TcpPlanStore, Trainer, TrainerOptions, profile_model
+from pipeloom.planner import HostedStore, Planner, PlanningProblem
+from pipeloom.runtime import ExecutionOptions, ProfileOptions, StepReport, TcpPlanStore, Trainer, profile_model
+from tests.planner.cases import with_costs
 from tests.runtime.test_counts import Live
-from tests.runtime.training import CLIP, DOCUMENTS, Meddling, data, losses_undivided, model, optimizer, setup, task
+from tests.runtime.training import (
+    CLIP,
+    DOCUMENTS,
+    Meddling,
+    data,
+    invented_problem,
+    losses_undivided,
+    model,
+    optimizer,
+    task,
+)
 
 ITERATIONS, SEED = 2, 3
 # Weights, and the moments of an optimiser, are there outside iterations too; gradients are made inside.
@@ -47,9 +58,9 @@ class Capped(NamedTuple):
     """Backwards of this rank that were split."""
 
 
-def measured_setup(num_ranks: int) -> Setup:
+def measured_problem(num_ranks: int) -> PlanningProblem:
     """The digits model measured on this machine, all strategies included."""
-    made, batches = setup(num_ranks), list(data.batches(SEED, 2, DOCUMENTS))
+    made, batches = invented_problem(num_ranks), list(data.batches(SEED, 2, DOCUMENTS))
     profile = profile_model(
         model(),
         batches,
@@ -58,33 +69,32 @@ def measured_setup(num_ranks: int) -> Setup:
         placements={"vision": ModulePlacement(1, 4)},
         options=ProfileOptions(repeats=1, strategies=True),
     )
-    return msgspec.structs.replace(made, profile=profile, packing=PackingSpec(120, "balanced"))
+    return replace(with_costs(made, profile=profile), packing=PackingSpec(120, "balanced"))
 
 
-def capped_trainings(setups: list[bytes], waits: list[bool]) -> list[Capped]:
-    """One training after the other, each with its own setup; without waiting, all run on fallback plans."""
+def capped_trainings(problems: list[PlanningProblem], waits: list[bool]) -> list[Capped]:
+    """One training after the other, each with its own problem; without waiting, all run on fallback plans."""
     # The first operations under such a mode make torch import much, which makes tensors of its own.
     with Peak():
         losses_undivided(1)
-    return [train(setup, wait) for setup, wait in zip(setups, waits, strict=True)]
+    return [train(problem, wait) for problem, wait in zip(problems, waits, strict=True)]
 
 
-def train(encoded: bytes, waits: bool) -> Capped:
-    made = msgspec.msgpack.decode(encoded, type=Setup)
+def train(problem: PlanningProblem, waits: bool) -> Capped:
     seconds = 120.0 if waits else 0.0
 
     def store() -> HostedStore:
         # Without waiting, a plan may still be there in time.
         return TcpPlanStore.host() if waits else Meddling(TcpPlanStore.host(), lambda iteration, data: None)
 
-    planner = Planner(made, store, deadline_s=seconds, start_timeout_s=seconds)
+    planner = Planner(problem, store, deadline_s=seconds, start_timeout_s=seconds)
     trainer = Trainer(
         model(),
-        made.layout,
+        problem.layout,
         planner,
         describe=task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     executor = trainer._executor
     outside = _OUTSIDE_COPIES * sum(p.nbytes for _, p in executor.named_parameters())

@@ -18,7 +18,6 @@ from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
 from pipeloom.runtime import (
     Executor,
-    ExecutorOptions,
     Mesh,
     Model,
     TorchTransport,
@@ -143,9 +142,14 @@ def executor_on(run: Run, mesh: Mesh, shape: Shape) -> Executor:
         tensor_parallel(model, layout, mesh)
     if shape.sharded:
         shard_layers(model, layout, mesh)
-    group = mesh.device_mesh.get_group("tp")
-    options = ExecutorOptions(reduce_gradients=mesh_gradients(layout, mesh), tensor_group=group)
-    return Executor(model, layout, mesh.pipeline_rank, TorchTransport(mesh.pipeline), options=options)
+    return Executor(
+        model,
+        layout,
+        mesh.pipeline_rank,
+        TorchTransport(mesh.pipeline),
+        reduce_gradients=mesh_gradients(layout, mesh),
+        tensor_group=mesh.device_mesh.get_group("tp"),
+    )
 
 
 def run_on_mesh(shapes: list[Shape], seeds: list[int]) -> int:

@@ -17,7 +17,6 @@ from pipeloom.plan.dryrun import dry_run
 from pipeloom.runtime import (
     BatchedTransport,
     Executor,
-    ExecutorOptions,
     HostTransport,
     TorchTransport,
     all_reduce_gradients,
@@ -79,9 +78,8 @@ def run_many(seeds: list[int], options: dict[str, Any], fewest: int = 1, tag_zer
             run.case.layout,
             dist.get_rank(),
             transport,
-            options=ExecutorOptions(
-                reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks]), sum_tied=sum_tied
-            ),
+            reduce_gradients=all_reduce_gradients(run.case.layout, pipeline=groups[num_ranks]),
+            sum_tied=sum_tied,
         )
         times = 2 if seed % 4 == 0 else 1
         for _ in range(times):

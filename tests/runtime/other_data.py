@@ -12,19 +12,19 @@ import torch.distributed as dist
 from pipeloom.cost import Correction
 from pipeloom.errors import InputError
 from pipeloom.plan import Delivery, delivery_of
-from pipeloom.planner import Setup, answer_of, plan_batch
-from pipeloom.runtime import Trainer, TrainerOptions
+from pipeloom.planner import PlanningProblem, answer_of, plan_batch
+from pipeloom.runtime import ExecutionOptions, Trainer
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, Parallelism
 
-from .training import CLIP, DOCUMENTS, data, model, optimizer, setup, task
+from .training import CLIP, DOCUMENTS, data, invented_problem, model, optimizer, task
 
 
 class PlansHere:
     """Plans in this process, when asked: neither a store nor a planner's process."""
 
-    def __init__(self, made: Setup) -> None:
-        self.problem = made.problem()
+    def __init__(self, made: PlanningProblem) -> None:
+        self.problem = made.with_search(method="portfolio")
         self.batches: dict[int, Batch] = {}
 
     def start(self) -> None:
@@ -34,9 +34,7 @@ class PlansHere:
         self.batches[batch.iteration] = batch
 
     def collect(self, iteration: int) -> Delivery:
-        planned = plan_batch(
-            self.problem, self.batches.pop(iteration), budget=Evaluations(1), seed=0, method="portfolio"
-        )
+        planned = plan_batch(self.problem, self.batches.pop(iteration), budget=Evaluations(1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         return delivery_of(answer, planned.packing, self.problem.layout)
 
@@ -50,7 +48,7 @@ class AssignsHere(PlansHere):
     ASSIGNED: Sequence[tuple[int, ...]] = ((), (1, 0, 1, 1), (0, 1), (1, 1, 1, 1), (0, 1, 2, 0), (1, 0, 0, 0))
     """How each batch is: not at all, unevenly, of another size, nothing for a replica, a replica too many, unevenly."""
 
-    def __init__(self, made: Setup) -> None:
+    def __init__(self, made: PlanningProblem) -> None:
         super().__init__(made)
         self.seen: dict[int, int] = {}
 
@@ -69,10 +67,10 @@ class AssignsHere(PlansHere):
 
 def assigned(num_ranks: int, num_replicas: int) -> tuple[list[float], list[tuple[str, ...]]]:
     """The losses of a training whose batches are dealt so, and on planner ranks the samples of every share."""
-    made = setup(num_ranks)
+    made = invented_problem(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
-    made = msgspec.structs.replace(made, layout=layout)
-    options = TrainerOptions(clip_norm=CLIP)
+    made = replace(made, layout=layout)
+    options = ExecutionOptions(clip_norm=CLIP)
     trainer = Trainer(model(), layout, AssignsHere(made), describe=task.describe, optimizer=optimizer, options=options)
     reports = list(trainer.run(data.batches(3, len(AssignsHere.ASSIGNED), DOCUMENTS)))
     shares = [tuple(sample.id for sample in report.batch.samples) for report in reports if report.batch is not None]
@@ -85,10 +83,10 @@ def reported(num_ranks: int, num_replicas: int, wrongs: list[str]) -> dict[str, 
 
 
 def _reported(num_ranks: int, num_replicas: int, wrong: str) -> tuple[int, str]:
-    made = setup(num_ranks)
+    made = invented_problem(num_ranks)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(data=num_replicas))
-    made = msgspec.structs.replace(made, layout=layout)
-    options = TrainerOptions(compare_contents=3)
+    made = replace(made, layout=layout)
+    options = ExecutionOptions(compare_contents=3)
     trainer = Trainer(model(), layout, PlansHere(made), describe=task.describe, optimizer=optimizer, options=options)
     count = 0
     try:

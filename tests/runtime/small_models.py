@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan
-from pipeloom.runtime import Emit, Executor, ExecutorOptions, Model, Module, Part, ThreadHub
+from pipeloom.runtime import Emit, Executor, Model, Module, Part, ThreadHub
 from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Batch, Layout, Sample
 from tests.runtime.cases import copied
@@ -235,8 +235,7 @@ def live_peaks(
 
     def work(rank: int) -> None:
         try:
-            options = ExecutorOptions(reduce_gradients=lambda *_: None)
-            executor = Executor(models[rank], layout, rank, hub.transport(rank), options=options)
+            executor = Executor(models[rank], layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None)
             outside = 0
             for number, layers in executor.layers.items():
                 copies = 1 if layout.module(layout.chunks[number].module).frozen else _COPIES_OUTSIDE

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
+from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, StepResult, ThreadHub
 from pipeloom.runtime.execute.memory import OffloadedTensors
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
@@ -72,7 +72,7 @@ def run(strategy: str, backward: tuple[str, ...], times: int = 1) -> tuple[Gradi
     for m in range(NUM_MICROBATCHES):
         actions += [act(verb, c, m) for c in (1, 0) for verb in backward]
     plan = ExecutionPlan(1, 0, layout.digest, ((*actions, Action(verb=Verb.OPTIMIZER_STEP)),))
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutionOptions(autocast=torch.bfloat16))
     for time in range(times):
         if time:
             take_gradients(model)
@@ -169,7 +169,7 @@ def test_casts_of_inputs_go_with_their_microbatch(backward: tuple[str, ...]) -> 
     packing = pack(Batch(tuple(Sample(str(i), LENGTH) for i in range(num))), model.spec, layout, PackingSpec(LENGTH))
     order = [("F", 0), ("F", 1), *((verb, c) for c in (1, 0) for verb in backward)]
     actions = tuple(Action(verb=Verb(v), chunk=f"lm.{c}", microbatch=m) for m in range(num) for v, c in order)
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutionOptions(autocast=torch.bfloat16))
     with InputCasts(layers) as casts:
         executor.run(
             ExecutionPlan(1, 0, layout.digest, (actions,)),

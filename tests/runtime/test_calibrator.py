@@ -14,16 +14,16 @@ from pipeloom.planner import answer_of, plan_batch
 from pipeloom.runtime.execute.result import Calibrator
 from pipeloom.search import Evaluations
 from tests.cases import random_batch
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
-SEED = next(seed for seed in range(100) if random_setup(seed).layout.num_ranks == 4)
+SEED = next(seed for seed in range(100) if random_problem(seed).layout.num_ranks == 4)
 
 
 class Training:
     """A trainer as the calibrator sees it: a plan is asked for while the iteration before runs."""
 
     def __init__(self, noise: float = 0.0, vision: float = 1.0) -> None:
-        self.setup, self.vision = random_setup(SEED, everywhere=True), vision
+        self.problem, self.vision = random_problem(SEED, everywhere=True), vision
         self.calibrator, self.asked = Calibrator(), Correction()
         self.noise, self.random, self.iteration = noise, random.Random(0), 0
 
@@ -31,7 +31,7 @@ class Training:
         """One iteration; with which correction its plan was made."""
         used, self.asked = self.asked, self.calibrator.correction
         batch = random_batch(self.iteration)
-        planned = plan_batch(self.setup.problem().corrected(used), batch, budget=Evaluations(1), seed=0)
+        planned = plan_batch(self.problem.corrected(used), batch, budget=Evaluations(1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         planned_ns = iter(answer.planned_start_ns)
         times = []

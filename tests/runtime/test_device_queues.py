@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ExecutionError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
+from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
 from pipeloom.runtime.launch.device import DeviceQueues, StalledError, await_marks, moved
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample
 
@@ -86,7 +86,7 @@ def two_microbatches() -> tuple[Model, Layout, ExecutionPlan, Any, list[Tensor]]
 def test_an_iteration_that_hangs_names_the_action() -> None:
     model, layout, plan, packing, samples = two_microbatches()
     transport = ThreadHub().transport(0)
-    executor = Executor(model, layout, 0, transport, options=ExecutorOptions(timeout_s=0.02))
+    executor = Executor(model, layout, 0, transport, options=ExecutionOptions(timeout_s=0.02))
     executor.queues = StuckQueues(transport, torch.device("cpu"))
     with pytest.raises(ExecutionError, match=r"rank 0, step 3, 'B lm.0 1.0': the device has made no progress for 0.02"):
         executor.run(plan, packing, samples)

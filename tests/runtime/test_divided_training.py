@@ -20,7 +20,7 @@ from .divided_training import (
     Tried,
     divisible,
     held_out,
-    setup_of,
+    problem_of,
     train_divided,
     train_refuse_and_read,
 )
@@ -110,7 +110,7 @@ def test_a_process_loads_what_its_own_layers_take_of_its_replicas_samples(traine
 def test_no_layer_that_is_divided_is_whole_when_the_next_is_read(trained: list[Tried]) -> None:
     for process, (_, _, reads) in enumerate(trained):
         for degrees, (read, whole) in zip((REPLICAS, TENSORS, SHARDS), reads, strict=True):
-            mine = [chunk for chunk in setup_of(degrees).layout.chunks if chunk.rank == process // 2]
+            mine = [chunk for chunk in problem_of(degrees).layout.chunks if chunk.rank == process // 2]
             own = {f"{c.module}.{number}" for c in mine for number in range(c.layers[0], c.layers[1] + 1)}
             assert {".".join(name.split(".")[:2]) for name in read} == own
             assert len(read) == len(set(read))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.runtime import Executor, ExecutorOptions, StepResult, ThreadHub, run_undivided
+from pipeloom.runtime import Executor, StepResult, ThreadHub, run_undivided
 from pipeloom.runtime.train.evaluate import evaluating, forward_executor, preserve_random_state
 from pipeloom.taskgraph import build_graph
 from tests.plan.cases import RandomCosts, earliest, random_schedule
@@ -41,8 +41,9 @@ def evaluate_threads(run: Run, plan: ExecutionPlan) -> list[StepResult]:
 
     def work(rank: int) -> None:
         try:
-            options = ExecutorOptions(reduce_gradients=lambda *_: None)
-            executor = Executor(models[rank], run.case.layout, rank, hub.transport(rank), options=options)
+            executor = Executor(
+                models[rank], run.case.layout, rank, hub.transport(rank), reduce_gradients=lambda *_: None
+            )
             before = [p.requires_grad for _, p in executor.named_parameters()]
             results[rank] = forward_executor(executor).run(plan, run.case.packing, run.documents)
             assert [p.requires_grad for _, p in executor.named_parameters()] == before

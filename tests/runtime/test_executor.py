@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb, boundary_shapes, lower
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, ThreadHub
+from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, ThreadHub
 from pipeloom.runtime.execute.blocks import block_bounds
 from pipeloom.runtime.model.tied import tied_over_ranks
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape, Workload
@@ -246,11 +246,17 @@ def test_autocast_holds_in_the_forward_and_when_recomputed(strategy: str) -> Non
     plan = ExecutionPlan(
         1, 0, layout.digest, ((*forward, Action(verb=Verb.B, chunk="lm.1"), Action(verb=Verb.B, chunk="lm.0")),)
     )
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutorOptions(autocast=torch.bfloat16))
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=ExecutionOptions(autocast=torch.bfloat16))
     executor.run(plan, packing, [torch.randn(5, 4)])
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == (2 if strategy in ("keep", "offload") else 4)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in executor.parameters())
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "timeout_s"])
+def test_options_that_are_not_positive_are_rejected(name: str) -> None:
+    with pytest.raises(InputError, match=rf"options.{name}: 0.0 is not positive"):
+        ExecutionOptions(**{name: 0.0})
 
 
 def test_weights_tied_over_ranks_are_refused_where_nobody_sums_them() -> None:
@@ -342,7 +348,7 @@ def with_dropout(run: Run, share: float, seed: int) -> Run:
 
 
 def run_alone(run: Run, plan: ExecutionPlan, **options: int | None) -> tuple[float, list[Tensor | None]]:
-    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), options=ExecutorOptions(**options))
+    executor = Executor(run.model, run.case.layout, 0, ThreadHub().transport(0), options=ExecutionOptions(**options))
     for _ in range(2):
         take_gradients(run.model)
         result = executor.run(plan, run.case.packing, run.documents)

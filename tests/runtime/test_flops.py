@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeloom.runtime import Executor, ThreadHub, run_undivided
-from pipeloom.runtime.model.flops import FlopCounts, known_peak
+from pipeloom.runtime import ExecutionOptions, Executor, ThreadHub, run_undivided
+from pipeloom.runtime.model.flops import known_peak
 from tests.runtime.test_streams import BATCH, CUTS, SAMPLES, run_of, skipping
 
 
@@ -19,8 +19,10 @@ def test_operations_are_three_times_those_of_the_forward_whatever_is_recomputed(
     wanted = 3 * forward.get_total_flops()
     assert wanted > 0
     run = run_of(model, CUTS["one chunk"], strategy, False)
-    executor = Executor(model, run.case.layout, 0, ThreadHub().transport(0))
-    flops = executor.flops = FlopCounts(run.case.layout)
+    options = ExecutionOptions(count_flops=True)
+    executor = Executor(model, run.case.layout, 0, ThreadHub().transport(0), options=options)
+    flops = executor.flops
+    assert flops is not None
     assert flops.wants(0)
     for _ in range(2):
         executor.run(run.case.plan, run.case.packing, run.documents)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import Action, ExecutionPlan, Verb
-from pipeloom.runtime import Executor, ExecutorOptions, Model, Module, StepResult, ThreadHub
+from pipeloom.runtime import ExecutionOptions, Executor, Model, Module, StepResult, ThreadHub
 from pipeloom.runtime.launch.device import CudaQueues
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout, Sample, TensorShape
 
@@ -75,7 +75,8 @@ def run(
     actions.append(Action(verb=Verb.OPTIMIZER_STEP))
     plan = ExecutionPlan(1, 0, layout.digest, (tuple(actions),))
     dtype = torch.bfloat16 if autocast else None
-    executor = Executor(model, layout, 0, ThreadHub().transport(0), device, options=ExecutorOptions(autocast=dtype))
+    options = ExecutionOptions(device=device, autocast=dtype)
+    executor = Executor(model, layout, 0, ThreadHub().transport(0), options=options)
     linked = executor.prepare(plan, packing)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

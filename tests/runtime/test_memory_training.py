@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.errors import InfeasibleError
-from pipeloom.planner import Setup, plan_batch
+from pipeloom.planner import PlanningProblem, plan_batch
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.search import Evaluations
-from pipeloom.spec import RankSpec, Strategy, batch_from_dicts
-from tests.runtime.memory_training import ITERATIONS, SEED, capped_trainings, measured_setup
+from pipeloom.spec import Strategy, batch_from_dicts
+from pipeloom.taskgraph.iteration import MemoryLimit
+from tests.planner.cases import with_costs
+from tests.runtime.memory_training import ITERATIONS, SEED, capped_trainings, measured_problem
 from tests.runtime.training import DOCUMENTS, data, losses_undivided, task
 
 pytestmark = pytest.mark.ranks
@@ -18,22 +21,23 @@ pytestmark = pytest.mark.ranks
 LEAN: tuple[Strategy, ...] = ("keep", "recompute", "selective")
 
 
-def offering(setup: Setup, strategies: tuple[Strategy, ...], capacity: int | None, split: bool = False) -> Setup:
-    return msgspec.structs.replace(
-        setup, strategies=strategies, split_backward=split, cluster=RankSpec(memory_capacity_bytes=capacity)
-    )
+def offering(
+    whole: PlanningProblem, strategies: tuple[Strategy, ...], capacity: int | None, split: bool = False
+) -> PlanningProblem:
+    problem = with_costs(whole, strategies=strategies, split_backward=split)
+    return replace(problem, memory=MemoryLimit(capacity))
 
 
-def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool = False) -> int:
+def least_capacity(whole: PlanningProblem, strategies: tuple[Strategy, ...], split: bool = False) -> int:
     """Bytes of a rank under which every batch can just be planned, to two per cent."""
     low, high = 2**18, 0
     while not high or high - low > high // 50:
         middle = (low + high) // 2 if high else 2 * low
-        problem = offering(setup, strategies, middle, split).problem()
+        problem = offering(whole, strategies, middle, split).with_search(method="portfolio")
         try:
             for i, samples in enumerate(data.batches(SEED, ITERATIONS, DOCUMENTS)):
                 batch = batch_from_dicts([task.describe(sample) for sample in samples], i)
-                plan_batch(problem, batch, budget=Evaluations(1), seed=0, method="portfolio")
+                plan_batch(problem, batch, budget=Evaluations(1))
         except InfeasibleError:
             low = middle
         else:
@@ -43,13 +47,12 @@ def least_capacity(setup: Setup, strategies: tuple[Strategy, ...], split: bool =
 
 @pytest.mark.full
 def test_training_under_a_cap_recomputes_fits_and_loses_nothing() -> None:
-    setup = measured_setup(2)
-    keeps, lean = least_capacity(setup, ("keep",)), least_capacity(setup, LEAN, split=True)
+    whole = measured_problem(2)
+    keeps, lean = least_capacity(whole, ("keep",)), least_capacity(whole, LEAN, split=True)
     assert lean < 0.97 * keeps
     cap = (lean + keeps) // 2
-    setups = [offering(setup, LEAN, cap, split=True), offering(setup, LEAN, cap)]
-    encoded = [msgspec.msgpack.encode(each) for each in setups]
-    ranks = launch(capped_trainings, 2, encoded, [True, False])
+    problems = [offering(whole, LEAN, cap, split=True), offering(whole, LEAN, cap)]
+    ranks = launch(capped_trainings, 2, problems, [True, False])
     undivided = losses_undivided(ITERATIONS)
     for rank in ranks:
         for found in rank:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
-import msgspec
 import pytest
 
 from pipeloom.cost import Profile, ProfileCosts
@@ -15,12 +15,13 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.layout import ModulePlacement, encoder_first, replicated, separate
 from pipeloom.layout.training import Preview, arrange_training_layout
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import PlannedBatch, Problem, Setup, plan_batch
+from pipeloom.planner import PlannedBatch, PlanningProblem, plan_batch
 from pipeloom.planner.client import fallback_plan
 from pipeloom.planner.forwards import forward_problem, plan_forwards
 from pipeloom.runtime import Model, ProfileOptions, profile_model
 from pipeloom.search import Evaluations
-from pipeloom.spec import Batch, Layout, RankSpec, Strategy
+from pipeloom.spec import Batch, Layout, Strategy
+from pipeloom.taskgraph.iteration import MemoryLimit
 from pipeloom.tuning import TuningSpec
 from tests.runtime.small_models import Document, described, live_peaks, small_documents, small_model, streaming_model
 
@@ -34,7 +35,7 @@ CASES = [
 ]
 ALL_CASES = [(0, True), (0, False), (1, False), (1, True)]
 Found = list[tuple[int, int]]
-Kind = tuple[tuple[Strategy, ...], bool, Callable[[Problem, Batch], PlannedBatch]]
+Kind = tuple[tuple[Strategy, ...], bool, Callable[[PlanningProblem, Batch], PlannedBatch]]
 
 
 @cache
@@ -56,19 +57,21 @@ def measured(
     return model, tuple(documents), profile
 
 
-def by_search(problem: Problem, batch: Batch) -> PlannedBatch:
-    return plan_batch(problem, batch, budget=Evaluations(20), seed=1)
+def by_search(problem: PlanningProblem, batch: Batch) -> PlannedBatch:
+    return plan_batch(problem.with_search(seed=1), batch, budget=Evaluations(20))
 
 
 def under_caps(
-    setup: Setup, model: Model, documents: Sequence[Document], plan: Callable[[Problem, Batch], PlannedBatch]
+    problem: PlanningProblem,
+    model: Model,
+    documents: Sequence[Document],
+    plan: Callable[[PlanningProblem, Batch], PlannedBatch],
 ) -> Found:
     """What the plan says and what lives, rank by rank, under caps from the least that can be planned."""
     batch = described(documents)
 
     def planned(capacity: int) -> PlannedBatch:
-        cluster = RankSpec(memory_capacity_bytes=capacity)
-        return plan(msgspec.structs.replace(setup, cluster=cluster).problem(), batch)
+        return plan(replace(problem, memory=MemoryLimit(capacity)), batch)
 
     high = least(planned)
     found = []
@@ -76,7 +79,7 @@ def under_caps(
         capacity = int(tight * high)
         made = planned(capacity)
         assert max(made.peak_bytes) <= capacity
-        live = live_peaks(model, setup.layout, made.plan, made.packing, documents)
+        live = live_peaks(model, problem.layout, made.plan, made.packing, documents)
         for said, lived in zip(made.peak_bytes, live, strict=True):
             assert lived <= said
             found.append((said, lived))
@@ -111,8 +114,10 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
         (LEAN, True, by_search),
         (LEAN, False, fallback_plan),
     ):
-        setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
-        found += under_caps(setup, model, documents, plan)
+        problem = PlanningProblem.from_profile(
+            model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split
+        )
+        found += under_caps(problem, model, documents, plan)
     close(found)
 
 
@@ -121,15 +126,15 @@ def test_searched_and_fallback_plans_hold_what_they_say(seed: int, frozen: bool)
 def test_plans_of_forwards_hold_what_they_say_and_less_than_training(seed: int, streams: bool) -> None:
     model, documents, profile = measured(seed, True, True, streams=streams)
     layout, _ = layouts(model, random.Random(seed))
-    setup = Setup(model.spec, layout, profile, PACKING, strategies=LEAN)
+    problem = PlanningProblem.from_profile(model.spec, layout, profile, PACKING, strategies=LEAN)
     batch = described(documents)
 
     def planned(capacity: int, forwards: bool, packing: PackingSpec = PACKING) -> Sequence[int]:
-        limited = msgspec.structs.replace(setup, cluster=RankSpec(memory_capacity_bytes=capacity), packing=packing)
+        limited = replace(problem, memory=MemoryLimit(capacity), packing=packing)
         if not forwards:
-            return fallback_plan(limited.problem(), batch).peak_bytes
+            return fallback_plan(limited, batch).peak_bytes
         made = plan_forwards(forward_problem(limited), batch)
-        live = live_peaks(model, setup.layout, made.answer.plan, made.packing, documents, forward_only=True)
+        live = live_peaks(model, problem.layout, made.answer.plan, made.packing, documents, forward_only=True)
         # Counted like forwards that recompute: as if all that is made in a chunk lived at once.
         assert all(lived <= said for said, lived in zip(made.answer.peak_bytes, live, strict=True))
         return made.answer.peak_bytes
@@ -160,8 +165,10 @@ def test_plans_with_streams_hold_what_they_say(seed: int, frozen: bool) -> None:
     spread, _ = layouts(model, random.Random(seed))
     found: Found = []
     for strategies, split in ((("keep",), False), (LEAN, True)):
-        setup = Setup(model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split)
-        found += under_caps(setup, model, documents, by_search)
+        problem = PlanningProblem.from_profile(
+            model.spec, spread, profile, PACKING, strategies=strategies, split_backward=split
+        )
+        found += under_caps(problem, model, documents, by_search)
     close(found)
 
 
@@ -171,8 +178,8 @@ def test_tuned_plans_hold_what_they_say(seed: int, frozen: bool) -> None:
     _, first = layouts(model, random.Random(seed))
     found: Found = []
     for order in ("clusters", "search"):
-        setup = Setup(model.spec, first, profile, PACKING, tuning=TuningSpec(order=order))
-        found += under_caps(setup, model, documents, by_search)
+        problem = PlanningProblem.from_profile(model.spec, first, profile, PACKING, tuning=TuningSpec(order=order))
+        found += under_caps(problem, model, documents, by_search)
     close(found)
 
 
@@ -186,6 +193,8 @@ def test_plans_on_arranged_layouts_hold_what_they_say(seed: int) -> None:
         batches = [described(documents)]
         preview = Preview(costs, PACKING, batches, 2, capacity_bytes=capacity)
         layout = arrange_training_layout(preview, budget=Evaluations(200), trial=Evaluations(5))[0].layout
-        setup = Setup(model.spec, layout, profile, PACKING, strategies=LEAN, split_backward=True)
-        found += under_caps(setup, model, documents, by_search)
+        problem = PlanningProblem.from_profile(
+            model.spec, layout, profile, PACKING, strategies=LEAN, split_backward=True
+        )
+        found += under_caps(problem, model, documents, by_search)
     close(found)

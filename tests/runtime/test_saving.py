@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.runtime.checkpoint.resume import Saving
+from pipeloom.runtime.checkpoint.resume import PendingCheckpoint
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -21,10 +21,10 @@ def test_threads_take_short_turns_only_while_it_is_written(fails: bool) -> None:
             raise InputError("disk", "is full")
         return Path("there")
 
-    saving = Saving(3, write, asynchronous=True)
+    pending = PendingCheckpoint(3, write, asynchronous=True)
     if fails:
         with pytest.raises(InputError, match="is full"):
-            saving.wait()
+            pending.wait()
     else:
-        assert saving.wait() == Path("there")
+        assert pending.wait() == Path("there")
     assert during[0] < before == sys.getswitchinterval()

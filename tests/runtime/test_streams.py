@@ -15,8 +15,8 @@ from pipeloom.errors import ExecutionError, InputError
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.runtime import (
     Emit,
+    ExecutionOptions,
     Executor,
-    ExecutorOptions,
     MeasureOptions,
     Model,
     Module,
@@ -190,7 +190,7 @@ def test_streams_in_half_precision(strategy: str, weights: torch.dtype, autocast
         Model([bare], lambda output, part: output.float().sum(), len), samples, BATCH.samples, autocast=autocast
     )
     found = []
-    options = ExecutorOptions(autocast=autocast)
+    options = ExecutionOptions(autocast=autocast)
     for cuts, chosen in (([(0, 3, 0)], "keep"), ([(0, 1, 0), (2, 3, 0)], strategy)):
         case = run_of(model, cuts, chosen, False).case
         executor = Executor(model, case.layout, 0, ThreadHub().transport(0), options=options)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.cost import Correction, LayerFit, Profile, ProfileCosts
+from pipeloom.cost import Correction, LayerFit, Profile
 from pipeloom.layout import ModulePlacement, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Delivery, backend_of, delivery_of
-from pipeloom.planner import Problem, answer_of, plan_batch
-from pipeloom.runtime import Checkpoints, Model, Module, Trainer, TrainerOptions
+from pipeloom.planner import PlanningProblem, answer_of, plan_batch
+from pipeloom.runtime import Checkpoints, ExecutionOptions, Model, Module, Saving, Trainer
 from pipeloom.runtime.launch.device import Place, join_group
 from pipeloom.search import Evaluations
 from pipeloom.spec import Batch, TensorShape
@@ -41,8 +41,8 @@ class Layer(nn.Module):
 class Plans:
     """A planner in this process, without a search."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem.with_search(method="portfolio")
         self.batches: dict[int, Batch] = {}
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Plans:
 
     def collect(self, iteration: int) -> Delivery:
         batch = self.batches.pop(iteration)
-        planned = plan_batch(self.problem, batch, budget=Evaluations(1), seed=0, method="portfolio")
+        planned = plan_batch(self.problem, batch, budget=Evaluations(1))
         answer = answer_of(planned, search_s=0.0, ready_ns=0)
         return delivery_of(answer, planned.packing, self.problem.layout)
 
@@ -98,8 +98,8 @@ def trainer_of(
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     profile = Profile("invented", {f"lm/{kind.kind}": fit for kind in model.spec.modules[0].flat_layers})
     layout = separate(model.spec, 1, {"lm": ModulePlacement(2)}, lambda module, layer: 1.0)
-    problem = Problem(
-        model.spec, layout, ProfileCosts(model.spec, profile), PackingSpec(10), backend=backend_of(device.type)
+    problem = PlanningProblem.from_profile(
+        model.spec, layout, profile, PackingSpec(10), backend=backend_of(device.type)
     )
     return Trainer(
         model,
@@ -107,12 +107,8 @@ def trainer_of(
         Plans(problem),
         describe=lambda sample: {"id": sample[0], "text_tokens": len(sample[1])},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        options=TrainerOptions(
-            clip_norm=1.0,
-            device=device,
-            autocast=autocast,
-            checkpoints=None if folder is None else Checkpoints(folder, 1),
-        ),
+        options=ExecutionOptions(clip_norm=1.0, device=device, autocast=autocast),
+        saving=Saving(checkpoints=None if folder is None else Checkpoints(folder, 1)),
     )
 
 

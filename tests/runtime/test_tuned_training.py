@@ -3,7 +3,7 @@
 import pytest
 
 from pipeloom.runtime.launch.processes import launch
-from tests.runtime.tuned_training import losses, setup
+from tests.runtime.tuned_training import invented_problem, losses
 
 pytestmark = pytest.mark.ranks
 
@@ -12,7 +12,7 @@ def train(
     ranks: int, iterations: int, frozen: bool, names: tuple[str, ...], dtype: str = "float64"
 ) -> dict[str, list[float]]:
     # Compiled here once, so that no rank waits while planner and rank 0 compile.
-    setup(ranks, frozen, names[-1]).problem().compile_kernels()
+    invented_problem(ranks, frozen, names[-1]).compile_kernels()
     results = launch(losses, ranks, ranks, iterations, frozen, names, dtype, timeout_s=900.0)
     for name, (found, early) in results[0].items():
         assert early or name != "precompute"

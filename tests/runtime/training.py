@@ -23,8 +23,8 @@ from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.layout import ModulePlacement, replicated, separate
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Action, Answer
-from pipeloom.planner import HostedStore, Planner, Setup
-from pipeloom.runtime import Prefetched, StepReport, TcpPlanStore, TorchTransport, Trainer, TrainerOptions, Transport
+from pipeloom.planner import HostedStore, Planner, PlanningProblem
+from pipeloom.runtime import ExecutionOptions, Prefetched, StepReport, TcpPlanStore, TorchTransport, Trainer, Transport
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -63,14 +63,14 @@ def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=RATE)
 
 
-def setup(num_ranks: int, budget_s: float = 0.02, on_all_ranks: tuple[str, ...] = ()) -> Setup:
+def invented_problem(num_ranks: int, budget_s: float = 0.02, on_all_ranks: tuple[str, ...] = ()) -> PlanningProblem:
     """Costs are invented: a profile of the right form is all that planning needs."""
     spec = model().spec
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     profile = Profile("invented", {f"{m.name}/{x.kind}": fit for m in spec.modules for x in m.flat_layers})
     placements = {"vision": ModulePlacement(1, 4), "lm": ModulePlacement(2)}
     layout = replicated(separate(spec, num_ranks, placements, lambda module, layer: 1.0), on_all_ranks)
-    return Setup(spec, layout, profile, PackingSpec(120), budget_s=budget_s)
+    return PlanningProblem.from_profile(spec, layout, profile, PackingSpec(120), budget_s=budget_s)
 
 
 def steps_on_rank(num_ranks: int, iterations: int, disturbances: list[str]) -> dict[str, list[Step]]:
@@ -82,7 +82,7 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
     """Train as one rank; returns what each iteration came to."""
     trained = model()
     disturbance = DISTURBANCES[disturb]()
-    made = setup(num_ranks, disturbance.budget_s, disturbance.on_all_ranks)
+    made = invented_problem(num_ranks, disturbance.budget_s, disturbance.on_all_ranks)
     planner = Planner(made, lambda: disturbance.store(TcpPlanStore.host()), deadline_s=disturbance.deadline_s)
     batches: Iterable[Sequence[data.Document]] = data.batches(3, iterations, DOCUMENTS)
     ahead = disturb == "nothing"
@@ -95,7 +95,7 @@ def train_disturbed(num_ranks: int, iterations: int, disturb: str) -> list[Step]
         planner,
         describe=None if ahead else task.describe,
         optimizer=optimizer,
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     found, begin = [], time.monotonic()
     for report in trainer.run(batches):
@@ -127,12 +127,11 @@ def prefetched(iterations: int, documents: int = DOCUMENTS, short: Collection[in
     return Prefetched(loader, describe=task.describe)
 
 
-def check_report(made: Setup, report: StepReport) -> None:
+def check_report(problem: PlanningProblem, report: StepReport) -> None:
     """What a report says of its plan is what the plan was made with, and everything was measured."""
     assert report.answer is not None
     assert report.batch is not None
     assert report.measured is not None
-    problem = made.problem()
     graph = answered_graph(problem, report.batch, report.answer, report.correction)
     planned = timeline_of(graph, problem, report.answer, report.answer.planned_start_ns)
     assert (planned.end_ns - planned.start_ns).tolist() == graph.duration_ns.tolist()

@@ -12,8 +12,8 @@ from pipeloom.cost import LayerFit, Profile
 from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
 from pipeloom.plan import Answer
-from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.planner import Planner, PlanningProblem
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
 from pipeloom.tuning import TuningSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -42,7 +42,7 @@ def model(frozen: bool, dtype: torch.dtype) -> pl.Model:
         torch.set_default_dtype(before)
 
 
-def setup(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> Setup:
+def invented_problem(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> PlanningProblem:
     """Costs are invented, with encoder parts that fit into idle times."""
     spec = model(frozen, getattr(torch, dtype)).spec
     profile = Profile(
@@ -58,7 +58,7 @@ def setup(num_ranks: int, frozen: bool, tuned: str, dtype: str = "float64") -> S
         },
     )
     layout = encoder_first(spec, num_ranks, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 6)})
-    return Setup(spec, layout, profile, PackingSpec(100), tuning=SPECS[tuned])
+    return PlanningProblem.from_profile(spec, layout, profile, PackingSpec(100), tuning=SPECS[tuned])
 
 
 def losses(
@@ -69,7 +69,7 @@ def losses(
 
 
 def _losses(num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: str) -> tuple[list[float], bool]:
-    given = setup(num_ranks, frozen, tuned, dtype)
+    given = invented_problem(num_ranks, frozen, tuned, dtype)
     planner = Planner(given, TcpPlanStore.host, deadline_s=20.0)
     trainer = Trainer(
         model(frozen, getattr(torch, dtype)),
@@ -77,7 +77,7 @@ def _losses(num_ranks: int, iterations: int, frozen: bool, tuned: str, dtype: st
         planner,
         describe=task.describe,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=RATE),
-        options=TrainerOptions(clip_norm=CLIP),
+        options=ExecutionOptions(clip_norm=CLIP),
     )
     found, early = [], False
     for report in trainer.run(data.batches(3, iterations, DOCUMENTS)):

@@ -14,15 +14,14 @@ import pipeloom as pl
 from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Setup
 from pipeloom.spec import Layout
 from pipeloom.training import TrainingRun
-from pipeloom.training.config import CheckpointConfig, LayoutConfig, TrainConfig
+from pipeloom.training.config import CheckpointConfig, LayoutConfig, RunConfig
 from pipeloom.training.job import Job
 from pipeloom.training.record import LAYOUTS, read_history, read_lines
 from pipeloom.training.relayout import LayoutChange, lasting, may_change, why_not
 from pipeloom.training.task import Task
-from tests.planner.cases import random_setup
+from tests.planner.cases import random_problem
 
 TASK = Path(__file__).parent / "slow_task.py"
 CONFIG = """
@@ -67,7 +66,7 @@ def losses(run: TrainingRun) -> list[float]:
 
 
 def layout_of(run: TrainingRun) -> Layout:
-    return msgspec.json.decode(run.setup_path.read_bytes(), type=Setup).layout
+    return run.read_problem().layout
 
 
 @pytest.mark.ranks
@@ -111,17 +110,17 @@ def test_a_layout_that_was_given_changes_only_where_that_is_asked_for(
     kind: Literal["separate", "chosen", "file"], adapt: bool | None, wanted: bool
 ) -> None:
     layout = LayoutConfig(2, kind=kind, path="layout.json" if kind == "file" else "", adapt=adapt)
-    saved = TrainConfig(
+    saved = RunConfig(
         name="run", task="task.py", iterations=9, layout=layout, packing=PackingSpec(9), checkpoint=CheckpointConfig()
     )
     task = Task(pl.Model, list)
     assert may_change(Job(saved, task, Path("run"))) == wanted
-    assert may_change(Job(saved, task, Path("run"), layout=random_setup(3).layout)) == bool(adapt)
+    assert may_change(Job(saved, task, Path("run"), layout=random_problem(3).layout)) == bool(adapt)
     assert not may_change(Job(msgspec.structs.replace(saved, checkpoint=None), task, Path("run")))
 
 
 def test_a_change_must_gain_enough_and_pay_for_the_new_start() -> None:
-    layout = random_setup(3).layout
+    layout = random_problem(3).layout
     before, better, hardly = (LayoutEvaluation("", layout, seconds, seconds) for seconds in (1.0, 0.8, 0.96))
     assert why_not(RelayoutResult(before, better), left=100, start_s=10.0) == ""
     assert "40 iterations are left" in why_not(RelayoutResult(before, better), left=40, start_s=10.0)

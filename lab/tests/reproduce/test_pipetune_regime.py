@@ -86,7 +86,7 @@ def test_the_joined_planner_keeps_to_the_same_memory() -> None:
     ((seed, batch),) = batches(setup, "datamix1", ONE)
     for name in layouts(setup):
         problem = joined(setup, name)
-        found = decide(problem, batch, Evaluations(20), seed)
+        found = decide(problem.with_search(seed=seed), batch, Evaluations(20))
         assert not check(found.graph, found.schedule, found.timeline)
         setting, static = emulated(setup), found.graph.static_bytes
         peak = static + held_factor() * (found.timeline.peak_bytes - static)

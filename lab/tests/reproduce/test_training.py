@@ -13,7 +13,7 @@ from pipeloom_lab.reproduce.pipetune.training import (
     batches,
     describe,
     figure_9,
-    setup,
+    problem,
     small_model,
 )
 
@@ -34,7 +34,7 @@ def test_models_of_one_seed_are_alike() -> None:
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
             assert a.equal(b)
     assert one.module("vision").frozen
-    assert {setup(name, 0, "float64").tuning for name in SPECS} == set(SPECS.values())
+    assert {problem(name, 0, "float64").tuning for name in SPECS} == set(SPECS.values())
 
 
 @pytest.mark.full

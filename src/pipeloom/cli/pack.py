@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,13 @@ import typer
 from pipeloom.cli.output import JSON_HELP, check_targets, print_json, print_written, stdout
 from pipeloom.errors import InputError, located
 from pipeloom.heartbeat import doing
-from pipeloom.io import packed_batches, read_samples, read_spec, write_batches
+from pipeloom.io import packed_batches, read_samples, write_batches
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from pipeloom.packing import PackedReplica
-    from pipeloom.planner import Setup
+    from pipeloom.planner import PlanningProblem
 
 HELP = """\
 Pack samples into microbatches and show their loads.
@@ -83,21 +84,21 @@ def pack(
         raise InputError("--oversized", f"{oversized!r} is none of refuse, split")
     targets = _targets(out, replicas)
     check_targets(*targets)
-    made = None if setup is None else _read_setup(setup)
-    if tokens < 1 and (tokens < 0 or made is None):
+    problem = None if setup is None else _read(setup)
+    if tokens < 1 and (tokens < 0 or problem is None):
         raise InputError("--tokens", f"{tokens} is below 1", "give the most tokens of a microbatch")
-    budget = tokens or (made.packing.token_budget if made is not None else 0)
+    budget = tokens or (problem.packing.token_budget if problem is not None else 0)
     named = "balanced" if policy == TUNED else policy
     spec = PackingSpec(budget, named, microbatches or None, attention_tokens or None, seed)  # type: ignore[arg-type]
-    model, layout = default_model() if made is None else (made.model, made.layout)
+    model, layout = default_model() if problem is None else (problem.model, problem.layout)
 
     def pack_batch(whole: Batch) -> list[PackedReplica]:
         check_budget(whole, model, spec.token_budget)
-        if policy == TUNED and made is not None:
+        if policy == TUNED and problem is not None:
             from pipeloom.planner.replicas import pack_tuned
 
-            return pack_tuned(made, whole, spec, replicas)
-        return pack_replicas(whole, model, layout, spec, replicas, None if made is None else made.costs)
+            return pack_tuned(replace(problem, packing=spec), whole, replicas)
+        return pack_replicas(whole, model, layout, spec, replicas, None if problem is None else problem.costs)
 
     rows = read_samples(samples)
     size = batch or len(rows)
@@ -106,7 +107,7 @@ def pack(
     for replica, target in enumerate(targets):
         mine = [one.packing for one in packed if one.replica == replica]
         write_batches(target, packed_batches(mine, policy))
-    unit = "tokens" if made is None else "s"
+    unit = "tokens" if problem is None else "s"
     if json:
         loads = [row for one in packed for row in one.rows()]
         summaries = [one.summary() for one in packed]
@@ -123,10 +124,10 @@ def _targets(out: Path, replicas: int) -> list[Path]:
     return [out.with_name(f"{out.stem}.{replica}{out.suffix}") for replica in range(replicas)]
 
 
-def _read_setup(path: Path) -> Setup:
-    from pipeloom.planner import Setup
+def _read(setup: Path) -> PlanningProblem:
+    from pipeloom.planner import read_problem
 
-    return read_spec(path, Setup)
+    return read_problem(setup)
 
 
 def _pack_all(

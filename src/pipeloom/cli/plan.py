@@ -41,7 +41,7 @@ from pipeloom.report import key_figures, make_track
 from pipeloom.spec import Batch, ModelSpec, RankSpec
 
 if TYPE_CHECKING:
-    from pipeloom.planner import PlannedBatch, Problem, Setup
+    from pipeloom.planner import PlannedBatch, PlanningProblem
 
 HELP = """\
 Plan one batch: packing, instance, schedule and execution plan.
@@ -86,17 +86,13 @@ def plan(
     check_targets(html, later=_targets(out))
     if out.exists() and not out.is_dir():
         raise InputError(str(out), "is a file", "give the name of a folder")
-    from pipeloom.planner import check_setup
-
-    made = read_setup(setup, model, layout, profile, cluster, tokens)
-    check_setup(made, str(setup or layout), str(setup or profile))
-    problem = made.problem()
+    problem = replace(read_parts(setup, model, layout, profile, cluster, tokens), seed=seed, method=method)
     if params is not None:
         read = read_params(params)
         rules = (*read.rules, *problem.search.rules)
         problem = replace(problem, search=msgspec.structs.replace(read, rules=rules))
     batch = Batch(read_samples(samples), iteration)
-    planned = _plan(problem, batch, str(samples), budget, seed, method)
+    planned = _plan(problem, batch, str(samples), budget)
     record = SearchRecord(method, seed, budget, None, planned.evaluations)
     written = _write(out, planned, problem.packing.policy, record)
     names = problem.layout.chunk_names
@@ -111,7 +107,7 @@ def plan(
     print_written(written)
 
 
-def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int, method: str) -> PlannedBatch:
+def _plan(problem: PlanningProblem, batch: Batch, where: str, budget_s: float) -> PlannedBatch:
     """Plan a batch until the budget is spent or the user presses Ctrl-C; errors name the file."""
     from pipeloom.planner import plan_batch
 
@@ -120,7 +116,7 @@ def _plan(problem: Problem, batch: Batch, where: str, budget_s: float, seed: int
         doing(f"planning (budget {budget_s:g} s)")
         try:
             with located(where):
-                return plan_batch(problem, batch, budget=rule, seed=seed, method=method)
+                return plan_batch(problem, batch, budget=rule)
         except InfeasibleError as error:
             raise type(error)(f"{where}: {error.verdict}: {error}") from error
         except OverflowError as error:
@@ -144,24 +140,30 @@ def _targets(out: Path) -> list[Path]:
     return [out / name for name in ("batches.json", "instance.json", "schedule.json", "batch.plan")]
 
 
-def read_setup(
+def read_parts(
     setup: Path | None, model: Path | None, layout: Path | None, profile: Path | None, cluster: Path | None, tokens: int
-) -> Setup:
-    """Read the setup from one file, or from several."""
+) -> PlanningProblem:
+    """Read the problem from one file, or from several."""
     from pipeloom.cost import Profile
     from pipeloom.packing import PackingSpec
-    from pipeloom.planner import Setup
+    from pipeloom.planner import PlanningProblem, check_problem, read_problem
     from pipeloom.search import SearchParams
+    from pipeloom.taskgraph.iteration import MemoryLimit
 
     parts: dict[str, Any] = {"--model": model, "--layout": layout, "--profile": profile}
     if setup is not None:
         redundant = next((name for name, path in parts.items() if path is not None), None)
         if redundant is not None:
             raise InputError(redundant, "is set, but --setup contains it", "omit one of them")
-        made = read_spec(setup, Setup)
-        packing = msgspec.structs.replace(made.packing, token_budget=tokens) if tokens else made.packing
-        links = made.cluster if cluster is None else read_spec(cluster, RankSpec)
-        return msgspec.structs.replace(made, packing=packing, cluster=links)
+        problem = read_problem(setup)
+        if tokens:
+            problem = replace(problem, packing=msgspec.structs.replace(problem.packing, token_budget=tokens))
+        if cluster is not None:
+            links = read_spec(cluster, RankSpec)
+            costs = replace(problem.profile_costs, rank=links)
+            problem = replace(problem, costs=costs, memory=MemoryLimit.of(links))
+            check_problem(problem, str(setup), str(setup))
+        return problem
     missing = next((name for name, path in parts.items() if path is None), None)
     if missing is not None or model is None or layout is None or profile is None:
         raise InputError(str(missing), "is missing", "give --setup, or --model, --layout and --profile")
@@ -170,7 +172,7 @@ def read_setup(
     links = RankSpec() if cluster is None else read_spec(cluster, RankSpec)
     spec, laid = read_spec(model, ModelSpec), read_layout(layout)
     rule = read_rule(layout, laid)
-    return Setup(
+    problem = PlanningProblem.from_profile(
         spec,
         laid,
         read_spec(profile, Profile),
@@ -178,3 +180,5 @@ def read_setup(
         links,
         search=SearchParams(rules=() if rule is None else (rule,)),
     )
+    check_problem(problem, str(layout), str(profile))
+    return problem

@@ -22,7 +22,7 @@ from pipeloom.printing import print_error, print_line
 from pipeloom.training.warm import begin_warm
 
 if TYPE_CHECKING:
-    from pipeloom.training import TrainConfig
+    from pipeloom.training import RunConfig
 
 _FILES = {
     "timeline.html": "one iteration, planned above measured: open it in a browser",
@@ -106,7 +106,7 @@ def _exit_as(code: int) -> NoReturn:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def with_chosen_layout(config: TrainConfig) -> TrainConfig:
+def with_chosen_layout(config: RunConfig) -> RunConfig:
     """Return the config with the layout that is fastest in planning, instead of its [layout].
 
     Raises

@@ -16,7 +16,7 @@ from pipeloom.packing import Packing, check_budget, cost_loads, packed_batch, pa
 from pipeloom.packing.choices import even_microbatches, numbers, walk
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
 from pipeloom.planner.planning import PlannedBatch, plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import StoppingRule
 from pipeloom.search.schedules import SCHEDULES, ScheduleSettings, schedule_name
 from pipeloom.spec import Batch, Layout
@@ -25,7 +25,7 @@ from pipeloom.taskgraph.iteration import iteration_graph
 from pipeloom.timeline import bound_of, simulate
 
 
-def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
+def chain_layouts(problem: PlanningProblem, load: LayerLoad, batches: Sequence[Batch]) -> dict[str, Layout]:
     """Return the layouts of the baselines: all modules as one chain of stages, balanced by ``load``.
 
     The interleaved layout has the number of chunks per rank, two or more, that is fastest on ``batches``. It is left
@@ -55,7 +55,7 @@ def chain_layouts(problem: Problem, load: LayerLoad, batches: Sequence[Batch]) -
 
 
 def compare_systems(
-    problem: Problem, layouts: dict[str, Layout], batch: Batch, *, budget: StoppingRule, seed: int
+    problem: PlanningProblem, layouts: dict[str, Layout], batch: Batch, *, budget: StoppingRule | None = None
 ) -> tuple[BaselineResult, ...]:
     """Time a batch under each baseline and under its own plan.
 
@@ -63,8 +63,8 @@ def compare_systems(
     ----------
     layouts : dict
         Layout of each baseline by name, from `chain_layouts`; ``gpipe`` and ``1f1b`` need one stage per rank.
-    budget : StoppingRule
-        Budget of the per-batch plan.
+    budget : StoppingRule, optional
+        Budget of the per-batch plan. Default: ``problem.budget_s`` seconds.
 
     Returns
     -------
@@ -73,10 +73,10 @@ def compare_systems(
         for all pairs: the fastest that fits, or the first one without a limit if none fits.
     """
     results = [baseline(problem, name, layout, batch) for name, layout in layouts.items()]
-    return (*results, planned_result(problem, plan_batch(problem, batch, budget=budget, seed=seed)))
+    return (*results, planned_result(problem, plan_batch(problem, batch, budget=budget)))
 
 
-def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
+def baseline(problem: PlanningProblem, name: str, layout: Layout, batch: Batch) -> BaselineResult:
     """Time a batch under ``gpipe``, ``1f1b`` or ``interleaved``; see `compare_systems`.
 
     If plans choose their own microbatches, a baseline also gets its best number of microbatches.
@@ -97,7 +97,7 @@ def baseline(problem: Problem, name: str, layout: Layout, batch: Batch) -> Basel
     return min(found, key=lambda one: (not one.fits, one.iteration_s))
 
 
-def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> BaselineResult:
+def _timed(problem: PlanningProblem, name: str, layout: Layout, packing: Packing) -> BaselineResult:
     schedule_of = SCHEDULES[schedule_name(name)].orders(layout.num_ranks, ScheduleSettings())[0]
     costs = problem.whole_backwards().costs
     try:
@@ -109,13 +109,13 @@ def _timed(problem: Problem, name: str, layout: Layout, packing: Packing) -> Bas
             with contextlib.suppress(InfeasibleError):
                 return uniform_recomputation(name, layout, graph, schedule)
     except InfeasibleError:
-        graph = build_graph(layout, packing, costs, name=name, capacity_bytes=problem.capacity_bytes)
+        graph = build_graph(layout, packing, costs, name=name, capacity_bytes=problem.memory.capacity_bytes)
         schedule = schedule_of(graph)
     timeline = simulate(graph, schedule)
     return BaselineResult(name, layout, graph, schedule, timeline, bound_of(graph, schedule, timeline))
 
 
-def planned_result(problem: Problem, planned: PlannedBatch) -> BaselineResult:
+def planned_result(problem: PlanningProblem, planned: PlannedBatch) -> BaselineResult:
     """Return a planned batch as a result to compare with baselines."""
     graph = replace(planned.graph, name="per-batch plan")
     return BaselineResult(

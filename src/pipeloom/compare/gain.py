@@ -14,7 +14,7 @@ from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide, least_bound
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import StoppingRule, solve
 from pipeloom.spec import Layout
 from pipeloom.spec.current_run import CurrentRun
@@ -54,16 +54,11 @@ def packing_system(name: str, setting: ModelOnCluster, layout: Layout, tokens: i
     def run(microbatches: Microbatches, budget: StoppingRule, seed: int) -> BaselineResult:
         batch = batch_of(microbatches)
         most = max(MOST_TOGETHER * tokens, int(budget_tokens(batch, setting.model).max()))
-        problem = Problem(
-            setting.model,
-            layout,
-            setting.costs,
-            PackingSpec(most),
-            capacity_bytes=setting.capacity_bytes,
-            memory_model=setting.memory,
+        problem = PlanningProblem(
+            setting.model, layout, setting.costs, PackingSpec(most), memory=setting.memory, seed=seed
         )
         problem.compile_kernels()
-        planned = decide(problem, batch, budget, seed)
+        planned = decide(problem, batch, budget)
         return BaselineResult(
             name,
             layout,

@@ -93,9 +93,9 @@ class ProfileCosts:
     held_copies: dict[str, float] = field(default_factory=dict)
     _layers: dict[str, tuple[LayerSpec, ...]] = field(init=False, repr=False)
     _streams: dict[str, TensorShape] = field(init=False, repr=False)
-    _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, default_factory=dict)
+    _sums: dict[tuple[str, tuple[int, int]], _Sums] = field(init=False, repr=False, compare=False, default_factory=dict)
     _mixed: dict[tuple[str, tuple[int, int], int], tuple[tuple[Strategy, ...], ...]] = field(
-        init=False, repr=False, default_factory=dict
+        init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:

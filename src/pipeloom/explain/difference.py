@@ -17,7 +17,7 @@ from pipeloom.cost import Correction, StrategyCost, between_s
 from pipeloom.explain.replay import answered_graph, task_numbers
 from pipeloom.packing import Packing, packing_from_counts
 from pipeloom.plan import Answer, Measured, MessageTime, fit_links
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.spec import Batch, Chunk, Workload
 from pipeloom.taskgraph import FORWARD, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, bubbles, simulate
@@ -80,7 +80,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(
-    problem: Problem, batch: Batch, answer: Answer, correction: Correction, measured: Measured
+    problem: PlanningProblem, batch: Batch, answer: Answer, correction: Correction, measured: Measured
 ) -> Difference:
     """Explain one iteration.
 
@@ -228,13 +228,13 @@ def _replayed(graph: TaskGraph, durations: IntArray, order: tuple[IntArray, ...]
     return simulate(timed, Schedule(order)).makespan_ns
 
 
-def _planned_message(problem: Problem, messages: Sequence[MessageTime]) -> float:
+def _planned_message(problem: PlanningProblem, messages: Sequence[MessageTime]) -> float:
     costs = problem.costs
     return median([between_s(costs, m.num_bytes, m.sender, m.receiver) for m in messages] or [0.0])
 
 
 def _by_kind(
-    problem: Problem,
+    problem: PlanningProblem,
     batch: Batch,
     answer: Answer,
     correction: Correction,
@@ -264,7 +264,7 @@ def _by_kind(
 class _Shares:
     """Shares of each kind of layer in the predicted forward and backward of a chunk."""
 
-    def __init__(self, problem: Problem, packing: Packing) -> None:
+    def __init__(self, problem: PlanningProblem, packing: Packing) -> None:
         self.problem, self.packing = problem, packing
         self.known: dict[tuple[int, Workload], dict[str, tuple[float, float]]] = {}
 

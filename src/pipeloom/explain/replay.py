@@ -9,13 +9,13 @@ import numpy as np
 from pipeloom.cost import Correction
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import Answer, ExecutionPlan
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.spec import Batch, strategy_word
 from pipeloom.taskgraph import KIND_NAMES, Assignable, IntArray, TaskGraph, build_assignable
 from pipeloom.timeline import Timeline, memory_curve, resolve_candidates
 
 
-def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
+def answered_graph(problem: PlanningProblem, batch: Batch, answer: Answer, correction: Correction) -> TaskGraph:
     """Rebuild the graph on which an answer was planned, with the strategies of its plan."""
     packing = packing_from_counts(batch, problem.model, problem.layout, answer.packing.samples, answer.packing.counts)
     costs = problem.corrected(correction).costs
@@ -25,14 +25,14 @@ def answered_graph(problem: Problem, batch: Batch, answer: Answer, correction: C
         packing,
         costs,
         name=name,
-        capacity_bytes=problem.capacity_bytes,
+        capacity_bytes=problem.memory.capacity_bytes,
         backward="either" if problem.split_backward else "whole",
     )
     graph = assignable.assigned(_assignment(assignable, problem, answer.plan)).graph
     return resolve_candidates(graph, _chosen(graph, problem, answer.plan)).graph
 
 
-def _assignment(assignable: Assignable, problem: Problem, plan: ExecutionPlan) -> IntArray:
+def _assignment(assignable: Assignable, problem: PlanningProblem, plan: ExecutionPlan) -> IntArray:
     """Return the rank of every pair under a plan, which assigns the parts of replicated modules."""
     assignment = assignable.assignment.copy()
     if not assignable.free.any():
@@ -51,7 +51,7 @@ def _assignment(assignable: Assignable, problem: Problem, plan: ExecutionPlan) -
     return assignment
 
 
-def _chosen(graph: TaskGraph, problem: Problem, plan: ExecutionPlan) -> IntArray | None:
+def _chosen(graph: TaskGraph, problem: PlanningProblem, plan: ExecutionPlan) -> IntArray | None:
     """Return the candidate of every pair with the strategy and the form of backward of the plan."""
     if graph.candidates is None:
         return None
@@ -73,7 +73,7 @@ def _chosen(graph: TaskGraph, problem: Problem, plan: ExecutionPlan) -> IntArray
     return np.array(found, np.int64)
 
 
-def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int, int], int]:
+def task_numbers(graph: TaskGraph, problem: PlanningProblem) -> dict[tuple[str, str, int, int], int]:
     """Return the task of every compute action, by verb, chunk, microbatch and sub-microbatch."""
     names = problem.layout.chunk_names
     number = {}
@@ -84,7 +84,9 @@ def task_numbers(graph: TaskGraph, problem: Problem) -> dict[tuple[str, str, int
     return number
 
 
-def timeline_of(graph: TaskGraph, problem: Problem, answer: Answer, times_ns: Sequence[tuple[int, int]]) -> Timeline:
+def timeline_of(
+    graph: TaskGraph, problem: PlanningProblem, answer: Answer, times_ns: Sequence[tuple[int, int]]
+) -> Timeline:
     """Make the timeline of a graph from the times of an answer's compute actions.
 
     Parameters

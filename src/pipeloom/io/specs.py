@@ -1,4 +1,4 @@
-"""Read specs in TOML or JSON: models, clusters, profiles, a planner's setup."""
+"""Read specs in TOML or JSON: models, clusters, profiles, planning problems."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from pipeloom.errors import PipeloomError, PlannerError, check_count, check_not_
 from pipeloom.packing import packing_from_counts
 from pipeloom.plan import BACKENDS, Answer, Delivery, check_shapes, delivery_of, verify
 from pipeloom.planner.mailbox import Mailbox
-from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
+from pipeloom.planner.messages import Request, answer_of, decode, encode
 from pipeloom.planner.planning import PlannedBatch, plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
+from pipeloom.planner.problem_file import encode_problem
 from pipeloom.planner.process import PlannerProcess
 from pipeloom.planner.service import SETUP, Store
 from pipeloom.search import Evaluations
@@ -50,6 +51,8 @@ class Planner:
 
     Parameters
     ----------
+    problem : PlanningProblem
+        What to plan, with measured costs.
     open_store : callable
         Returns the store for messages, for example ``pipeloom.TcpPlanStore.host``. Called again if a store fails.
     deadline_s : float
@@ -61,14 +64,14 @@ class Planner:
         After the last restart it is disabled.
     """
 
-    setup: Setup
+    problem: PlanningProblem
     open_store: Callable[[], HostedStore]
     deadline_s: float = DEADLINE_S
     start_timeout_s: float = 120.0
     max_missed: int = 3
     process: PlannerProcess | None = field(init=False, default=None)
     _mailbox: Mailbox[Delivery] | None = field(init=False, default=None, repr=False)
-    _problem: Problem = field(init=False, repr=False)
+    _encoded: bytes = field(init=False, repr=False)
     _submitted: dict[int, Request] = field(init=False, default_factory=dict, repr=False)
     _ahead: tuple[Batch | None, tuple[Correction, ...]] = field(init=False, default=(None, ()), repr=False)
     _num_missed: int = field(init=False, default=0, repr=False)
@@ -76,10 +79,10 @@ class Planner:
     """Why there is no mailbox, if there is none."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for a negative deadline or a count below 1."""
+        """Raise `InputError` for costs without a profile, a negative deadline or a count below 1."""
         check_not_negative("planner.deadline_s", self.deadline_s)
         check_count("planner.max_missed", self.max_missed)
-        self._problem = self.setup.problem()
+        self._encoded = encode_problem(self.problem)
 
     def start(self) -> None:
         """Open the store, start the process, and wait until both sides have compiled their kernels."""
@@ -88,7 +91,7 @@ class Planner:
         self.process = PlannerProcess(store.address, store.secret)
         self.process.start()
         # The fallback plan needs compiled kernels too. Compile them while the planner starts.
-        self._problem.compile_kernels()
+        self.problem.compile_kernels()
         give_up = time.monotonic() + self.start_timeout_s
         while not self.ready and self.process.is_alive() and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -144,7 +147,7 @@ class Planner:
 
     def _connect(self, store: Store) -> Mailbox[Delivery]:
         mailbox = Mailbox(store, self._accept)
-        mailbox.put(SETUP, encode(self.setup))
+        mailbox.put(SETUP, self._encoded)
         return mailbox
 
     def _restart_if_needed(self) -> None:
@@ -209,31 +212,31 @@ class Planner:
         request = self._submitted.get(iteration)
         if request is None:
             raise PlannerError(f"no request for iteration {iteration} is pending")
-        answer, layout = decode(Answer, data), self.setup.layout
+        answer, layout = decode(Answer, data), self.problem.layout
         if answer.plan.iteration != iteration:
             raise PlannerError(f"the plan is for iteration {answer.plan.iteration}, not {iteration}")
         if answer.plan.layout != layout.digest:
             raise PlannerError(f"the plan is for layout {answer.plan.layout}, not {layout.digest}")
         try:
             packing = packing_from_counts(
-                request.batch, self.setup.model, layout, answer.packing.samples, answer.packing.counts
+                request.batch, self.problem.model, layout, answer.packing.samples, answer.packing.counts
             )
-            verify(answer.plan, layout, packing, serial=BACKENDS[self.setup.backend].serial)
-            check_shapes(answer.plan, self.setup.model, layout, packing)
+            verify(answer.plan, layout, packing, serial=BACKENDS[self.problem.backend].serial)
+            check_shapes(answer.plan, self.problem.model, layout, packing)
         except PipeloomError as error:
             raise PlannerError(f"the plan does not fit the batch: {error}") from error
-        return delivery_of(answer, packing, layout, backend=self.setup.backend)
+        return delivery_of(answer, packing, layout, backend=self.problem.backend)
 
     def _fallback(self, request: Request, reason: str) -> Delivery:
         begin = time.monotonic()
-        planned = fallback_plan(self._problem.corrected(request.correction), request.batch)
+        planned = fallback_plan(self.problem.corrected(request.correction), request.batch)
         elapsed = time.monotonic() - begin
         answer = answer_of(planned, search_s=elapsed, ready_ns=time.monotonic_ns())
         return delivery_of(
             answer,
             planned.packing,
-            self.setup.layout,
-            backend=self.setup.backend,
+            self.problem.layout,
+            backend=self.problem.backend,
             fresh=False,
             lead_s=-elapsed,
             reason=reason,
@@ -241,6 +244,7 @@ class Planner:
 
 
 @collector_paused()
-def fallback_plan(problem: Problem, batch: Batch) -> PlannedBatch:
+def fallback_plan(problem: PlanningProblem, batch: Batch) -> PlannedBatch:
     """Plan a batch by the first fixed heuristic, in milliseconds."""
-    return plan_batch(problem.whole_backwards(), batch, budget=Evaluations(1), seed=0, method="portfolio")
+    problem = problem.whole_backwards().with_search(seed=0, method="portfolio")
+    return plan_batch(problem, batch, budget=Evaluations(1))

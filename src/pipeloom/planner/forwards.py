@@ -12,44 +12,43 @@ from pipeloom.errors import InfeasibleError
 from pipeloom.packing import budget_tokens
 from pipeloom.plan import Delivery, delivery_of
 from pipeloom.planner.client import fallback_plan
-from pipeloom.planner.messages import Setup, answer_of
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.messages import answer_of
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.spec import Batch
 
 _HALVINGS = 8
 
 
-def forward_problem(setup: Setup) -> Problem:
-    """Return the problem of planning only forwards, with the layout and memory of a training run.
+def forward_problem(problem: PlanningProblem) -> PlanningProblem:
+    """Return the problem of planning only the forwards of a training problem, with its layout and memory.
 
     Weights and optimizer state are held as in training, but no gradients and no activations for a backward. The
     strategy is recomputation, because its forward saves nothing.
     """
-    frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in setup.model.modules)
-    model = msgspec.structs.replace(setup.model, modules=frozen)
+    costs = problem.profile_costs
+    frozen = tuple(msgspec.structs.replace(module, frozen=True) for module in problem.model.modules)
+    model = msgspec.structs.replace(problem.model, modules=frozen)
     held = {}
-    for module in setup.model.modules:
+    for module in problem.model.modules:
         for layer in module.flat_layers:
             key = f"{module.name}/{layer.kind}"
-            held[key] = setup.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
+            held[key] = costs.held_copies.get(key, usual_copies(module.frozen)) - (0.0 if module.frozen else 1.0)
     # If nothing is held, the number of microbatches matters little. PipeTune's recurrence includes backwards.
-    policy = "balanced" if setup.packing.policy == "planned" else setup.packing.policy
-    forwards = msgspec.structs.replace(
-        setup,
+    policy = "balanced" if problem.packing.policy == "planned" else problem.packing.policy
+    costs = replace(costs, model=model, strategies=("recompute",), split_backward=False, held_copies=held)
+    return replace(
+        problem,
         model=model,
-        layout=setup.layout.forward_only(),
-        packing=msgspec.structs.replace(setup.packing, policy=policy),
-        strategies=("recompute",),
+        layout=problem.layout.forward_only(),
+        packing=msgspec.structs.replace(problem.packing, policy=policy),
+        costs=costs,
         tuning=None,
-        split_backward=False,
-        held_copies=held,
-        search=msgspec.structs.replace(setup.search, rules=()),
+        search=msgspec.structs.replace(problem.search, rules=()),
         threads=1,
     )
-    return forwards.problem()
 
 
-def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
+def plan_forwards(problem: PlanningProblem, batch: Batch) -> Delivery:
     """Plan the forwards of a batch by a fixed heuristic, in milliseconds. If they do not fit, use smaller microbatches.
 
     ``problem`` comes from `forward_problem`.
@@ -68,7 +67,7 @@ def plan_forwards(problem: Problem, batch: Batch) -> Delivery:
             planned = fallback_plan(replace(problem, packing=packing), batch)
             break
         except InfeasibleError:
-            if halving == _HALVINGS or problem.capacity_bytes is None:
+            if halving == _HALVINGS or problem.memory.capacity_bytes is None:
                 raise
     answer = answer_of(planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns())
     return delivery_of(answer, planned.packing, problem.layout, backend=problem.backend)

@@ -25,7 +25,7 @@ from pipeloom.packing.choices import (
     walk,
 )
 from pipeloom.packing.pack import MICROBATCHES_PER_RANK
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Begun, Evaluations, StoppingRule, solve_assignable
 from pipeloom.search.stopping import Meter, Until
 from pipeloom.spec import Batch, Layout
@@ -54,7 +54,7 @@ class PackingResult:
         return self.timeline.makespan_ns
 
 
-def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str = "default") -> PackingResult:
+def decide(problem: PlanningProblem, batch: Batch, budget: StoppingRule) -> PackingResult:
     """Pack a batch by its packing policy and search an order for it. If the policy is ``planned``, choose both jointly.
 
     Raises
@@ -63,16 +63,16 @@ def decide(problem: Problem, batch: Batch, budget: StoppingRule, seed: int, meth
         If the batch cannot be packed or scheduled.
     """
     if problem.tuning is not None and not problem.tuning.searches:
-        return tuned(problem, batch, seed)
+        return tuned(problem, batch)
     if problem.plans_packing:
-        return PackingSearch(problem, batch, budget, seed, method).decide()
+        return PackingSearch(problem, batch, budget).decide()
     # The budget covers packing.
     budget = Begun(budget.start())
     packed = packed_batch(batch, problem.model, problem.layout, problem.costs, problem.packing)
-    return ordered(problem, packed, budget, seed, method)
+    return ordered(problem, packed, budget)
 
 
-def tuned(problem: Problem, batch: Batch, seed: int) -> PackingResult:
+def tuned(problem: PlanningProblem, batch: Batch) -> PackingResult:
     """Choose packing, 1F1B order and encoder pre-computation by PipeTune's recurrence, in milliseconds.
 
     Raises
@@ -81,10 +81,9 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> PackingResult:
         If not even the smallest microbatches fit into memory.
     """
     assert problem.pipeline is not None
-    pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness).with_reserve(
-        problem.reserve_bytes
-    )
-    result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, seed)
+    pipeline = problem.pipeline.scaled(problem.costs.factors, problem.costs.slowness)
+    pipeline = pipeline.with_reserve(problem.memory.reserve_bytes)
+    result = tune(pipeline, batch, problem.packing.token_budget, problem.tuning, problem.seed)
     plan = tuned_plan(pipeline, batch, result, problem.costs)
     headroom = headroom_bytes(plan.graph, problem.layout, plan.packing, problem.costs, problem.memory)
     graph = replace(plan.graph, capacity_bytes=headroom)
@@ -92,7 +91,7 @@ def tuned(problem: Problem, batch: Batch, seed: int) -> PackingResult:
     return PackingResult(plan.packing, graph, plan.schedule, timeline, lower_bound(graph), result.evaluations)
 
 
-def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
+def packing_bound(problem: PlanningProblem, packed: Packing, known: LowerBound | None = None) -> LowerBound:
     """Return a lower bound on every schedule of a packing, under any assignment, strategies and splits.
 
     ``known`` is its bound with whole backwards, if it was computed. If backwards may be split, the graph reserves a
@@ -105,7 +104,7 @@ def packing_bound(problem: Problem, packed: Packing, known: LowerBound | None = 
     return min(bounds, key=lambda bound: bound.ns)
 
 
-def least_bound(problem: Problem, decided: PackingResult) -> LowerBound:
+def least_bound(problem: PlanningProblem, decided: PackingResult) -> LowerBound:
     """Return a lower bound on every schedule of every packing that was compared.
 
     If backwards may be split, this builds a graph for each packing, so use it for reports and not for planning.
@@ -115,7 +114,7 @@ def least_bound(problem: Problem, decided: PackingResult) -> LowerBound:
 
 
 def ordered(
-    problem: Problem, packed: Packing, budget: StoppingRule, seed: int, method: str, unsplit: Assignable | None = None
+    problem: PlanningProblem, packed: Packing, budget: StoppingRule, unsplit: Assignable | None = None
 ) -> PackingResult:
     """Search an order for one packing. ``unsplit`` is its graph with whole backwards, if it was built.
 
@@ -123,19 +122,19 @@ def ordered(
     spent on plans without splits, and the faster plan is returned.
     """
     if not problem.split_backward:
-        return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget, seed, method)
-    if problem.capacity_bytes is None:
-        return _searched(problem, packed, _graph(problem, problem.layout, packed), budget, seed, method)
+        return _searched(problem, packed, unsplit or _graph(problem, problem.layout, packed), budget)
+    if problem.memory.capacity_bytes is None:
+        return _searched(problem, packed, _graph(problem, problem.layout, packed), budget)
     watch, whole_problem = budget.start(), problem.whole_backwards()
     unsplit = unsplit or _graph(whole_problem, problem.layout, packed)
     watch = watch.before(_most_tasks(problem, unsplit.graph))
-    whole = _searched(whole_problem, packed, unsplit, Until(watch, 0, 0.5), seed, method)
+    whole = _searched(whole_problem, packed, unsplit, Until(watch, 0, 0.5))
     try:
         graph = _graph(problem, problem.layout, packed)
     except InfeasibleError:
         return whole
     try:
-        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0), seed, method)
+        split = _searched(problem, packed, graph, Until(watch, whole.evaluations, 1.0))
     except InfeasibleError:
         split = replace(whole, lower_bound=assignable_bound(graph), evaluations=0)
     best = min(whole, split, key=lambda made: made.ns)
@@ -143,7 +142,7 @@ def ordered(
     return replace(best, lower_bound=bound, evaluations=whole.evaluations + split.evaluations)
 
 
-def _most_tasks(problem: Problem, graph: TaskGraph) -> int:
+def _most_tasks(problem: PlanningProblem, graph: TaskGraph) -> int:
     """Return the maximum number of tasks of a plan, which determines the time to lower it.
 
     ``graph`` has whole backwards.
@@ -151,15 +150,18 @@ def _most_tasks(problem: Problem, graph: TaskGraph) -> int:
     return graph.num_tasks + (graph.num_pairs if problem.split_backward else 0)
 
 
-def _graph(problem: Problem, layout: Layout, packed: Packing) -> Assignable:
+def _graph(problem: PlanningProblem, layout: Layout, packed: Packing) -> Assignable:
     return iteration_graph(layout, packed, problem.costs, f"iteration {packed.batch.iteration}", problem.memory)
 
 
-def _searched(
-    problem: Problem, packed: Packing, assignable: Assignable, budget: StoppingRule, seed: int, method: str
-) -> PackingResult:
+def _searched(problem: PlanningProblem, packed: Packing, assignable: Assignable, budget: StoppingRule) -> PackingResult:
     best = solve_assignable(
-        assignable, budget=budget, seed=seed, method=method, threads=problem.threads, params=problem.search
+        assignable,
+        budget=budget,
+        seed=problem.seed,
+        method=problem.method,
+        threads=problem.threads,
+        params=problem.search,
     )
     found = best.solution
     return PackingResult(
@@ -194,11 +196,11 @@ class PackingComparison:
         Error of the last packing that did not fit.
     """
 
-    def __init__(self, problem: Problem, batch: Batch, meter: Meter, seed: int, method: str) -> None:
-        self.problem, self.batch, self.meter, self.seed, self.method = problem, batch, meter, seed, method
+    def __init__(self, problem: PlanningProblem, batch: Batch, meter: Meter) -> None:
+        self.problem, self.batch, self.meter = problem, batch, meter
         # Whole backwards and the fast choice of strategies suffice to compare packings. Only the best packings are
         # searched with split backwards and a thorough choice.
-        self.unsplit = replace(problem.whole_backwards(), search=problem.search.fast())
+        self.unsplit = problem.whole_backwards().with_search(problem.search.fast())
         self.judged: list[_Candidate] = []
         self.bounds: list[tuple[Packing, LowerBound]] = []
         self.failure: InfeasibleError | None = None
@@ -233,7 +235,7 @@ class PackingComparison:
         if self.problem.pipeline is None:
             return
         try:
-            result = tuned(self.unsplit, self.batch, self.seed)
+            result = tuned(self.unsplit, self.batch)
             self.meter.used += 1
             groups = tuple(microbatch.samples for microbatch in result.packing.microbatches)
             self._is_new(groups, result.packing)
@@ -263,7 +265,7 @@ class PackingComparison:
             self.bounds.append((packed, bound))
             return float("inf")
         few = Evaluations(self.problem.search.packings.static_orders)
-        result = _searched(self.unsplit, packed, assignable, few, self.seed, self.method)
+        result = _searched(self.unsplit, packed, assignable, few)
         self.meter.used += result.evaluations
         return self._record(groups, result, assignable, began_s)
 
@@ -284,7 +286,7 @@ class PackingSearch:
     The budget has three phases: judge packings by static orders, search the best few, and search the best one.
     """
 
-    def __init__(self, problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str) -> None:
+    def __init__(self, problem: PlanningProblem, batch: Batch, budget: StoppingRule) -> None:
         check_budget(batch, problem.model, problem.packing.token_budget)
         self.meter = Meter(budget.start())
         self.problem, self.params = problem, problem.search.packings
@@ -292,7 +294,7 @@ class PackingSearch:
         policy = problem.packing.policy if problem.tuning is None else problem.tuning.pack
         self.packing = msgspec.structs.replace(problem.packing, policy=policy)
         self.loads: Loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
-        self.comparison = PackingComparison(problem, batch, self.meter, seed, method)
+        self.comparison = PackingComparison(problem, batch, self.meter)
 
     def decide(self) -> PackingResult:
         """Judge packings, search the best few for a while, and the best of these for the rest of the budget."""
@@ -398,7 +400,6 @@ class PackingSearch:
         if self.meter.left(1, until) == 0 or self.meter.spent >= until:
             return candidate.result
         rest = Until(self.meter.watch, self.meter.used, until)
-        seed, method = self.comparison.seed, self.comparison.method
-        result = ordered(self.problem, candidate.result.packing, rest, seed, method, candidate.unsplit)
+        result = ordered(self.problem, candidate.result.packing, rest, candidate.unsplit)
         self.meter.used += result.evaluations
         return result

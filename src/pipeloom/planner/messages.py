@@ -6,135 +6,13 @@ from typing import TypeVar
 
 import msgspec
 
-from pipeloom.bounds import Magnitude, Seed, Threads, Wait
 from pipeloom.conversion import convert
-from pipeloom.cost import Correction, Profile, ProfileCosts, check_strategies
-from pipeloom.errors import InputError, PlannerError, check_not_negative, check_positive
-from pipeloom.limits import MAX_FEATURES, NUM_OWN_FEATURES
-from pipeloom.packing import PackingSpec
-from pipeloom.plan import Answer, BackendName, packing_counts
+from pipeloom.cost import Correction
+from pipeloom.errors import InputError, PlannerError
+from pipeloom.plan import Answer, packing_counts
 from pipeloom.planner.planning import PlannedBatch
-from pipeloom.planner.problem import Problem
-from pipeloom.search import SearchParams
-from pipeloom.spec import Batch, Layout, ModelSpec, ModuleLayout, RankSpec, Strategy
+from pipeloom.spec import Batch
 from pipeloom.taskgraph import FORWARD
-from pipeloom.taskgraph.iteration import MemoryLimit
-from pipeloom.tuning import TuningSpec
-
-
-class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The problem and the search settings, sent once."""
-
-    model: ModelSpec
-    layout: Layout
-    profile: Profile
-    packing: PackingSpec
-    cluster: RankSpec = RankSpec()
-    budget_s: Wait = 1.0
-    seed: Seed = 0
-    method: str = "default"
-    strategies: tuple[Strategy, ...] = ("keep",)
-    """Memory strategies from which the planner chooses for each pair; the first is the base."""
-    tuning: TuningSpec | None = None
-    """PipeTune's techniques, chosen one by one; see `pipeloom.tuning`."""
-    backend: BackendName = "gloo"
-    """Message backend for which plans are made and verified."""
-    split_backward: bool = False
-    """Whether the planner may split a microbatch's backwards into input and weight gradients."""
-    held_copies: dict[str, Magnitude] = {}
-    """By module/kind, how many copies of a layer's weights a process holds; see `ProfileCosts`."""
-
-    search: SearchParams = SearchParams()
-    """Parameters of the search for orders."""
-    threads: Threads = 1
-    """Search threads; 0: half of the cores."""
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` for budgets, strategies or threads out of range, and contradictory tuning choices."""
-        check_positive("planner.budget_s", self.budget_s)
-        check_strategies("planner.strategies", self.strategies)
-        check_not_negative("planner.threads", self.threads)
-        if self.tuning is not None:
-            self.tuning.check_choices(self.strategies, self.split_backward)
-
-    @property
-    def costs(self) -> ProfileCosts:
-        """Measured costs of the layers."""
-        return ProfileCosts(
-            self.model,
-            self.profile,
-            self.cluster,
-            self.strategies,
-            split_backward=self.split_backward,
-            held_copies=self.held_copies,
-        )
-
-    def problem(self) -> Problem:
-        """Return the planning problem."""
-        capacity = self.cluster.memory_capacity_bytes
-        return Problem(
-            self.model,
-            self.layout,
-            self.costs,
-            self.packing,
-            capacity,
-            self.tuning,
-            backend=self.backend,
-            search=self.search,
-            threads=self.threads,
-            memory_model=MemoryLimit(host_bytes=self.cluster.host_capacity_bytes),
-        )
-
-
-def check_setup(setup: Setup, layout_file: str, profile_file: str) -> None:
-    """Check that the parts of a setup belong together.
-
-    Raises
-    ------
-    InputError
-        If the layout belongs to another model, or costs are impossible. The message names the file and the field.
-    """
-    modules = {module.name: module for module in setup.model.modules}
-    laid = {module.name for module in setup.layout.modules}
-    for name in modules.keys() - laid:
-        raise InputError(f"{layout_file}: modules", f"{name!r} of the model is not in the layout")
-    hosts, ranks = len(setup.cluster.hosts), setup.layout.num_ranks
-    if hosts not in (0, ranks):
-        problem = f"has {hosts} entries, the layout {ranks} ranks"
-        raise InputError("cluster.hosts", problem, "give one for each rank, or leave it out")
-    num_laid = dict.fromkeys(laid, 0)
-    for i, chunk in enumerate(setup.layout.chunks):
-        num_laid[chunk.module] = max(num_laid[chunk.module], chunk.layers[1] + 1)
-        if chunk.layers[0] < 0:
-            raise InputError(f"{layout_file}: chunks[{i}].layers", f"{list(chunk.layers)} begins below 0")
-    for i, module in enumerate(setup.layout.modules):
-        where = f"{layout_file}: modules[{i}]"
-        if module.name not in modules:
-            raise InputError(f"{where}.name", f"{module.name!r} is not a module of the model")
-        spec = modules[module.name]
-        if set(module.after) != set(spec.after):
-            raise InputError(f"{where}.after", f"is {list(module.after)}, but the model says {list(spec.after)}")
-        ours = ModuleLayout.of(spec)
-        for end in ("emits", "takes"):
-            if set(getattr(module, end)) != set(getattr(ours, end)):
-                raise InputError(f"{where}.{end}", "differs from the model", "make a layout of this model")
-        num_layers = sum(layer.count for layer in spec.layers)
-        if num_laid[module.name] != num_layers:
-            problem = f"chunks of {module.name!r} have {num_laid[module.name]} layers, the model {num_layers}"
-            raise InputError(f"{layout_file}: chunks", problem)
-    for rule in setup.search.rules:
-        try:
-            rule.check_layout(setup.layout)
-        except InputError as error:
-            raise InputError(f"{layout_file}: rule.{error.entity}", error.problem, error.remedy) from error
-    for key, fit in setup.profile.layers.items():
-        name = key.partition("/")[0]
-        most = NUM_OWN_FEATURES + 2 * len(setup.model.sources(name)) if name in modules else MAX_FEATURES
-        for field, coefficients in fit.of_bytes():
-            if len(coefficients) > most:
-                entity = f"{profile_file}: layers.{key}.{field}"
-                problem = f"has {len(coefficients)} entries, which is above the {most} features of {name!r}"
-                raise InputError(entity, problem, "give one per feature, with two for each module that feeds it")
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,10 +57,10 @@ def answer_of(
     )
 
 
-Message = TypeVar("Message", Setup, Request, Answer)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-def encode(message: Setup | Request | Answer) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Encode a message for the store."""
     return msgspec.msgpack.encode(message)
 

@@ -12,8 +12,8 @@ from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.packing import Packing
 from pipeloom.plan import BACKENDS, ExecutionPlan, boundary_shapes, lower, peak_bytes, verify
 from pipeloom.planner.joint import decide, packing_bound
-from pipeloom.planner.problem import Problem
-from pipeloom.search import Before, Begun, Share, StoppingRule
+from pipeloom.planner.problem import PlanningProblem
+from pipeloom.search import Before, Begun, Deadline, Share, StoppingRule
 from pipeloom.spec import Batch
 from pipeloom.taskgraph import TaskGraph
 from pipeloom.timeline import LowerBound, Resolved, Schedule, Timeline, gap, resolve_candidates
@@ -67,30 +67,24 @@ class PlannedBatch:
 
 @collector_paused()
 def plan_batch(
-    problem: Problem,
+    problem: PlanningProblem,
     batch: Batch,
     *,
-    budget: StoppingRule,
-    seed: int,
-    method: str = "default",
+    budget: StoppingRule | None = None,
     finishing: FinishingTime | None = None,
 ) -> PlannedBatch:
     """Pack a batch, search a schedule for it (or tune both together), lower it and verify it.
 
     Parameters
     ----------
-    problem : Problem
-        The settings of planning that are the same for all batches.
+    problem : PlanningProblem
+        The model with its layout and costs, and the settings of planning.
     batch : Batch
         Metadata of the samples.
-    budget : StoppingRule
+    budget : StoppingRule, optional
         Budget of all steps from the batch to the verified plan. Search ends early enough for the other steps. A number
         of evaluations covers only the search. The smallest budget still yields a plan. If a plan exceeds the memory
-        limit, another one is made in a quarter of the previous budget.
-    seed : int
-        Seed of all random choices.
-    method : str
-        Name of a search method.
+        limit, another one is made in a quarter of the previous budget. Default: ``problem.budget_s`` seconds.
     finishing : FinishingTime, optional
         Measured time of the steps after the search. It is updated, so pass the same object for successive batches.
 
@@ -100,7 +94,8 @@ def plan_batch(
         If the batch cannot be packed, scheduled, or (a defect) lowered to a plan that verifies.
     """
     try:
-        return _plan_within_memory(problem, batch, budget, seed, method, finishing or FinishingTime())
+        budget = budget or Deadline(problem.budget_s)
+        return _plan_within_memory(problem, batch, budget, finishing or FinishingTime())
     except InfeasibleError as error:
         if problem.costs.strategies != ("keep",):
             raise
@@ -108,7 +103,7 @@ def plan_batch(
 
 
 def _plan_within_memory(
-    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: FinishingTime
+    problem: PlanningProblem, batch: Batch, budget: StoppingRule, finishing: FinishingTime
 ) -> PlannedBatch:
     """Make plans until the memory of one, counted along its actions, fits.
 
@@ -120,13 +115,16 @@ def _plan_within_memory(
     failure: InfeasibleError | None = None
     for trial in range(_MOST_TRIALS):
         try:
-            planned = _plan_once(problem.with_reserve(reserve.tolist()), batch, budget, seed + trial, method, finishing)
+            tried = problem.with_reserve(reserve.tolist()).with_search(seed=problem.seed + trial)
+            planned = _plan_once(tried, batch, budget, finishing)
         except InfeasibleError as error:
             if trial == 0:
                 raise
             failure, reserve = error, (reserve + last) // 2
         else:
-            over = np.array([max(0, need - (problem.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64)
+            over = np.array(
+                [max(0, need - (problem.memory.capacity_bytes or 0)) for need in planned.peak_bytes], np.int64
+            )
             if not over.any():
                 if trial:
                     # The added reserve does not limit the packing itself.
@@ -135,7 +133,7 @@ def _plan_within_memory(
             last, reserve = reserve, reserve + over
         budget = Share(budget, _TRIAL_SHARE)
     rank = int(over.argmax())
-    more, capacity = size_text(int(over[rank])), size_text(problem.capacity_bytes or 0)
+    more, capacity = size_text(int(over[rank])), size_text(problem.memory.capacity_bytes or 0)
     raise NothingFoundError(
         f"rank {rank}: every plan exceeds the memory limit of {capacity}, the last one by {more}; use smaller "
         "microbatches"
@@ -143,7 +141,7 @@ def _plan_within_memory(
 
 
 def proved_plan(
-    problem: Problem, packing: Packing, graph: TaskGraph, schedule: Schedule, timeline: Timeline
+    problem: PlanningProblem, packing: Packing, graph: TaskGraph, schedule: Schedule, timeline: Timeline
 ) -> tuple[Resolved, ExecutionPlan]:
     """Lower a schedule of a packing's tasks to a plan, and verify it.
 
@@ -172,17 +170,15 @@ def proved_plan(
     return resolved, plan
 
 
-def _plan_once(
-    problem: Problem, batch: Batch, budget: StoppingRule, seed: int, method: str, finishing: FinishingTime
-) -> PlannedBatch:
+def _plan_once(problem: PlanningProblem, batch: Batch, budget: StoppingRule, finishing: FinishingTime) -> PlannedBatch:
     """Make one plan under the memory limit, and count its memory."""
     watch = Before(budget, finishing.task_s).start()
-    made = decide(problem, batch, Begun(watch), seed, method)
+    made = decide(problem, batch, Begun(watch))
     decided_s = watch.now()
     resolved, plan = proved_plan(problem, made.packing, made.graph, made.schedule, made.timeline)
     needs: tuple[int, ...] = ()
     # Emulated costs have no workspace of single passes.
-    if problem.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
+    if problem.memory.capacity_bytes is not None and isinstance(problem.costs, ProfileCosts):
         needs = peak_bytes(plan, resolved.graph, problem.layout, made.packing, problem.costs)
     if watch.seconds is not None:
         finishing.took(watch.now() - decided_s, made.graph.num_tasks)

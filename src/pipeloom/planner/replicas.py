@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import replace
 
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
-from pipeloom.packing import PackedReplica, PackingSpec, ReplicaAssignment, assign_by_time, cost_loads, packing_of
+from pipeloom.packing import PackedReplica, ReplicaAssignment, assign_by_time, cost_loads, packing_of
 from pipeloom.planner.joint import PackingSearch, tuned
-from pipeloom.planner.messages import Setup
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.search import Evaluations, StoppingRule
 from pipeloom.search.stopping import Meter
 from pipeloom.spec import Batch
@@ -25,8 +23,9 @@ class ReplicaEstimates:
     replica.
     """
 
-    def __init__(self, problems: Sequence[Problem], batch: Batch, budget: StoppingRule, seed: int) -> None:
-        self.problems, self.batch, self.seed = problems, batch, seed
+    def __init__(self, problems: Sequence[PlanningProblem], batch: Batch, budget: StoppingRule) -> None:
+        self.problems = [problem.with_search(method="default") for problem in problems]
+        self.batch = batch
         self.meter = Meter(budget.start())
 
     def __call__(self, members: Sequence[int], replica: int) -> float | None:
@@ -45,20 +44,20 @@ class ReplicaEstimates:
         batch, problem = self.batch.part(members), self.problems[replica]
         if problem.tuning is not None and not problem.tuning.searches:
             try:
-                return tuned(problem, batch, self.seed).ns
+                return tuned(problem, batch).ns
             except InfeasibleError:
                 return float("inf")
-        return PackingSearch(problem, batch, Evaluations(1), self.seed, "default").estimate()
+        return PackingSearch(problem, batch, Evaluations(1)).estimate()
 
 
 def assign_planned(
-    problem: Problem, batch: Batch, *, budget: StoppingRule, seed: int, corrections: Sequence[Correction] = ()
+    problem: PlanningProblem, batch: Batch, *, budget: StoppingRule, corrections: Sequence[Correction] = ()
 ) -> ReplicaAssignment:
     """Assign a global batch to the replicas of the problem's layout so that the slowest replica is as fast as possible.
 
     Parameters
     ----------
-    problem : Problem
+    problem : PlanningProblem
         Problem of one replica; ``layout.parallelism.data`` is the number of replicas.
     batch : Batch
         The global batch.
@@ -76,10 +75,10 @@ def assign_planned(
     loads = cost_loads(batch, problem.model, problem.layout, problem.costs)
     number = problem.layout.parallelism.data
     problems = [problem.corrected(each) for each in corrections] or [problem] * number
-    return assign_by_time(loads, number, ReplicaEstimates(problems, batch, budget, seed), seed)
+    return assign_by_time(loads, number, ReplicaEstimates(problems, batch, budget), problem.seed)
 
 
-def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int) -> list[PackedReplica]:
+def pack_tuned(problem: PlanningProblem, batch: Batch, num_replicas: int) -> list[PackedReplica]:
     """Assign a batch to replicas and pack it by simulated time, with microbatches in their running order.
 
     Raises
@@ -87,14 +86,14 @@ def pack_tuned(setup: Setup, batch: Batch, spec: PackingSpec, num_replicas: int)
     InputError
         If the first rank does not hold all encoders.
     """
-    check_layout(setup.layout)
-    tuning = setup.tuning or TuningSpec()
-    problem = msgspec.structs.replace(setup, packing=spec, tuning=tuning).problem()
+    check_layout(problem.layout)
+    tuning, spec = problem.tuning or TuningSpec(), problem.packing
+    problem = replace(problem, tuning=tuning)
     assert problem.pipeline is not None
     packed = []
     tuned_shares = tune_replicas(problem.pipeline, batch, num_replicas, spec.token_budget, tuning, spec.seed)
     for replica, share in enumerate(tuned_shares):
-        packing = packing_of(share.batch, setup.model, setup.layout, share.tuned.groups)
+        packing = packing_of(share.batch, problem.model, problem.layout, share.tuned.groups)
         loads = batch_sizes(problem.pipeline, share.batch).loads
         packed.append(PackedReplica(replica, loads, packing, share.tuned.planned_ns / 1e9))
     return packed

@@ -15,9 +15,10 @@ from typing import Protocol
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan import Answer
-from pipeloom.planner.messages import Request, Setup, answer_of, decode, encode
+from pipeloom.planner.messages import Request, answer_of, decode, encode
 from pipeloom.planner.planning import FinishingTime, plan_batch
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
+from pipeloom.planner.problem_file import decode_problem
 from pipeloom.planner.replicas import assign_planned
 from pipeloom.search import Deadline
 
@@ -69,8 +70,7 @@ def serve(store: Store) -> int:
         data = store.peek(SETUP)
         if data is None:
             time.sleep(_POLL_S)
-    setup = decode(Setup, data)
-    problem = setup.problem()
+    problem = decode_problem(data)
     problem.compile_kernels()
     # The objects created so far live until the end, so exclude them from garbage collection.
     gc.collect()
@@ -85,7 +85,7 @@ def serve(store: Store) -> int:
             continue
         answered, iteration = latest, int(latest)
         try:
-            answer = answer_request(problem, setup, decode(Request, data), finishing)
+            answer = answer_request(problem, decode(Request, data), finishing)
         except PipeloomError as error:
             _reject(store, iteration, str(error))
         except Exception as error:
@@ -103,28 +103,23 @@ def _reject(store: Store, iteration: int, reason: str) -> None:
     store.put(answer_key(iteration), b"")
 
 
-def answer_request(problem: Problem, setup: Setup, request: Request, finishing: FinishingTime | None = None) -> Answer:
+def answer_request(problem: PlanningProblem, request: Request, finishing: FinishingTime | None = None) -> Answer:
     """Plan one batch, and assign the batch after it to replicas if requested. ``finishing`` is that of `plan_batch`.
 
     The same request gives the same plan, except that the deadline may end the search at different points.
     """
     begin = time.monotonic()
-    corrected, budget_s = problem.corrected(request.correction), setup.budget_s
+    corrected, budget_s = problem.corrected(request.correction), problem.budget_s
     assigned: tuple[int, ...] = ()
     if request.ahead is not None:
         # Errors of that batch are reported when it is planned. If the assignment fails, samples are assigned by load.
-        part = setup.search.packings.dealing_share * budget_s
+        part = problem.search.packings.dealing_share * budget_s
         with suppress(PipeloomError):
-            assignment = assign_planned(
-                corrected, request.ahead, budget=Deadline(part), seed=setup.seed, corrections=request.replicas
-            )
+            assignment = assign_planned(corrected, request.ahead, budget=Deadline(part), corrections=request.replicas)
             assigned = assignment.replicas if assignment.predicted else ()
         # This plan is needed first, so an assignment that took too long does not reduce its budget further.
         budget_s -= min(part, time.monotonic() - begin)
-    budget = Deadline(budget_s)
-    planned = plan_batch(
-        corrected, request.batch, budget=budget, seed=setup.seed, method=setup.method, finishing=finishing
-    )
+    planned = plan_batch(corrected, request.batch, budget=Deadline(budget_s), finishing=finishing)
     return answer_of(
         planned, search_s=time.monotonic() - begin, ready_ns=time.monotonic_ns(), replica_of_sample=assigned
     )

@@ -12,11 +12,12 @@ from pipeloom.lazy import lazy_names
 if TYPE_CHECKING:
     from pipeloom.runtime.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
     from pipeloom.runtime.checkpoint.resume import Checkpoints
+    from pipeloom.runtime.checkpoint.saver import Saving
     from pipeloom.runtime.data.batches import Batches
     from pipeloom.runtime.data.dataset import CorruptSampleError, Dataset, LazySample
     from pipeloom.runtime.data.prefetch import DescribedBatch, Prefetched, Size, batch_of
     from pipeloom.runtime.execute.executor import Executor
-    from pipeloom.runtime.execute.iteration import ExecutorOptions
+    from pipeloom.runtime.execute.options import ExecutionOptions, ExecutorOptions
     from pipeloom.runtime.execute.result import ActionTime, StepReport, StepResult
     from pipeloom.runtime.launch.device import choose_device, group_device
     from pipeloom.runtime.launch.mesh import Mesh, make_mesh
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.model.reduce import all_reduce_gradients, clip_gradients, global_targets, mesh_gradients
     from pipeloom.runtime.model.sharding import shard_layers
     from pipeloom.runtime.model.tied import sums_over_ranks
-    from pipeloom.runtime.train.trainer import Trainer, TrainerOptions
+    from pipeloom.runtime.train.trainer import Trainer
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 
@@ -44,6 +45,7 @@ __all__ = [
     "Dataset",
     "DescribedBatch",
     "Emit",
+    "ExecutionOptions",
     "Executor",
     "ExecutorOptions",
     "HostTransport",
@@ -55,6 +57,7 @@ __all__ = [
     "Part",
     "Prefetched",
     "ProfileOptions",
+    "Saving",
     "Size",
     "StepReport",
     "StepResult",
@@ -62,7 +65,6 @@ __all__ = [
     "ThreadHub",
     "TorchTransport",
     "Trainer",
-    "TrainerOptions",
     "Transport",
     "Worker",
     "all_reduce_gradients",

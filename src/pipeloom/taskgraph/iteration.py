@@ -11,7 +11,7 @@ from pipeloom.cost import CostModel
 from pipeloom.cost.encoder_dp import costs_under_layout
 from pipeloom.errors import InfeasibleError
 from pipeloom.packing import Packing
-from pipeloom.spec import Layout
+from pipeloom.spec import Layout, RankSpec
 from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.build import build_assignable
 from pipeloom.taskgraph.columns import IntArray
@@ -43,6 +43,11 @@ class MemoryLimit:
     even: bool = False
     host_bytes: int | None = None
     reserve_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: RankSpec) -> MemoryLimit:
+        """Return the memory of a cluster's ranks and of their hosts."""
+        return cls(cluster.memory_capacity_bytes, host_bytes=cluster.host_capacity_bytes)
 
     def with_reserve(self, more: Sequence[int]) -> MemoryLimit:
         """Return the same with a larger reserve: ``more`` bytes per rank."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
         LayoutConfig,
         ParallelConfig,
         PlannerConfig,
+        RunConfig,
         RuntimeConfig,
-        TrainConfig,
         read_config,
     )
     from pipeloom.training.display import Display, Lines, Quiet
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RestConfig,
         SchedulerConfig,
     )
-    from pipeloom.training.one_call import FitResult, FitSettings, fit
+    from pipeloom.training.one_call import FitResult, fit
     from pipeloom.training.record import Row, Summary, read_history
     from pipeloom.training.run import TrainingRun
     from pipeloom.training.task import Task
@@ -41,7 +41,6 @@ __all__ = [
     "EmaConfig",
     "EvaluationConfig",
     "FitResult",
-    "FitSettings",
     "LayoutConfig",
     "Lines",
     "LogConfig",
@@ -52,11 +51,11 @@ __all__ = [
     "Quiet",
     "RestConfig",
     "Row",
+    "RunConfig",
     "RuntimeConfig",
     "SchedulerConfig",
     "Summary",
     "Task",
-    "TrainConfig",
     "TrainingRun",
     "fit",
     "read_config",

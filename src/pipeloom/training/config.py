@@ -178,30 +178,40 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 UNTIL_THE_END = 2**31 - 1
 """Number of iterations of a run over all batches, if their number is unknown."""
+Dtype = Literal["float32", "float64", "bfloat16"]
+CHOSEN_LAYOUT = LayoutConfig(4, "chosen")
+"""The layout of a run that declares none."""
 
 
-class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of a run. Paths are relative to the file."""
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of a run, in a train.toml or in Python.
 
-    name: str
+    Paths are relative to the file, or to the run's folder in `fit`.
+    """
+
+    name: str | None = None
+    """Omitted: the name of the run's folder."""
     task: str = ""
     """Python file with ``build_model``, ``batches``, ``describe`` and optional functions. A file needs this field or
     ``model.transformers``."""
-    iterations: Count
-    layout: LayoutConfig
-    packing: PackingSpec
+    iterations: Count = UNTIL_THE_END
+    """Most batches to train on. Omitted: all."""
+    layout: LayoutConfig = CHOSEN_LAYOUT
+    packing: PackingSpec | None = None
+    """Omitted: about two microbatches for each rank, from the first batches."""
     parallel: ParallelConfig = ParallelConfig()
     seed: Seed = 0
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    dtype: Dtype | None = None
+    """Omitted: float32, or torch's default dtype in `fit`."""
     model: dict[str, Any] = {}
     """Keyword arguments of ``build_model``."""
     data: dict[str, Any] = {}
     """Keyword arguments of ``batches``."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
-    """Omitted: a cosine for the optimizer of this file, and constant rates for the task's own optimizer."""
+    """Omitted: a cosine for ``optimizer``, and constant rates in `fit` or for the task's own optimizer."""
     evaluation: EvaluationConfig | None = None
-    """Omitted: no evaluation during training."""
+    """Omitted: no evaluation during training; in `fit` with ``evaluate_on``, every 100 iterations."""
     ema: EmaConfig | None = None
     """Omitted: no average of the weights."""
     log: LogConfig = LogConfig()
@@ -209,7 +219,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     planner: PlannerConfig = PlannerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig | None = None
-    """Omitted: nothing is saved."""
+    """Omitted: nothing is saved; in `fit`, the defaults of `CheckpointConfig`."""
     timeout_s: Wait = 120.0
     """Seconds after which a rank that waits for another gives up, and training stops."""
     tuning: TuningSpec | None = None
@@ -218,7 +228,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def plans_packing(self) -> bool:
         """Whether the search chooses the size of microbatches."""
-        return self.packing.policy == "planned" or self.tuning is not None
+        return self.packing is None or self.packing.policy == "planned" or self.tuning is not None
 
     @property
     def num_processes(self) -> int:
@@ -232,11 +242,10 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise InputError("timeout_s", problem, "ranks need that long to connect")
         self._check_bounds()
         self._check_hosts()
-        unseen = visible_line(self.name) != self.name
-        if not self.name or unseen or any(c in self.name for c in "/\\") or self.name in (".", ".."):
-            raise InputError("name", f"{self.name!r} is not a folder name", "use letters, digits, '-' and '_'")
-        check_always_packs("packing.policy", self.packing.policy)
-        check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)
+        if self.name is not None:
+            _check_name(self.name)
+        if self.packing is not None:
+            check_always_packs("packing.policy", self.packing.policy)
         if self.tuning is not None:
             if not self.tuning.searches and self.layout.kind not in ("encoder_first", "file"):
                 raise InputError(
@@ -266,7 +275,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "timeout_s": (self.timeout_s, MAX_WAIT_S),
             "planner.budget_s": (self.planner.budget_s, MAX_WAIT_S),
             "planner.deadline_s": (self.planner.deadline_s, MAX_WAIT_S),
-            "packing.token_budget": (self.packing.token_budget, _MOST_COUNTED),
+            "packing.token_budget": (None if self.packing is None else self.packing.token_budget, _MOST_COUNTED),
         }
         for name, placement in self.layout.modules.items():
             most[f"layout.modules.{name}.segments"] = (placement.segments, _MOST_COUNTED)
@@ -278,7 +287,30 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise InputError(field, f"{value:g} is above {bound:g}")
 
 
-def read_config(path: Path) -> TrainConfig:
+TrainConfig = RunConfig
+"""Deprecated name of `RunConfig`."""
+
+
+class RunFile(RunConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A config with the fields that a file must state."""
+
+    name: str
+    iterations: Count
+    layout: LayoutConfig
+    packing: PackingSpec
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a table that needs another one, before the model is built."""
+        super().__post_init__()
+        check_loop(self.optimizer, self.scheduler, self.evaluation, self.ema)
+
+
+def _check_name(name: str) -> None:
+    if not name or visible_line(name) != name or any(c in name for c in "/\\") or name in (".", ".."):
+        raise InputError("name", f"{name!r} is not a folder name", "use letters, digits, '-' and '_'")
+
+
+def read_config(path: Path) -> RunFile:
     """Read a train.toml.
 
     Raises
@@ -286,7 +318,7 @@ def read_config(path: Path) -> TrainConfig:
     InputError
         If a field is wrong; the message names the file and the field.
     """
-    config = read_spec(path, TrainConfig)
+    config = read_spec(path, RunFile)
     if not config.task and "transformers" not in config.model:
         remedy = "name a Python file, or a model's folder in [model] transformers; see docs/train-config.md"
         raise InputError(f"{path}: task", "is missing", remedy)

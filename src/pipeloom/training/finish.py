@@ -12,10 +12,9 @@ from pipeloom.explain.difference import Difference, difference, mean_difference
 from pipeloom.explain.difference_page import difference_page
 from pipeloom.explain.replay import answered_graph, timeline_of
 from pipeloom.io import write_text
-from pipeloom.planner import Problem, Setup
+from pipeloom.planner import PlanningProblem
 from pipeloom.report import make_track, timeline_html, timeline_svg, trace
 from pipeloom.runtime import StepReport
-from pipeloom.search import Deadline
 from pipeloom.timeline import LowerBound
 from pipeloom.training.record import Recorder, RunFacts, Summary
 
@@ -26,7 +25,9 @@ _LEAST_GAIN = 0.0005
 """Smaller gains would not show in the table."""
 
 
-def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float, kind: str = "separate") -> Summary:
+def finish(
+    recorder: Recorder, problem: PlanningProblem, run: RunFacts, elapsed_s: float, kind: str = "separate"
+) -> Summary:
     """Compare with the baselines, draw one iteration, and write all files except the evaluation.
 
     Parameters
@@ -41,10 +42,10 @@ def finish(recorder: Recorder, setup: Setup, run: RunFacts, elapsed_s: float, ki
     explained = None
     # There are no reports if all iterations precede the checkpoint: then only the numbers are written again.
     if reports:
-        systems = compared_systems(setup, reports)
-        write_timelines(recorder, setup, reports)
+        systems = compared_systems(problem, reports)
+        write_timelines(recorder, problem, reports)
         write_comparison(recorder.folder, list(systems.values()))
-        explained = mean_time_difference(setup.problem(), reports)
+        explained = mean_time_difference(problem, reports)
         write_text(recorder.folder / "difference.html", difference_page(run.name, explained))
     comparison = {name: [system.timeline.makespan_ns / 1e9 for system in results] for name, results in systems.items()}
     means = {name: statistics.fmean(seconds) for name, seconds in comparison.items()}
@@ -82,21 +83,20 @@ def advice(comparison: Mapping[str, float], kind: str) -> str:
     return f"{names.get(best, best)} on its own layout is planned to be {gain:.1%} faster on these batches; {remedy}"
 
 
-def compared_systems(setup: Setup, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
+def compared_systems(problem: PlanningProblem, reports: list[StepReport]) -> dict[str, list[BaselineResult]]:
     """Plan some of the batches under each system, with the last corrected costs."""
-    problem = setup.problem().corrected(reports[-1].correction)
+    problem = problem.corrected(reports[-1].correction)
     batches = [report.batch for report in reports if report.batch is not None]
     batches = batches[:: max(1, len(batches) // _NUM_COMPARED)]
-    layouts = chain_layouts(problem, setup.profile.load, batches)
+    layouts = chain_layouts(problem, problem.profile_costs.profile.load, batches)
     systems: dict[str, list[BaselineResult]] = {}
     for batch in batches:
-        budget = Deadline(setup.budget_s)
-        for system in compare_systems(problem, layouts, batch, budget=budget, seed=setup.seed):
+        for system in compare_systems(problem, layouts, batch):
             systems.setdefault(system.name, []).append(system)
     return systems
 
 
-def mean_time_difference(problem: Problem, reports: list[StepReport]) -> Difference:
+def mean_time_difference(problem: PlanningProblem, reports: list[StepReport]) -> Difference:
     """Return the mean difference of measured and planned time over the kept reports, without the first."""
     differences = [
         difference(problem, report.batch, report.answer, report.correction, report.measured)
@@ -106,7 +106,7 @@ def mean_time_difference(problem: Problem, reports: list[StepReport]) -> Differe
     return mean_difference(differences)
 
 
-def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport]) -> None:
+def write_timelines(recorder: Recorder, problem: PlanningProblem, reports: list[StepReport]) -> None:
     """Write ``trace.json`` and ``timeline.html`` of the iteration nearest to the mean measured time."""
     settled = [report for report in reports[len(reports) // 2 :] if report.fresh] or reports
     mean = sum(report.measured_s for report in settled) / len(settled)
@@ -114,10 +114,9 @@ def write_timelines(recorder: Recorder, setup: Setup, reports: list[StepReport])
     answer, batch = report.answer, report.batch
     assert answer is not None
     assert batch is not None
-    problem = setup.problem()
     graph = answered_graph(problem, batch, answer, report.correction)
     bound = LowerBound(answer.lower_bound_ns, answer.lower_bound)
-    names = setup.layout.chunk_names
+    names = problem.layout.chunk_names
     planned = timeline_of(graph, problem, answer, answer.planned_start_ns)
     measured = timeline_of(graph, problem, answer, report.measured_ns)
     tracks = [

@@ -16,7 +16,7 @@ from pipeloom.errors import InputError, check_count, located
 from pipeloom.integrations.data.processed import ArrowDataset, ParquetDataset, ProcessedDataset, WebDataset
 from pipeloom.io.document import convert
 from pipeloom.runtime import Batches, Dataset, Model, user_code
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.task import Task, import_file
 
 _KINDS: dict[str, type[ProcessedDataset]] = {
@@ -123,7 +123,7 @@ class _Batches:
         )
 
 
-def folder_task(config: TrainConfig, file: Path) -> Task:
+def folder_task(config: RunConfig, file: Path) -> Task:
     """Make the task of a config that names a model's folder.
 
     Raises

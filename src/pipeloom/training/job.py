@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem, read_problem
+from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.runtime import Checkpoints, Model, choose_device, this_worker
 from pipeloom.runtime.launch.coordination import broadcast_bytes, together
 from pipeloom.runtime.launch.device import DeviceType, Place
 from pipeloom.spec import Layout, RankSpec
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.display import Display, Quiet
 from pipeloom.training.lock import locked
 from pipeloom.training.loop_config import SchedulerConfig
@@ -43,7 +44,7 @@ def _is_below(path: Path, folder: Path) -> bool:
 class Job:
     """The settings of a run, its task and its folder; `TrainingRun` describes the fields."""
 
-    config: TrainConfig
+    config: RunConfig
     task: Task
     folder: Path
     file: Path = Path("train.toml")
@@ -81,7 +82,7 @@ class Job:
 
     @property
     def setup_path(self) -> Path:
-        """File of the planner's setup, written once so that all ranks have the same layout."""
+        """File of the planning problem, written once so that all ranks have the same layout."""
         return self.folder / "setup.json"
 
     @property
@@ -106,38 +107,35 @@ class Job:
                 saved.make()
             yield
 
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.config.name or self.folder.name
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return self.config.dtype or "float32"
+
     def build_model(self) -> Model:
         """Build the task's model in the dtype of the run, which becomes torch's default."""
-        return self.task.model(self.config.dtype, self.config.seed, **self.config.model)
+        return self.task.model(self.dtype, self.config.seed, **self.config.model)
 
-    def read_setup(self) -> Setup:
-        """Read the setup that was prepared for all ranks.
+    def read_problem(self) -> PlanningProblem:
+        """Read the planning problem that was prepared for all ranks.
 
         Raises
         ------
         InputError
-            If it is missing or invalid.
+            If its file is missing or invalid.
         """
-        return self._decode_setup(self._setup_bytes())
-
-    def _setup_bytes(self) -> bytes:
-        with self._setup_errors():
-            return self.setup_path.read_bytes()
-
-    def _decode_setup(self, data: bytes) -> Setup:
-        with self._setup_errors():
-            return msgspec.json.decode(data, type=Setup)
-
-    @contextmanager
-    def _setup_errors(self) -> Iterator[None]:
         try:
-            yield
-        except (OSError, msgspec.MsgspecError) as error:
-            path = str(self.setup_path.absolute())
-            raise InputError(path, f"cannot be read ({error})", "prepare the run first") from error
+            return read_problem(self.setup_path.absolute())
+        except InputError as error:
+            raise InputError(error.entity, error.problem, "prepare the run first") from error
 
-    def shared_setup(self) -> Setup:
-        """Broadcast rank 0's setup to all ranks, which may be on hosts without its files; all ranks call it together.
+    def shared_problem(self) -> PlanningProblem:
+        """Broadcast rank 0's problem to all ranks, which may be on hosts without its file; all ranks call it together.
 
         Raises
         ------
@@ -146,10 +144,9 @@ class Job:
         """
         is_first = dist.get_rank() == 0
         mine = msgspec.json.encode(self.config)
-        with together("broadcasting the setup"):
+        with together("broadcasting the planning problem"):
             theirs = broadcast_bytes(mine if is_first else None)
-            # The bytes of the file that rank 0 of this run has written.
-            data = broadcast_bytes(self._setup_bytes() if is_first else None)
+            data = broadcast_bytes(encode_problem(self.read_problem()) if is_first else None)
         here, there = msgspec.json.decode(mine), msgspec.json.decode(theirs)
         for field_name, value in here.items():
             if value != there[field_name]:
@@ -158,4 +155,4 @@ class Job:
                     f"differs between host {socket.gethostname()} and rank 0's host",
                     "give all hosts the same file",
                 )
-        return self._decode_setup(data)
+        return decode_problem(data)

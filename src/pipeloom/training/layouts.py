@@ -18,7 +18,7 @@ from pipeloom.runtime import Model
 from pipeloom.runtime.train.divide import layers_with_tied
 from pipeloom.search import OrderRule
 from pipeloom.spec import DTYPE_BYTES, Layout, Parallelism, Strategy
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.job import AUTOCAST, Job
 from pipeloom.training.measure import FirstBatches
 
@@ -106,7 +106,7 @@ def lay_out(job: Job, model: Model, profile: Profile, first: FirstBatches) -> La
     return LayoutChoice(separate(model.spec, config.ranks, config.modules, profile.load))
 
 
-def offered(config: TrainConfig, model: Model) -> tuple[Strategy, ...]:
+def offered(config: RunConfig, model: Model) -> tuple[Strategy, ...]:
     """Return the memory strategies of a run under which the model's layers run.
 
     Raises
@@ -133,7 +133,7 @@ def preview(job: Job, model: Model, profile: Profile, first: FirstBatches) -> Pr
             split_backward=config.planner.split_backward,
             held_copies=held_copies(job, model),
         ),
-        config.packing,
+        first.packing,
         first.metadata,
         config.layout.ranks,
         num_replicas=config.parallel.dp,

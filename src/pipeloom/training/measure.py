@@ -12,15 +12,17 @@ from typing import Any
 import msgspec
 
 from pipeloom.cost import Profile
-from pipeloom.errors import PipeloomError
-from pipeloom.planner import Setup
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.packing import PackingSpec, budget_tokens
+from pipeloom.packing.pack import MICROBATCHES_PER_RANK
+from pipeloom.planner import PlanningProblem
 from pipeloom.runtime import Batches, Model, ProfileOptions, find_shapes, profile_model, user_code
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import CorruptSampleError
 from pipeloom.runtime.data.prefetch import Describe, batch_of, close_reading, example_samples, idle_modules
 from pipeloom.runtime.launch.device import DeviceType
 from pipeloom.spec import Batch
-from pipeloom.training.config import TrainConfig
+from pipeloom.training.config import RunConfig
 from pipeloom.training.job import AUTOCAST, Job
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +51,25 @@ class FirstBatches:
     def metadata(self) -> list[Batch]:
         """The metadata of each batch, as the planner receives it."""
         return self._read[1]
+
+    @cached_property
+    def packing(self) -> PackingSpec:
+        """The configured packing, or one with about two microbatches per rank, for samples up to twice as long.
+
+        Raises
+        ------
+        InputError
+            If none is configured and there are no batches.
+        """
+        config = self.job.config
+        if config.packing is not None:
+            return config.packing
+        if not self.metadata:
+            raise InputError("batches", "has none", "give at least one batch")
+        tokens = [budget_tokens(batch, self.model.spec) for batch in self.metadata]
+        longest = max(int(each.max()) for each in tokens)
+        mean = sum(int(each.sum()) for each in tokens) / len(tokens)
+        return PackingSpec(max(2 * longest, round(mean / (MICROBATCHES_PER_RANK * config.layout.ranks)), 1))
 
     @cached_property
     def idle(self) -> list[str]:
@@ -128,7 +149,7 @@ def measured_profile(job: Job, first: FirstBatches, device: DeviceType) -> Profi
         model,
         samples,
         describe=job.task.describe,
-        packing=config.packing,
+        packing=first.packing,
         placements=config.layout.modules,
         metadata=metadata,
         options=ProfileOptions(
@@ -146,28 +167,29 @@ def known_profile(job: Job, model: Model) -> Profile | None:
     """Return the job's profile, or that of the run that is resumed; None if there is none, or it lacks strategies."""
     if job.profile is not None:
         return job.profile
-    setup = _known_setup(job)
-    if setup is None:
+    problem = _known_problem(job)
+    if problem is None:
         return None
-    lacks = any(fit.strategies is None for fit in setup.profile.layers.values())
-    return setup.profile if setup.model == model.spec and not (lacks and _needs_strategies(job)) else None
+    profile = problem.profile_costs.profile
+    lacks = any(fit.strategies is None for fit in profile.layers.values())
+    return profile if problem.model == model.spec and not (lacks and _needs_strategies(job)) else None
 
 
-def known_links(job: Job) -> TrainConfig:
+def known_links(job: Job) -> RunConfig:
     """Return the config with the links of the resumed run if its ranks are on the same hosts.
 
     This gives the run the same layout.
     """
-    setup, config = _known_setup(job), job.config
-    if setup is None or not config.cluster.hosts or setup.cluster.hosts != config.cluster.hosts:
+    problem, config = _known_problem(job), job.config
+    if problem is None or not config.cluster.hosts or problem.profile_costs.rank.hosts != config.cluster.hosts:
         return config
-    cluster = msgspec.structs.replace(config.cluster, links=setup.cluster.links)
+    cluster = msgspec.structs.replace(config.cluster, links=problem.profile_costs.rank.links)
     return msgspec.structs.replace(config, cluster=cluster)
 
 
-def _known_setup(job: Job) -> Setup | None:
+def _known_problem(job: Job) -> PlanningProblem | None:
     try:
-        return job.read_setup()
+        return job.read_problem()
     except PipeloomError:
         return None
 

@@ -5,91 +5,33 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 from pipeloom.cost import Profile
 from pipeloom.errors import InputError
-from pipeloom.layout import ModulePlacement
 from pipeloom.outputs import refused
-from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.runtime import Batches as LoadedBatches
 from pipeloom.runtime import Model, this_worker
 from pipeloom.runtime.data.prefetch import Describe
 from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
-from pipeloom.spec import Layout, RankSpec
+from pipeloom.spec import Layout
 from pipeloom.training.callbacks import Callback
-from pipeloom.training.config import (
-    UNTIL_THE_END,
-    CheckpointConfig,
-    LayoutConfig,
-    ParallelConfig,
-    PlannerConfig,
-    RuntimeConfig,
-    TrainConfig,
-)
+from pipeloom.training.config import CHOSEN_LAYOUT, UNTIL_THE_END, CheckpointConfig, Dtype, LayoutConfig, RunConfig
 from pipeloom.training.display import Display, Lines, display_heartbeat
-from pipeloom.training.loop_config import EmaConfig, EvaluationConfig, LogConfig, OptimizerConfig, SchedulerConfig
-from pipeloom.training.measure import typical_batches
+from pipeloom.training.loop_config import EvaluationConfig, SchedulerConfig
 from pipeloom.training.record import HISTORY, Row, Summary, read_history
-from pipeloom.training.run import TrainingRun
+from pipeloom.training.run import TrainingRun, keep_default_dtype
 from pipeloom.training.task import Task
 
 Batches = Iterable[Sequence[Any]]
-_MICROBATCHES_PER_RANK = 2
 _EVALUATE_EVERY = 100
-_SAME_FIELDS = ("parallel", "seed", "cluster", "planner", "runtime", "checkpoint", "timeout_s", "ema", "log")
-"""Fields that `FitSettings` and `TrainConfig` share."""
-
-
-class FitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `fit` beyond its arguments."""
-
-    packing: PackingSpec | None = None
-    """How samples are divided into microbatches. None: about two microbatches for each rank, from the first batches."""
-    profile: Profile | None = None
-    """Costs of the layers. None: they are measured before training."""
-    planner: PlannerConfig = PlannerConfig()
-    """Planner time, deadline, and the memory strategies that it may choose."""
-    cluster: RankSpec = RankSpec()
-    """Memory of the ranks, and links between them until messages have been measured."""
-    parallel: ParallelConfig = ParallelConfig()
-    """Data and tensor parallelism beside the pipeline, which need more processes than ``ranks``."""
-    runtime: RuntimeConfig = RuntimeConfig()
-    """CPU or GPUs, and precision."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    scheduler: SchedulerConfig | MakeScheduler | None = None
-    """The learning-rate schedule for all rates: a config, or a function that makes the scheduler of a rank's optimizer,
-    such as ``functools.partial(CosineAnnealingLR, T_max=1000)``. None: rates are constant."""
-    evaluate_on: Batches | Callable[[], Batches] | None = None
-    """Batches whose loss is measured during training, given like the training batches."""
-    evaluation: EvaluationConfig | None = None
-    """When to evaluate. None: every 100 iterations if there are batches to evaluate on."""
-    ema: EmaConfig | None = None
-    """Average of the weights. None: none."""
-    callbacks: tuple[Callback, ...] = ()
-    """Receive steps, evaluations and checkpoints on rank 0."""
-    log: LogConfig = LogConfig()
-    """TensorBoard, and the peak performance of the devices."""
-    clip_norm: float | None = None
-    """Largest norm of the gradient over all ranks. None: no limit."""
-    iterations: int | None = None
-    """Most batches to train on. None: all."""
-    seed: int = 0
-    timeout_s: float = 120.0
-    """Seconds after which a rank that waits for another gives up, and training stops."""
-    folder: Path | None = None
-    """Folder of the run. None: a new folder under ``runs``, named after the model."""
-    resume: bool | None = None
-    """True: continue from the folder's newest checkpoint. False: remove earlier ones. None: there must be none."""
-    display: Display = Lines()
-    """Shows the progress: lines on standard error by default, nothing with ``Quiet()``."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +80,18 @@ def fit(
     model: Model | Callable[[], Model],
     batches: Batches | Callable[[], Batches],
     *,
-    ranks: int = 4,
+    ranks: int | None = None,
     describe: Describe | None = None,
-    optimizer: MakeOptimizer | OptimizerConfig = torch.optim.AdamW,
-    layout: Layout | Mapping[str, ModulePlacement] | None = None,
-    settings: FitSettings = FitSettings(),  # noqa: B008 - frozen
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeScheduler | None = None,
+    layout: Layout | None = None,
+    evaluate_on: Batches | Callable[[], Batches] | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    profile: Profile | None = None,
+    folder: Path | None = None,
+    resume: bool | None = None,
+    display: Display = Lines(),  # noqa: B008 - frozen
+    config: RunConfig = RunConfig(),  # noqa: B008 - frozen
 ) -> FitResult:
     """Train a model over pipeline ranks, with a schedule for each batch.
 
@@ -157,19 +106,31 @@ def fit(
         The model, or a function that builds it. All processes seed torch's generator alike before the call.
     batches : iterable or callable
         Batches, each a list of samples, or a function that returns them. They are the same in every process.
-    ranks : int
-        Number of pipeline ranks.
+    ranks : int or None
+        Number of pipeline ranks. None: that of ``layout`` or ``config.layout``, which is 4 by default.
     describe : callable or None
-        Maps a sample to its metadata: an ``id`` and its sizes. None: the model's own, or the batches are
-        `Prefetched`.
-    optimizer : callable or OptimizerConfig
-        Makes the optimizer of a rank's parameters, such as ``functools.partial(torch.optim.AdamW, lr=1e-4)``; its
-        groups keep their rates. If its parameter is named ``named_parameters``, it receives pairs of name and
-        parameter. A config names an optimizer of torch.
-    layout : Layout, mapping or None
-        The layout; or segments and sub-microbatch size by module; None: chosen by planning.
-    settings : FitSettings
-        Packing, profile, planner, cluster, precision, checkpoints, seed and folder.
+        Maps a sample to its metadata: an ``id`` and its sizes. None: the model's own, or batches are `Prefetched`.
+    optimizer : callable or None
+        Makes the optimizer of a rank's parameters, or of pairs of name and parameter if its parameter is named
+        ``named_parameters``; its groups keep their rates. None: ``config.optimizer``, by default AdamW.
+    scheduler : callable or None
+        Makes the scheduler of a rank's optimizer. None: ``config.scheduler``; without it, rates are constant.
+    layout : Layout or None
+        None: ``config.layout``, by default chosen by planning.
+    evaluate_on : iterable, callable or None
+        Batches whose loss is measured during training, passed like the training batches.
+    callbacks : tuple of Callback
+        Receive steps, evaluations and checkpoints on rank 0.
+    profile : Profile or None
+        Costs of the layers. None: they are measured before training.
+    folder : Path or None
+        Folder of the run. None: a new folder under ``runs``, named after the config or the model.
+    resume : bool or None
+        True: continue from the folder's newest checkpoint. False: remove earlier ones. None: there must be none.
+    display : Display
+        Shows the progress: lines on standard error by default, nothing with ``Quiet()``.
+    config : RunConfig
+        All other settings.
 
     Returns
     -------
@@ -179,7 +140,7 @@ def fit(
     Raises
     ------
     InputError
-        If an argument is wrong, or cannot be sent to other processes.
+        If an argument is wrong, contradicts the config, or cannot be sent to other processes.
     InfeasibleError
         If a batch or a layout does not fit into memory.
     ExecutionError
@@ -187,25 +148,21 @@ def fit(
     """
     if this_worker() is not None:
         raise InputError("fit", "starts its own ranks, but torchrun started this process", "use a TrainingRun")
-    if isinstance(layout, Layout) and layout.num_ranks != ranks:
-        raise InputError("ranks", f"is {ranks}, but the layout has {layout.num_ranks}")
-    task = _task(model, batches, describe, optimizer, settings)
-    built = task.model(_dtype(), settings.seed)
-    count = settings.iterations or (len(batches) if isinstance(batches, Sized) else UNTIL_THE_END)
-    described = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
-    config = _config(built, task, settings, _layout_config(ranks, layout), count, described)
-    folder = settings.folder or _new_folder(built.name)
-    run = TrainingRun(
-        config,
-        task,
-        folder,
-        file=folder / "fit",
-        display=settings.display,
-        layout=layout if isinstance(layout, Layout) else None,
-        profile=settings.profile,
+    build = partial(_build, _portable(model, "model"))
+    most = None if config.iterations == UNTIL_THE_END else config.iterations
+    read = partial(_batches, _portable(batches, "batches"), most)
+    held_out = None if evaluate_on is None else partial(_held_out, _portable(evaluate_on, "evaluate_on"))
+    task = Task(
+        build, read, describe, optimizer=optimizer, scheduler=scheduler, eval_batches=held_out, callbacks=callbacks
     )
-    with display_heartbeat(settings.display, f"building {built.name}"):
-        summary = run.train(resume=settings.resume)
+    # At least one, so that the error for no batches is that of reading them.
+    count = max(1, len(batches)) if most is None and isinstance(batches, Sized) else config.iterations
+    config = _completed(config, task, count, _layout_config(config, ranks, layout))
+    name = config.name or _name(task, config, folder)
+    config, folder = msgspec.structs.replace(config, name=name), folder or _new_folder(name)
+    run = TrainingRun(config, task, folder, file=folder / "fit", display=display, layout=layout, profile=profile)
+    with display_heartbeat(display, f"building {name}"):
+        summary = run.train(resume=resume)
     assert summary is not None
     assert run.checkpoints is not None
     checkpoint = run.checkpoints.newest()
@@ -213,61 +170,64 @@ def fit(
     return FitResult(folder, checkpoint, summary, tuple(read_history(folder / HISTORY)))
 
 
-def _task(
-    model: Model | Callable[[], Model],
-    batches: Batches | Callable[[], Batches],
-    describe: Describe | None,
-    optimizer: MakeOptimizer | OptimizerConfig,
-    settings: FitSettings,
-) -> Task:
-    """Return the task in a form that can be sent to other processes."""
-    held_out = settings.evaluate_on
-    return Task(
-        partial(_build, _portable(model, "model")),
-        partial(_batches, _portable(batches, "batches"), settings.iterations),
-        describe,
-        optimizer=None if isinstance(optimizer, OptimizerConfig) else optimizer,
-        scheduler=None if isinstance(settings.scheduler, SchedulerConfig) else settings.scheduler,
-        eval_batches=None if held_out is None else partial(_held_out, _portable(held_out, "settings.evaluate_on")),
-        callbacks=settings.callbacks,
-    )
+def _completed(config: RunConfig, task: Task, iterations: int, layout: LayoutConfig) -> RunConfig:
+    """Return the config with the defaults of `fit` where those of a file differ.
 
-
-def _config(
-    model: Model, task: Task, settings: FitSettings, layout: LayoutConfig, iterations: int, optimizer: OptimizerConfig
-) -> TrainConfig:
-    """Return the settings as a file would hold them."""
-    scheduler = settings.scheduler if isinstance(settings.scheduler, SchedulerConfig) else SchedulerConfig("constant")
+    Raises
+    ------
+    InputError
+        If the config repeats an argument, or lacks the number of iterations that its scheduler needs.
+    """
+    for field in ("task", "model", "data"):
+        if getattr(config, field):
+            raise InputError(f"config.{field}", "is set, but fit has arguments for model and batches", "omit it")
+    if task.scheduler is not None and config.scheduler is not None:
+        raise InputError("scheduler", "is an argument, but config.scheduler is set too", "omit one of them")
+    scheduler = config.scheduler or SchedulerConfig("constant")
     if scheduler.name in ("cosine", "linear") and iterations == UNTIL_THE_END:
         problem = f"{scheduler.name!r} needs the length of the run, which is unknown"
-        raise InputError("settings.scheduler", problem, "give settings.iterations")
-    evaluation = settings.evaluation
-    if evaluation is None and settings.evaluate_on is not None:
-        evaluation = EvaluationConfig(_EVALUATE_EVERY)
-    clip_norm = optimizer.clip_norm if settings.clip_norm is None else settings.clip_norm
-    return TrainConfig(
-        name=model.name if settings.folder is None else settings.folder.name,
+        raise InputError("config.scheduler", problem, "set config.iterations")
+    usual = None if task.eval_batches is None else EvaluationConfig(_EVALUATE_EVERY)
+    return msgspec.structs.replace(
+        config,
         iterations=iterations,
         layout=layout,
-        packing=settings.packing or _packing(model, task, layout.ranks),
-        dtype=_dtype(),
-        optimizer=msgspec.structs.replace(optimizer, clip_norm=clip_norm),
+        dtype=_dtype(config),
         scheduler=scheduler,
-        evaluation=evaluation,
-        **{name: getattr(settings, name) for name in _SAME_FIELDS},
+        evaluation=config.evaluation or usual,
+        checkpoint=config.checkpoint or CheckpointConfig(),
     )
 
 
-def _layout_config(ranks: int, layout: Layout | Mapping[str, ModulePlacement] | None) -> LayoutConfig:
-    if layout is None:
-        return LayoutConfig(ranks, "chosen")
-    return LayoutConfig(ranks, modules=dict(layout) if isinstance(layout, Mapping) else {})
+def _name(task: Task, config: RunConfig, folder: Path | None) -> str:
+    """Return the name of the folder, or of the model if there is no folder."""
+    if folder is not None:
+        return folder.name
+    with keep_default_dtype():
+        return task.model(_dtype(config), config.seed).name
 
 
-def _dtype() -> Literal["float32", "float64", "bfloat16"]:
-    """Return torch's default dtype, which the ranks use too."""
-    known: dict[torch.dtype, Literal["float64", "bfloat16"]] = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
-    return known.get(torch.get_default_dtype(), "float32")
+def _layout_config(config: RunConfig, ranks: int | None, layout: Layout | None) -> LayoutConfig:
+    """Return the config of the layout, for this number of ranks or for the layout itself."""
+    # By identity, since a config that declares the same layout as the default still declares one.
+    is_declared = config.layout is not CHOSEN_LAYOUT
+    if layout is not None:
+        if is_declared:
+            raise InputError("layout", "is an argument, but config.layout is set too", "omit one of them")
+        if ranks is not None and ranks != layout.num_ranks:
+            raise InputError("ranks", f"is {ranks}, but the layout has {layout.num_ranks}", "omit ranks")
+        return LayoutConfig(layout.num_ranks)
+    if ranks is None or ranks == config.layout.ranks:
+        return config.layout
+    if is_declared:
+        raise InputError("ranks", f"is {ranks}, but config.layout.ranks is {config.layout.ranks}", "omit ranks")
+    return msgspec.structs.replace(config.layout, ranks=ranks)
+
+
+def _dtype(config: RunConfig) -> Dtype:
+    """Return the dtype of the config, or torch's default dtype."""
+    known: dict[torch.dtype, Dtype] = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
+    return config.dtype or known.get(torch.get_default_dtype(), "float32")
 
 
 def _portable(value: Any, what: str) -> Any:
@@ -310,18 +270,6 @@ def _held_out(batches: Callable[[], Batches] | bytes) -> Batches:
     return found
 
 
-def _packing(model: Model, task: Task, ranks: int) -> PackingSpec:
-    """Return a packing with about two microbatches per rank on the first batches, which fits samples twice as long."""
-    batches, _ = task.batches_from(0, 1)
-    _, metadata = typical_batches(model, task.describe, batches)
-    if not metadata:
-        raise InputError("batches", "has none", "give at least one batch")
-    tokens = [budget_tokens(batch, model.spec) for batch in metadata]
-    longest = max(int(each.max()) for each in tokens)
-    mean = sum(int(each.sum()) for each in tokens) / len(tokens)
-    return PackingSpec(max(2 * longest, round(mean / (_MICROBATCHES_PER_RANK * ranks)), 1))
-
-
 def _new_folder(name: str) -> Path:
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -330,6 +278,6 @@ def _new_folder(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise refused(folder, error, "set settings.folder") from error
+            raise refused(folder, error, "set folder") from error
         return folder
     raise AssertionError("numbers do not end")

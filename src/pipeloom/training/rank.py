@@ -14,9 +14,18 @@ import msgspec
 
 from pipeloom.heartbeat import doing
 from pipeloom.packing import cost_loads
-from pipeloom.planner import Planner, Setup
+from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.planner.forwards import forward_problem, plan_forwards
-from pipeloom.runtime import Model, StepReport, TcpPlanStore, Trainer, TrainerOptions, group_device, with_shapes
+from pipeloom.runtime import (
+    ExecutionOptions,
+    Model,
+    Saving,
+    StepReport,
+    TcpPlanStore,
+    Trainer,
+    group_device,
+    with_shapes,
+)
 from pipeloom.runtime.launch.coordination import broadcast_int
 from pipeloom.runtime.model.flops import known_peak
 from pipeloom.runtime.model.model import torch_dtype
@@ -37,7 +46,7 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     Parameters
     ----------
     job : Job
-        A prepared job, with its setup in its folder.
+        A prepared job, with its planning problem in its folder.
     go_on : bool
         Whether to continue from the newest checkpoint.
     displays : callable or None
@@ -48,15 +57,15 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     Summary or None
         The summary of the run on rank 0, None on other ranks.
     """
-    relayout = Relayout(job, job.shared_setup())
+    relayout = Relayout(job, job.shared_problem())
     # Filled on rank 0 once the first iteration is known.
     handlers: list[EventHandler] = []
     with ExitStack() as shown:
         learned = None
         while True:
-            setup = relayout.begin()
-            model = with_shapes(job.build_model(), setup.model)
-            trainer = _trainer(job, setup, relayout, model, handlers, go_on)
+            problem = relayout.begin()
+            model = with_shapes(job.build_model(), problem.model)
+            trainer = _trainer(job, problem, relayout, model, handlers, go_on)
             first = trainer.resume(learned) if go_on else 0
             all_batches, count = job.task.batches_from(first, job.config.iterations, **job.config.data)
             batches = trainer.skip_trained(all_batches, count)
@@ -67,7 +76,7 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
                 if displays is not None:
                     displays("training")
                 handlers.append(EventHandler(job, first, show))
-            done = _train(_Evaluator(job, setup, trainer, next(iter(handlers), None)), batches, first, relayout)
+            done = _train(_Evaluator(job, problem, trainer, next(iter(handlers), None)), batches, first, relayout)
             if not relayout.changed:
                 break
             learned, go_on = trainer.learned, True
@@ -82,9 +91,9 @@ def train_rank(job: Job, go_on: bool, displays: Callable[[str], None] | None = N
     if done < job.config.iterations != UNTIL_THE_END:
         job.display.say(f"The batches ended after {done} of {job.config.iterations} iterations.", warning=True)
     # Write everything before the user's evaluation, which may fail.
-    facts = _run_facts(job, setup, model)
+    facts = _run_facts(job, problem, model)
     with display_heartbeat(job.display, "comparing with 1F1B, and writing timelines"):
-        summary = finish(handler.recorder, setup, facts, handler.elapsed_s, job.config.layout.kind)
+        summary = finish(handler.recorder, problem, facts, handler.elapsed_s, job.config.layout.kind)
         doing("evaluating")
         scores = job.task.scores(model)
     if scores:
@@ -161,19 +170,19 @@ class EventHandler:
 def peak_flops(job: Job) -> float | None:
     """Return the peak operations per second of one process's device in the run's precision."""
     config = job.config
-    computed = AUTOCAST[config.runtime.autocast] or torch_dtype(config.dtype)
+    computed = AUTOCAST[config.runtime.autocast] or torch_dtype(job.dtype)
     return config.log.peak_flops or known_peak(group_device(), computed)
 
 
 class _Evaluator:
     """Evaluates during a run; all ranks use it alike."""
 
-    def __init__(self, job: Job, setup: Setup, trainer: Trainer, handler: EventHandler | None) -> None:
+    def __init__(self, job: Job, problem: PlanningProblem, trainer: Trainer, handler: EventHandler | None) -> None:
         self.config, self.job, self.trainer, self.handler = job.config.evaluation, job, trainer, handler
         self._last = 0
         if self.config is not None:
             self._last = broadcast_int(0 if handler is None else handler.recorder.last_evaluated)
-            self._plan = partial(plan_forwards, forward_problem(setup))
+            self._plan = partial(plan_forwards, forward_problem(problem))
 
     def after(self, done: int, *, is_last: bool = False) -> None:
         """Evaluate after this many iterations if an evaluation is due."""
@@ -190,9 +199,9 @@ class _Evaluator:
 
 
 def _trainer(
-    job: Job, setup: Setup, relayout: Relayout, model: Model, handlers: list[EventHandler], go_on: bool
+    job: Job, problem: PlanningProblem, relayout: Relayout, model: Model, handlers: list[EventHandler], go_on: bool
 ) -> Trainer:
-    config, costs, task = job.config, setup.costs, job.task
+    config, costs, task = job.config, problem.costs, job.task
 
     def saved(iteration: int, path: Path) -> None:
         for handler in handlers:
@@ -200,21 +209,17 @@ def _trainer(
 
     return Trainer(
         model,
-        setup.layout,
-        Planner(setup, TcpPlanStore.host, deadline_s=config.planner.deadline_s),
+        problem.layout,
+        Planner(problem, TcpPlanStore.host, deadline_s=config.planner.deadline_s),
         describe=task.describe,
         optimizer=task.optimizer or ConfiguredOptimizer(config.optimizer, not config.parallel.divides_nothing),
-        options=TrainerOptions(
-            scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
+        scheduler=task.scheduler or configured_scheduler(job.scheduler, config.optimizer, config.iterations),
+        loads=lambda batch: cost_loads(batch, problem.model, problem.layout, costs),
+        options=ExecutionOptions(
             count_flops=peak_flops(job) is not None,
             ema_decay=None if config.ema is None else config.ema.decay,
             clip_norm=config.optimizer.clip_norm,
-            checkpoints=job.checkpoints,
-            on_checkpoint=saved,
-            ends_after=relayout.ends_after,
-            record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             timeout_s=config.timeout_s,
-            loads=lambda batch: cost_loads(batch, setup.model, setup.layout, costs),
             device=group_device(),
             transport=config.runtime.transport,
             compare_contents=config.runtime.compare_contents,
@@ -222,11 +227,17 @@ def _trainer(
             random_seed=config.seed,
             workers=config.runtime.workers,
             shard=config.parallel.shard,
+        ),
+        saving=Saving(
+            checkpoints=job.checkpoints,
+            on_checkpoint=saved,
+            ends_after=relayout.ends_after,
+            record=(*(job.folder / name for name in (HISTORY, EVALUATIONS, LAYOUTS)), job.setup_path),
             resumes=go_on,
         ),
     )
 
 
-def _run_facts(job: Job, setup: Setup, model: Model) -> RunFacts:
+def _run_facts(job: Job, problem: PlanningProblem, model: Model) -> RunFacts:
     num_parameters = sum(p.numel() for module in model.modules for x in module.layers for p in x.parameters())
-    return RunFacts(job.config.name, setup.layout.num_ranks, num_parameters, job.config.seed, setup.layout.digest)
+    return RunFacts(job.name, problem.layout.num_ranks, num_parameters, job.config.seed, problem.layout.digest)

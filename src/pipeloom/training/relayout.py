@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from pipeloom.bounds import Finite, NumBytes
 from pipeloom.cost import Correction
 from pipeloom.errors import InfeasibleError
-from pipeloom.io import rule_path, write_layout, write_rule, write_text
+from pipeloom.io import rule_path, write_layout, write_rule
 from pipeloom.layout.slow_ranks import RelayoutResult, layers_in_words, relaid
 from pipeloom.layout.training import Preview
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem, write_problem
+from pipeloom.planner.problem_file import decode_problem, encode_problem
 from pipeloom.runtime import StepReport
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_bytes, broadcast_int
 from pipeloom.search import OrderRule
@@ -54,20 +55,20 @@ class LayoutChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
     rules: tuple[OrderRule, ...] = ()
 
-    def applied(self, setup: Setup) -> Setup:
-        """Return the setup under this layout."""
-        search = msgspec.structs.replace(setup.search, rules=self.rules)
-        return msgspec.structs.replace(setup, layout=self.layout, search=search)
+    def applied(self, problem: PlanningProblem) -> PlanningProblem:
+        """Return the problem under this layout."""
+        search = msgspec.structs.replace(problem.search, rules=self.rules)
+        return replace(problem, layout=self.layout, search=search)
 
 
-def write_setup(job: Job, setup: Setup) -> None:
-    """Write the setup, layout and rule that all ranks read when they start."""
+def write_shared_files(job: Job, problem: PlanningProblem) -> None:
+    """Write the planning problem, layout and rule that all ranks read when they start."""
     path = job.folder / "layout.json"
-    write_layout(path, setup.layout)
+    write_layout(path, problem.layout)
     rule_path(path).unlink(missing_ok=True)
-    for rule in setup.search.rules[-1:]:
+    for rule in problem.search.rules[-1:]:
         write_rule(path, rule)
-    write_text(job.setup_path, msgspec.json.format(msgspec.json.encode(setup), indent=1).decode() + "\n")
+    write_problem(job.setup_path, problem)
 
 
 def newest_change(job: Job, first: str) -> LayoutChange | None:
@@ -137,31 +138,31 @@ class Relayout:
 
     Attributes
     ----------
-    setup : Setup
-        The setup with which the run continues.
+    problem : PlanningProblem
+        The problem with which the run continues.
     changed : bool
         Whether the layout has changed since `begin`.
     """
 
-    def __init__(self, job: Job, setup: Setup) -> None:
-        self.job, self.setup, self.changed = job, setup, False
+    def __init__(self, job: Job, problem: PlanningProblem) -> None:
+        self.job, self.problem, self.changed = job, problem, False
         self._may_change = may_change(job)
         self._is_first = dist.get_rank() == 0
         found = None
         if self._is_first and (job.folder / LAYOUTS).is_file():
             rows = read_lines(job.folder / LAYOUTS, LayoutChange)
-            found = next((row for row in reversed(rows) if row.layout == setup.layout), None)
-        self._first_layout = setup.layout.digest if found is None else found.first
-        alike = ((1.0,) * setup.layout.num_ranks,) * setup.layout.parallelism.data
+            found = next((row for row in reversed(rows) if row.layout == problem.layout), None)
+        self._first_layout = problem.layout.digest if found is None else found.first
+        alike = ((1.0,) * problem.layout.num_ranks,) * problem.layout.parallelism.data
         self._slowness = alike if found is None else found.slowness
-        self._known_layouts = [setup.layout]
+        self._known_layouts = [problem.layout]
         self._observations = _Observations()
         self._began, self._start_s = time.monotonic(), 0.0
 
-    def begin(self) -> Setup:
-        """Return the setup to train with from here on."""
+    def begin(self) -> PlanningProblem:
+        """Return the problem to train with from here on."""
         self.changed = False
-        return self.setup
+        return self.problem
 
     def started(self, report: StepReport) -> None:
         """Record the time before the first iteration under a layout, which is the cost of a change."""
@@ -183,14 +184,12 @@ class Relayout:
             self.changed = bool(patience.hear("waiting for rank 0 to plan other layouts", int(change is not None)))
         if self.changed:
             self._began = time.monotonic()
-            self.setup = msgspec.json.decode(
-                broadcast_bytes(msgspec.json.encode(self.setup) if self._is_first else None), type=Setup
-            )
+            self.problem = decode_problem(broadcast_bytes(encode_problem(self.problem) if self._is_first else None))
         return self.changed
 
     def _new_slowness(self) -> tuple[Slowness, ...] | None:
         """Return the lasting slowness of every replica if it differs from that for which the layout was evaluated."""
-        found = self._observations.lasting_slowness(self.setup.layout.num_ranks)
+        found = self._observations.lasting_slowness(self.problem.layout.num_ranks)
         if found is None:
             return None
         ratio = np.array(found) / np.array(self._slowness)
@@ -198,21 +197,21 @@ class Relayout:
 
     def _evaluate(self, slowness: tuple[Slowness, ...], iteration: int) -> LayoutChange | None:
         """Search for a layout that pays off in the remaining iterations, and report the result."""
-        setup, self._slowness = self.setup, slowness
+        problem, self._slowness = self.problem, slowness
         previews = [
             Preview(
-                setup.costs.corrected(correction),
-                setup.packing,
+                problem.profile_costs.corrected(correction),
+                problem.packing,
                 tuple(self._observations.batches),
-                setup.layout.num_ranks,
-                capacity_bytes=setup.cluster.memory_capacity_bytes,
-                num_tensor=setup.layout.parallelism.tensor,
+                problem.layout.num_ranks,
+                capacity_bytes=problem.memory.capacity_bytes,
+                num_tensor=problem.layout.parallelism.tensor,
             )
             for correction in self._observations.corrected(slowness)
         ]
-        rule = next(iter(setup.search.rules[-1:]), None)
+        rule = next(iter(problem.search.rules[-1:]), None)
         try:
-            found = relaid(previews, setup.layout, rule, self._known_layouts, seed=setup.seed)
+            found = relaid(previews, problem.layout, rule, self._known_layouts, seed=problem.seed)
         except InfeasibleError:
             return None
         left = self.job.config.iterations - iteration
@@ -221,13 +220,13 @@ class Relayout:
         self.job.display.say(f"iteration {iteration}: {_in_words(slowness)}; {_figures(found)}: {verdict}")
         if refusal:
             return None
-        rules = tuple(each.moved_to(found.best.layout) for each in setup.search.rules)
+        rules = tuple(each.moved_to(found.best.layout) for each in problem.search.rules)
         change = LayoutChange(
             iteration, self._first_layout, slowness, found.before.seconds, found.best.seconds, found.best.layout, rules
         )
-        self.setup = change.applied(setup)
+        self.problem = change.applied(problem)
         append_line(self.job.folder / LAYOUTS, change)
-        write_setup(self.job, self.setup)
+        write_shared_files(self.job, self.problem)
         return change
 
 

@@ -21,7 +21,7 @@ from pipeloom.io import read_spec
 from pipeloom.layout.training import training_layers
 from pipeloom.outputs import check_input
 from pipeloom.plan import backend_of
-from pipeloom.planner import Setup
+from pipeloom.planner import PlanningProblem
 from pipeloom.printing import print_error
 from pipeloom.runtime import Model, Worker, choose_device, join_workers, this_worker
 from pipeloom.runtime.launch.coordination import LongBarrier, broadcast_int
@@ -36,11 +36,12 @@ from pipeloom.training.display import Display, Quiet
 from pipeloom.training.folder_task import folder_task
 from pipeloom.training.job import Job
 from pipeloom.training.layouts import given_layout, held_copies, lay_out, offered, preview
+from pipeloom.training.loop_config import check_loop
 from pipeloom.training.measure import FirstBatches, known_links, known_profile, measured_profile, show_first_sample
 from pipeloom.training.optimizers import check_optimizer, check_scheduler
 from pipeloom.training.rank import train_rank
 from pipeloom.training.record import Summary, fresh_folder
-from pipeloom.training.relayout import newest_change, write_setup
+from pipeloom.training.relayout import newest_change, write_shared_files
 from pipeloom.training.task import Task
 from pipeloom.training.warm import begin_warm
 
@@ -54,7 +55,7 @@ class TrainingRun(Job):
 
     Parameters
     ----------
-    config : TrainConfig
+    config : RunConfig
     task : Task
         The user's functions; every process imports them.
     folder : Path
@@ -101,8 +102,8 @@ class TrainingRun(Job):
         check_input(source)
         return cls(config, Task.from_file(source), Path(runs) / config.name, file, display or Quiet())
 
-    def prepare(self) -> Setup:
-        """Measure the layers, choose the layout, and write the planner's setup, which all ranks read.
+    def prepare(self) -> PlanningProblem:
+        """Measure the layers, choose the layout, and write the planning problem, which all ranks read.
 
         A resumed run reuses the measurements from before the interruption, so that it has the same layout. A changed
         layout also remains.
@@ -116,16 +117,16 @@ class TrainingRun(Job):
         """
         config = self.config
         find_method(config.planner.method, f"{self.file}: planner.method")
-        with _keep_default_dtype():
+        with keep_default_dtype():
             model = self._checked_model()
             with self._in_file():
                 check_divisible(model, config.parallel.degrees, config.parallel.shard)
                 self._check_encoder_dp(model)
                 self._check_loop(model)
             show_first_sample(self)
-            setup = self._measured_setup(model)
-        write_setup(self, setup)
-        return setup
+            problem = self._measured_problem(model)
+        write_shared_files(self, problem)
+        return problem
 
     def measure_layers(self) -> LayerTable:
         """Measure the cost of each layer on a typical microbatch, on this process's device.
@@ -135,7 +136,7 @@ class TrainingRun(Job):
         InputError
             If the model has several modules, or the task's functions fail.
         """
-        with _keep_default_dtype():
+        with keep_default_dtype():
             first = FirstBatches(self, self._checked_model())
             profile = measured_profile(self, first, choose_device(self.config.runtime.device, 1))
             return training_layers(preview(self, first.shaped, profile, first))
@@ -190,7 +191,7 @@ class TrainingRun(Job):
             raise InputError(str(path), f"cannot be read ({error})", "train the run to its end first") from error
 
     def _checked_model(self) -> Model:
-        self.display.say(f"Building {self.config.name} ...")
+        self.display.say(f"Building {self.name} ...")
         model = self.build_model()
         with self._in_file("layout.modules: "):
             for name in self.config.layout.modules:
@@ -227,6 +228,7 @@ class TrainingRun(Job):
     def _check_loop(self, model: Model) -> None:
         """Check before ranks start that they can run the training loop."""
         config, task = self.config, self.task
+        check_loop(config.optimizer, self.scheduler, config.evaluation, config.ema)
         if all(module.frozen for module in model.modules):
             frozen = ", ".join(module.name for module in model.modules)
             raise InputError("model.freeze", f"leaves nothing to train: {frozen} are frozen", "unfreeze one of them")
@@ -245,7 +247,7 @@ class TrainingRun(Job):
         if config.log.tensorboard:
             check_tensorboard()
 
-    def _measured_setup(self, model: Model) -> Setup:
+    def _measured_problem(self, model: Model) -> PlanningProblem:
         config = self.config
         first = FirstBatches(self, model)
         model = first.shaped
@@ -256,34 +258,34 @@ class TrainingRun(Job):
         search = read_spec(self.file.parent / params, SearchParams) if params else SearchParams()
         if choice.rule is not None:
             search = msgspec.structs.replace(search, rules=(*search.rules, choice.rule))
-        setup = Setup(
-            model=model.spec,
-            layout=msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
-            profile=profile,
-            packing=config.packing,
-            cluster=self.cluster,
+        problem = PlanningProblem.from_profile(
+            model.spec,
+            msgspec.structs.replace(choice.layout, parallelism=config.parallel.degrees),
+            profile,
+            first.packing,
+            self.cluster,
+            strategies=offered(config, model),
+            split_backward=config.planner.split_backward,
+            held_copies=held_copies(self, model),
             budget_s=config.planner.budget_s,
             seed=config.seed,
             method=config.planner.method,
-            strategies=offered(config, model),
             tuning=config.tuning,
             backend=backend_of(self.device if config.runtime.transport == "direct" else "cpu"),
-            split_backward=config.planner.split_backward,
-            held_copies=held_copies(self, model),
             threads=config.planner.threads,
             search=search,
         )
         # A layout change by an earlier start remains if the run began with this layout.
-        change = newest_change(self, setup.layout.digest)
-        return setup if change is None else change.applied(setup)
+        change = newest_change(self, problem.layout.digest)
+        return problem if change is None else change.applied(problem)
 
     def _prepare_folder(self, go_on: bool) -> None:
         """Create the folder, and prepare everything that the ranks read."""
         fresh_folder(self.folder, go_on=go_on)
-        setup = (replace(self, config=known_links(self)) if go_on else self).prepare()
+        problem = (replace(self, config=known_links(self)) if go_on else self).prepare()
         # Compile once here, so that neither the planner nor rank 0 compiles while others wait.
         self.display.say("Loading the planner's kernels ...")
-        setup.problem().compile_kernels()
+        problem.compile_kernels()
 
     def _resolve_resume(self, resume: bool | None, steps: Sequence[int] | None = None) -> bool:
         """Return whether to continue from a checkpoint; if there is one, ``resume`` must be set."""
@@ -448,7 +450,7 @@ class TrainingRun(Job):
 
 
 @contextmanager
-def _keep_default_dtype() -> Iterator[None]:
+def keep_default_dtype() -> Iterator[None]:
     """Restore torch's default dtype, which building a model sets."""
     before = torch.get_default_dtype()
     try:

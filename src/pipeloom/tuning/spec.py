@@ -51,7 +51,7 @@ class TuningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether orders are searched. These settings then only determine the start of the search."""
         return self.order == "search"
 
-    def check_choices(self, strategies: Sequence[str], split_backward: bool) -> None:
+    def check_choices(self, strategies: Sequence[object], split_backward: bool) -> None:
         """Raise `InputError` for strategy choices or split backwards if orders are not searched.
 
         Raises

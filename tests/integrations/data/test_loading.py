@@ -18,7 +18,7 @@ from pipeloom.integrations.transformers.check import _copied, _Costs
 from pipeloom.integrations.transformers.reference import double
 from pipeloom.packing import PackingSpec, pack
 from pipeloom.plan import boundary_shapes, lower
-from pipeloom.runtime import ExecutorOptions, ThreadHub
+from pipeloom.runtime import ThreadHub
 from pipeloom.runtime.data.batches import bound
 from pipeloom.spec import STRATEGIES, Chunk, Layout, ModuleLayout
 from pipeloom.taskgraph import build_graph
@@ -51,8 +51,9 @@ def run(model: Any, layout: Layout, plan: Any, packing: Any, samples: list[Any])
     def work(rank: int, mine: Any) -> None:
         try:
             # None loads ahead, one, and two.
-            options = ExecutorOptions(reduce_gradients=lambda *_: None, workers=rank)
-            executor = pl.Executor(mine, layout, rank, hub.transport(rank), options=options)
+            options = pl.ExecutionOptions(workers=rank)
+            transport = hub.transport(rank)
+            executor = pl.Executor(mine, layout, rank, transport, options=options, reduce_gradients=lambda *_: None)
             with double():
                 result = executor.run(plan, packing, samples[rank])
             losses.append(result.loss_sum / result.normalizer)

@@ -126,10 +126,10 @@ def test_a_model_that_sees_is_prepared_for_texts_alone(folder: Path, texts: str,
         config(folder, **{IMAGES: texts, 'freeze = ["vision"]': "", "ranks = 2": layout}), runs=folder / kind
     )
     run.folder.mkdir(parents=True)
-    setup = run.prepare()
+    problem = run.prepare()
     # An image that comes in a later batch has a cost that grows with it.
-    costs = setup.costs
-    block = setup.layout.chunks[setup.layout.chunks_of("vision")[0]]
+    costs = problem.costs
+    block = problem.layout.chunks[problem.layout.chunks_of("vision")[0]]
     small, large = (costs.chunk_costs(block, Workload((size,)))[0] for size in (64, 4096))
     assert 0 < small.forward_s <= large.forward_s
     assert 0 < 2 * small.activation_bytes < large.activation_bytes
@@ -275,7 +275,7 @@ def test_a_processor_that_differs_ends_training_before_anything_is_measured(
         raise InputError("x: input_ids", "differs")
 
     monkeypatch.setattr(pl.WebDataset, "preview", differs)
-    monkeypatch.setattr(pl.TrainingRun, "_measured_setup", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(pl.TrainingRun, "_measured_problem", lambda *_: pytest.fail("measured"))
     with pytest.raises(InputError, match="x: input_ids: differs"):
         pl.TrainingRun.from_toml(config(folder, "skip_corrupt = true"), runs=folder / "differs").prepare()
 

@@ -11,9 +11,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import pipeloom as pl
 from pipeloom.integrations.diffusers.library import library_gradients
 from pipeloom.planner import Planner
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
 
-from ..transformers.on_ranks import setup, sgd, state_of
+from ..transformers.on_ranks import invented_problem, sgd, state_of
 from . import tiny
 
 
@@ -34,13 +34,13 @@ def train_libraries(transformer: Any, text_encoder: Any, name: str) -> None:
 def train_and_save(folder: Path, name: str, to: Path) -> dict[str, int]:
     """Train as one of two ranks; returns how many elements this rank holds."""
     model = pl.from_diffusers(folder, device="meta", freeze=())
-    made = setup(model, 2)
+    made = invented_problem(model, 2)
     trainer = Trainer(
         model,
         made.layout,
         Planner(made, TcpPlanStore.host, deadline_s=60.0),
         optimizer=sgd,
-        options=TrainerOptions(timeout_s=60.0),
+        options=ExecutionOptions(timeout_s=60.0),
     )
     held = {
         f"{module.name}.{number}": sum(p.numel() for p in layer.parameters() if not p.is_meta)

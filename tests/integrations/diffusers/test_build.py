@@ -19,7 +19,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.diffusers.flow import noising
 from pipeloom.integrations.transformers import check
 from pipeloom.packing import pack
-from pipeloom.runtime import ExecutorOptions, ThreadHub
+from pipeloom.runtime import ExecutionOptions, ThreadHub
 from pipeloom.runtime.model.model import make_part
 from pipeloom.spec import Batch, Chunk, Layout, ModuleLayout
 from tests.integrations.transformers.test_build import Largest
@@ -301,7 +301,7 @@ def test_half_precision(name: str, weights: torch.dtype, autocast: Any) -> None:
     for dtype, region in ((torch.float32, None), (weights, autocast)):
         model = pl.from_diffusers(transformer.to(dtype), encoder.to(dtype), freeze=())
         drawn = check._draw(random.Random(0), model, pl.batch_of(batch, model.describe), 1)
-        options = ExecutorOptions(autocast=region)
+        options = ExecutionOptions(autocast=region)
         executor = pl.Executor(model, drawn.layout, 0, ThreadHub().transport(0), options=options)
         result = executor.run(drawn.plan, drawn.packing, batch)
         losses.append(result.loss_sum / result.normalizer)

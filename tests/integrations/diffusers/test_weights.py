@@ -22,7 +22,7 @@ from pipeloom.runtime.checkpoint.save_pretrained import add, begin, finish, part
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.runtime.model.weights import give_memory, give_weights
 
-from ..transformers.on_ranks import setup, sgd, state_of
+from ..transformers.on_ranks import invented_problem, sgd, state_of
 from . import on_ranks, tiny
 
 NAMES = ("wan", pytest.param("ltx", marks=pytest.mark.full))
@@ -263,10 +263,16 @@ def test_ranks_train_from_a_folder_and_save_for_the_libraries(name: str, tmp_pat
 def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     parts = saved("ltx", tmp_path / "from")
     build = partial(pl.from_diffusers, tmp_path / "from", device="meta", freeze=())
-    made, planner = setup(build(), 2), pl.PlannerConfig(budget_s=0.02)
-    settings = pl.FitSettings(folder=tmp_path / "run", planner=planner, profile=made.profile)
-    batches = partial(on_ranks.batches, "ltx")
-    result = pl.fit(build, batches, ranks=2, optimizer=sgd, layout=made.layout, settings=settings)
+    made, planner = invented_problem(build(), 2), pl.PlannerConfig(budget_s=0.02)
+    result = pl.fit(
+        build,
+        partial(on_ranks.batches, "ltx"),
+        optimizer=sgd,
+        layout=made.layout,
+        profile=made.profile_costs.profile,
+        folder=tmp_path / "run",
+        config=pl.RunConfig(planner=planner),
+    )
     result.save_pretrained(tmp_path / "to")
     assert_trained("ltx", tmp_path / "to", parts)
     assert run(["export", str(tmp_path / "run"), "--to", str(tmp_path / "other"), "--shard-gb", "0.001"]) == 0

@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron import Setup, Timing, best_layout, read_megatron
+from pipeloom.integrations.megatron import PipelineSettings, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.effects import known_fields, known_names
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.setup import read_stages
@@ -45,7 +45,7 @@ def setups(draw):
     letters = ["t" * size for size in sizes]
     letters[0] = "E" + letters[0]
     letters[-1] += "m" * predictors + "L"
-    return Setup(tuple(letters), p, p)
+    return PipelineSettings(tuple(letters), p, p)
 
 
 @given(setups())

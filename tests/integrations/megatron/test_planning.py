@@ -11,7 +11,7 @@ import pytest
 
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.integrations.megatron import Recompute, Setup, Timing, best_layout, read_megatron
+from pipeloom.integrations.megatron import PipelineSettings, Recompute, Timing, best_layout, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
 from pipeloom.search import Evaluations, group_sizes
 from pipeloom.spec import Chunk
@@ -30,7 +30,7 @@ def test_stages_cost_what_the_emulator_says():
     run = run_of(tensor_model_parallel_size=2, sequence_parallel=True, swiglu=True, disable_bias_linear=True)
     costs = StageCosts(run, H100)
     emulated = EmulatedCosts(run.architecture, H100, run.degrees, ("keep", "recompute"), split=False)
-    setup = Setup(("Et", "t" * 4, "t" * 7, "L"), 4, 4)
+    setup = PipelineSettings(("Et", "t" * 4, "t" * 7, "L"), 4, 4)
     keep, again = costs.of(setup), costs.of(replace(setup, recompute=Recompute("full", "uniform", 1)))
     for stage, (first, last) in ((1, (2, 5)), (2, (6, 12))):
         for mine, theirs in zip(
@@ -68,7 +68,9 @@ def test_recomputing_modules_costs_time_and_frees_bytes():
     assert core.bytes == tokens * 16 * 4
     assert core.more_ps > norm.more_ps
     # All that one can recompute alone is less than the whole layer.
-    every = Setup(run.now.stages, 4, 4, Recompute("selective", modules=("layernorm", "mlp", "moe", "mla_up_proj")))
+    every = PipelineSettings(
+        run.now.stages, 4, 4, Recompute("selective", modules=("layernorm", "mlp", "moe", "mla_up_proj"))
+    )
     selective, full = costs.of(every), costs.of(replace(every, recompute=Recompute("full", "uniform", 1)))
     assert all(
         a.held_bytes > b.held_bytes and a.backward_ns < b.backward_ns for a, b in zip(selective, full, strict=True)
@@ -79,7 +81,7 @@ def test_a_pipeline_takes_the_textbook_time():
     """Stages of whole layers alone, so that all but the ends are alike: bubbles as in the formula."""
     run = run_of(num_layers=24, global_batch_size=32)
     timing = Timing(run, H100)
-    one = timing.of(Setup(("E" + "t" * 6, "t" * 6, "t" * 6, "t" * 6 + "L"), 4, 4))
+    one = timing.of(PipelineSettings(("E" + "t" * 6, "t" * 6, "t" * 6, "t" * 6 + "L"), 4, 4))
     numbers = timing.costs.of(one.setup)
     slowest = numbers[3].forward_ns + numbers[3].backward_ns
     before = sum(n.forward_ns + n.backward_ns for n in numbers[:3])
@@ -99,7 +101,7 @@ def test_virtual_stages_halve_the_bubbles_and_larger_groups_hold_more():
     def timed(v, size=4):
         each = 24 // (4 * v)
         letters = ["t" * each] * (4 * v)
-        return timing.of(Setup(("E" + letters[0], *letters[1:-1], letters[-1] + "L"), 4, size))
+        return timing.of(PipelineSettings(("E" + letters[0], *letters[1:-1], letters[-1] + "L"), 4, size))
 
     one, two, three = (timed(v) for v in (1, 2, 3))
     assert two.bubble_share == pytest.approx(one.bubble_share / 2, rel=0.25)
@@ -136,7 +138,7 @@ def test_the_search_finds_the_best_of_small_instances():
                 letters = ["t" * size for size in sizes]
                 letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
                 for size in group_sizes(2, 6) if v > 1 else (2,):
-                    one = timing.of(Setup(tuple(letters), 2, size))
+                    one = timing.of(PipelineSettings(tuple(letters), 2, size))
                     best = min(best, one.iteration_s if one.fits else best)
     found = best_layout(run, H100, budget=Evaluations(1500))
     assert found.best.fits

@@ -14,7 +14,7 @@ from pipeloom.compare.now import now_system
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.emulator.build import module_parameters
 from pipeloom.integrations.current_runs import load_run
-from pipeloom.integrations.megatron import Setup, Timing, read_megatron
+from pipeloom.integrations.megatron import PipelineSettings, Timing, read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
 from pipeloom.layout import blocks_of_stages
 from pipeloom.spec import Chunk
@@ -42,7 +42,7 @@ def placed(random, layers, predictors, p, v=1):
     letters = ["t" * size for size in sizes]
     letters[at] += "m" * predictors
     letters[0], letters[-1] = "E" + letters[0], letters[-1] + "L"
-    return Setup(tuple(letters), p, p)
+    return PipelineSettings(tuple(letters), p, p)
 
 
 def test_the_stage_of_the_loss_has_the_products_with_the_vocabulary():
@@ -63,7 +63,7 @@ def test_where_predictions_stand_moves_their_blocks_alone(predictors):
         numbers = costs.of(setup)
         # A stage of the loss without layers takes 1 + predictors times what it takes without predictions.
         if setup.stages[-1] == "L":
-            one = plain.of(Setup(("Et*8".replace("t*8", "t" * 8), "", "", "L"), 4, 4))[-1]
+            one = plain.of(PipelineSettings(("Et*8".replace("t*8", "t" * 8), "", "", "L"), 4, 4))[-1]
             assert numbers[-1].forward_ns == pytest.approx((1 + predictors) * one.forward_ns, rel=0.01)
             assert numbers[-1].held_bytes == pytest.approx((1 + predictors) * one.held_bytes, rel=0.01)
         for i in whole:
@@ -80,13 +80,13 @@ def test_a_stage_has_one_copy_of_the_embedding():
     run = apart("--mtp-num-layers", "2")
     costs = StageCosts(run, H100)
     table = 128000 * 2048 * (2 + 4 + 12 / 2)
-    block = costs.of_ranks(Setup(("E", "t" * 8, "mm", "L"), 4, 4))[1].static_bytes / 8
+    block = costs.of_ranks(PipelineSettings(("E", "t" * 8, "mm", "L"), 4, 4))[1].static_bytes / 8
     for stages, copies in (
         (("Et", "tttttt", "t", "mmL"), [1, 0, 0, 2]),
         (("Et", "tttttt", "tmm", "L"), [1, 0, 1, 1]),
         (("E", "t" * 8, "mm", "L"), [1, 0, 1, 1]),
     ):
-        found = costs.of_ranks(Setup(stages, 4, 4))
+        found = costs.of_ranks(PipelineSettings(stages, 4, 4))
         tables = [
             (rank.static_bytes - stage.count("t") * block) / table for rank, stage in zip(found, stages, strict=True)
         ]
@@ -97,8 +97,8 @@ def test_a_stage_has_one_copy_of_the_embedding():
 def test_messages_with_states_of_predictions_take_longer():
     run = apart("--mtp-num-layers", "3")
     timing = Timing(run, H100)
-    near = timing.of(Setup(("E", "t" * 8, "", "mmmL"), 4, 4))
-    graph = timing.of(Setup(("E", "t" * 8, "mmm", "L"), 4, 4)).graph
+    near = timing.of(PipelineSettings(("E", "t" * 8, "", "mmmL"), 4, 4))
+    graph = timing.of(PipelineSettings(("E", "t" * 8, "mmm", "L"), 4, 4)).graph
     longest, plain = int(graph.edge_delay_ns.max()), int(near.graph.edge_delay_ns.max())
     assert longest == timing.costs.message_ns(4 * timing.costs.boundary_bytes) > plain == timing.costs.delay_ns
     m = run.num_microbatches
@@ -121,7 +121,7 @@ def test_the_architecture_costs_what_stages_do():
     """Prediction layers and loss as layers of a model take what they take as parts of Megatron's stages."""
     run = apart("--mtp-num-layers", "2")
     costs = EmulatedCosts(run.architecture, H100, run.degrees, ("keep",), split=False)
-    stages = StageCosts(run, H100).of(Setup(("E", "t" * 8, "mm", "L"), 4, 4))
+    stages = StageCosts(run, H100).of(PipelineSettings(("E", "t" * 8, "mm", "L"), 4, 4))
     for layer, stage in ((9, stages[2]), (10, stages[3])):
         (found,) = costs.chunk_costs(Chunk("lm", (layer, layer), 0), run.workload)
         assert found.forward_s * 1e9 == pytest.approx(stage.forward_ns, rel=0.1)

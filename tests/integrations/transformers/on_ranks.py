@@ -16,9 +16,9 @@ import pipeloom as pl
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.integrations.transformers.samples import clean, num_targets
 from pipeloom.layout import separate
-from pipeloom.planner import Planner, Setup
-from pipeloom.runtime import TcpPlanStore, Trainer, TrainerOptions
-from pipeloom.runtime.train.divide import Sharding
+from pipeloom.planner import Planner, PlanningProblem
+from pipeloom.runtime import ExecutionOptions, TcpPlanStore, Trainer
+from pipeloom.runtime.model.sharding import Sharding
 from pipeloom.spec import Parallelism
 
 from . import tiny
@@ -43,14 +43,14 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE)
 
 
-def setup(model: pl.Model, num_ranks: int, replicas: int = 1) -> Setup:
+def invented_problem(model: pl.Model, num_ranks: int, replicas: int = 1) -> PlanningProblem:
     """Costs are invented."""
     fit = LayerFit((1e-4, 0, 1e-6, 0), (2e-4, 0, 2e-6, 0), (0, 0, 64, 0))
     kinds = [f"{module.name}/{layer.kind}" for module in model.spec.modules for layer in module.flat_layers]
     profile = Profile("invented", dict.fromkeys(kinds, fit), typical_s=dict.fromkeys(kinds, 1e-3))
     layout = separate(model.spec, num_ranks, {}, lambda module, layer: 1.0)
     layout = msgspec.structs.replace(layout, parallelism=Parallelism(data=replicas))
-    return Setup(model.spec, layout, profile, pl.PackingSpec(400), budget_s=0.02)
+    return PlanningProblem.from_profile(model.spec, layout, profile, pl.PackingSpec(400), budget_s=0.02)
 
 
 def train_and_save(
@@ -58,9 +58,9 @@ def train_and_save(
 ) -> dict[str, int]:
     """Train as one rank; returns how many elements this rank holds."""
     model = pl.from_transformers(folder, device="meta")
-    made = setup(model, pipeline, replicas)
+    made = invented_problem(model, pipeline, replicas)
     planner = Planner(made, TcpPlanStore.host, deadline_s=60.0)
-    options = TrainerOptions(shard=shard, timeout_s=60.0)
+    options = ExecutionOptions(shard=shard, timeout_s=60.0)
     trainer = Trainer(model, made.layout, planner, optimizer=sgd, options=options)
     held = {
         f"{module.name}.{number}": sum(p.numel() for p in layer.parameters())
@@ -83,7 +83,7 @@ def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | Non
     """
     model = pl.from_transformers(folder, device="meta")
     model = replace(model, modules=[replace(module, parallelize=_divide_mlp) for module in model.modules])
-    made = setup(model, 1)
+    made = invented_problem(model, 1)
     layout = msgspec.structs.replace(made.layout, parallelism=Parallelism(tensor, replicas))
     found: list[tuple[int, list[str]]] = []
     kept: dict[str, StorageWeakRef] = {}
@@ -98,7 +98,7 @@ def read_divided(folder: Path, replicas: int, tensor: int, shard: Sharding | Non
 
     model.pretrained.fill = watched
     planner = Planner(made, TcpPlanStore.host)
-    trainer = Trainer(model, layout, planner, optimizer=sgd, options=TrainerOptions(shard=shard, timeout_s=60.0))
+    trainer = Trainer(model, layout, planner, optimizer=sgd, options=ExecutionOptions(shard=shard, timeout_s=60.0))
     trainer.gather_model()
     assert_saved(model, folder)
     return found

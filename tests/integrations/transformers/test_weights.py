@@ -419,12 +419,19 @@ def test_shards_of_replicas_train_from_a_folder(name: str, tmp_path: Path) -> No
     assert_trained(name, tmp_path / "from", tmp_path / "to", library)
 
 
-def fit(folder: Path, **more: Any) -> pl.FitResult:
+def fit(folder: Path, resume: bool | None = None, **more: Any) -> pl.FitResult:
     build = partial(pl.from_transformers, folder / "from", device="meta")
-    made, planner = on_ranks.setup(build(), 2), pl.PlannerConfig(budget_s=0.02)
-    settings = pl.FitSettings(folder=folder / "run", planner=planner, profile=made.profile, **more)
-    batches = partial(on_ranks.batches, "llama")
-    return pl.fit(build, batches, ranks=2, optimizer=on_ranks.sgd, layout=made.layout, settings=settings)
+    made, planner = on_ranks.invented_problem(build(), 2), pl.PlannerConfig(budget_s=0.02)
+    return pl.fit(
+        build,
+        partial(on_ranks.batches, "llama"),
+        optimizer=on_ranks.sgd,
+        layout=made.layout,
+        profile=made.profile_costs.profile,
+        folder=folder / "run",
+        resume=resume,
+        config=pl.RunConfig(planner=planner, **more),
+    )
 
 
 @pytest.fixture(scope="module")

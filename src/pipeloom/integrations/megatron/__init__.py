@@ -7,7 +7,16 @@
 
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
 from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
-from pipeloom.integrations.megatron.setup import Recompute, Setup
+from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.integrations.megatron.timing import Timed, Timing
 
-__all__ = ["MegatronAnswer", "MegatronRun", "Recompute", "Setup", "Timed", "Timing", "best_layout", "read_megatron"]
+__all__ = [
+    "MegatronAnswer",
+    "MegatronRun",
+    "PipelineSettings",
+    "Recompute",
+    "Timed",
+    "Timing",
+    "best_layout",
+    "read_megatron",
+]

@@ -17,7 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block
 from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import Recompute, Setup
+from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.spec import Strategy
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import FUSED, TrainerSpec
@@ -89,7 +89,7 @@ class StageCosts:
         """Bytes of hidden states sent from stage to stage, on one device."""
         return self._blocks[0].template.on(self.run.workload).output_bytes
 
-    def sent_bytes(self, setup: Setup) -> tuple[int, ...]:
+    def sent_bytes(self, setup: PipelineSettings) -> tuple[int, ...]:
         """Return the bytes that each stage but the last sends, on one device, with the states of prediction layers."""
         counts = itertools.accumulate(stage.count("m") for stage in setup.stages[:-1])
         return tuple(self.boundary_bytes * (1 + count) for count in counts)
@@ -119,7 +119,7 @@ class StageCosts:
             parts += [part, self._joining]
         return 3 * sum(part.template.on(work).model_flops for part in parts)
 
-    def of(self, setup: Setup) -> tuple[StageNumbers, ...]:
+    def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
         """Return the numbers of every stage."""
         with self._sizes_named():
             return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
@@ -137,7 +137,7 @@ class StageCosts:
             problem = f"together too large ({sizes}): {error.entity} {error.problem}"
             raise InputError(f"{run.source}: sizes", problem, "lower the largest of them") from error
 
-    def _parts(self, setup: Setup) -> list[list[_Part]]:
+    def _parts(self, setup: PipelineSettings) -> list[list[_Part]]:
         blocks = iter(self._blocks)
         out = []
         for letters in setup.stages:
@@ -209,7 +209,7 @@ class StageCosts:
             self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
         return self._savings[key]
 
-    def of_ranks(self, setup: Setup) -> tuple[RankNumbers, ...]:
+    def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
         for i, parts in enumerate(self._parts(setup)):

@@ -16,9 +16,9 @@ from pipeloom.integrations.megatron.model import GptModel, gpt_model
 from pipeloom.integrations.megatron.setup import (
     GROUP,
     NO_RULES,
-    SETUP_ARGUMENTS,
+    PIPELINE_ARGUMENTS,
+    PipelineSettings,
     Rules,
-    Setup,
     read_recompute,
     read_rules,
     read_stages,
@@ -49,7 +49,7 @@ class MegatronRun:
         Sequences of a microbatch, and of an iteration on all replicas.
     seq_length : int
         Tokens of every sequence.
-    now : Setup
+    now : PipelineSettings
         The current setup of the pipeline.
     recomputable : tuple of str
         Modules that selective recomputation supports here.
@@ -69,7 +69,7 @@ class MegatronRun:
     micro_batch_size: int
     global_batch_size: int
     seq_length: int
-    now: Setup
+    now: PipelineSettings
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def read_megatron(
             raise arguments.refuse("seq-length", f"{length} is not a multiple of {number}", f"as --{name} wants it")
     stages = read_stages(arguments, degrees.pipeline, len(model.blocks), len(model.predictors))
     size = arguments.size(GROUP, degrees.pipeline)
-    now = Setup(stages, degrees.pipeline, size, read_recompute(arguments))
+    now = PipelineSettings(stages, degrees.pipeline, size, read_recompute(arguments))
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
@@ -166,7 +166,7 @@ def read_megatron(
         now,
         modules,
         rules,
-        replaced=tuple(arguments.given[name].label for name in SETUP_ARGUMENTS if name in arguments.given),
+        replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
         ignored=arguments.ignored,
@@ -271,7 +271,7 @@ def _bytes(arguments: Arguments, name: str) -> int:
     return number
 
 
-def _check_schedule(arguments: Arguments, now: Setup, rules: Rules, num_microbatches: int) -> None:
+def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, num_microbatches: int) -> None:
     """Reject setups that Megatron's schedules reject."""
     if now.virtual > 1:
         entity = f"{arguments.source}: {arguments.label(GROUP)}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeloom.errors import InfeasibleError
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import Recompute, Setup
+from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.integrations.megatron.timing import Timed, Timing
 from pipeloom.report import size_text
 from pipeloom.search import Deadline, StoppingRule, group_sizes
@@ -163,13 +163,13 @@ class _Search:
         p, sizes, rules = self.run.degrees.pipeline, self._sizes(), self.run.rules
         most = (self.run.num_layers + 2) // p if sizes and not rules.several_stages else 1
         least = 2 if rules.one_stage else 1
-        setups = [Setup(stages, p, p) for v in range(least, most + 1) for stages in self._balanced(v)]
+        setups = [PipelineSettings(stages, p, p) for v in range(least, most + 1) for stages in self._balanced(v)]
         first = self._in_turn([replace(one, group_size=min(sizes, default=p)) for one in setups])
         best = sorted((one for one in first if one.setup.virtual > 1), key=lambda one: one.iteration_s)[:GROUPED]
         larger = [replace(one.setup, group_size=n) for one in best for n in sizes if n != one.setup.group_size]
         return first + self._in_turn(larger)
 
-    def _in_turn(self, setups: Sequence[Setup]) -> list[Timed]:
+    def _in_turn(self, setups: Sequence[PipelineSettings]) -> list[Timed]:
         found: list[Timed] = []
         for setup in setups:
             if found and self.watch.share(self.timing.evaluations) >= 1 - CLIMBING:
@@ -206,7 +206,7 @@ class _Search:
     def _assigned(self, letters: list[str], last: int) -> tuple[str, ...] | None:
         """Assign the layers to stages 0 to ``last``; return None if a stage would be empty."""
         p, layers = self.run.degrees.pipeline, self.run.num_layers
-        numbers = self.timing.costs.of(Setup(("E" + "t" * layers, *letters[1:-1], letters[-1]), 1, 1))
+        numbers = self.timing.costs.of(PipelineSettings(("E" + "t" * layers, *letters[1:-1], letters[-1]), 1, 1))
         load = np.array([n.forward_ns + n.backward_ns for n in numbers], np.float64)
         whole, load[0] = load[0], 0.0
         each = whole / max(1, layers)
@@ -222,7 +222,7 @@ class _Search:
             load[stage] += each
         return written(letters, sizes.tolist())
 
-    def with_recompute(self, setup: Setup) -> Timed | None:
+    def with_recompute(self, setup: PipelineSettings) -> Timed | None:
         """Return the setup with its fastest recomputation that fits; None if none fits."""
         found: list[Timed] = []
         for recompute in (Recompute(), *self._selective()):
@@ -288,25 +288,27 @@ class _Search:
             best = one if one.fits else best
         return best
 
-    def steps(self, setup: Setup) -> list[Callable[[], Setup]]:
+    def steps(self, setup: PipelineSettings) -> list[Callable[[], PipelineSettings]]:
         """Return all setups that are one step away."""
         letters = [stage.replace("t", "") for stage in setup.stages]
         sizes = [stage.count("t") for stage in setup.stages]
         last = next((i for i, stage in enumerate(setup.stages) if "m" in stage), len(sizes) - 1)
 
-        def moved(source: int, target: int) -> Setup:
+        def moved(source: int, target: int) -> PipelineSettings:
             changed = [size - (i == source) + (i == target) for i, size in enumerate(sizes)]
             return replace(setup, stages=written(letters, changed))
 
         # A stage keeps its last layer, unless it has embedding or loss.
         sources = [i for i, size in enumerate(sizes) if size > (not letters[i])]
-        found: list[Callable[[], Setup]] = [partial(moved, i, j) for i in sources for j in range(last + 1) if i != j]
+        found: list[Callable[[], PipelineSettings]] = [
+            partial(moved, i, j) for i in sources for j in range(last + 1) if i != j
+        ]
         found += [partial(replace, setup, recompute=one) for one in self._recomputes(setup)]
         if setup.virtual > 1:
             found += [partial(replace, setup, group_size=n) for n in self._sizes() if n != setup.group_size]
         return found
 
-    def _recomputes(self, setup: Setup) -> list[Recompute]:
+    def _recomputes(self, setup: PipelineSettings) -> list[Recompute]:
         now, most = setup.recompute, max(stage.count("t") for stage in setup.stages)
         if now.granularity != "full":
             full = () if self.run.rules.full else (whole_layers(1, most),)

@@ -1,4 +1,4 @@
-"""Setup of a pipeline in Megatron: stages, virtual stages, groups of microbatches, recomputation."""
+"""Settings of a pipeline in Megatron: stages, virtual stages, groups of microbatches, recomputation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LAYOUT, GROUP = "pipeline-model-parallel-layout", "microbatch-group-size-per-vir
 EACH, VIRTUAL = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
 FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
 ENDS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
-SETUP_ARGUMENTS = (
+PIPELINE_ARGUMENTS = (
     *(LAYOUT, GROUP, EACH, VIRTUAL, FIRST, LAST, *ENDS, "recompute-activations", "moe-layer-recompute"),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
 )
-"""Arguments that describe a `Setup`."""
+"""Arguments that describe `PipelineSettings`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PipelineSettings:
     """Stages of a pipeline, and how they run.
 
     Attributes
@@ -101,7 +101,7 @@ class Setup:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the setup, one a line."""
+        """Arguments of the settings, one a line."""
         lines = [f"--{LAYOUT} '{self.layout}'"]
         if self.virtual > 1:
             lines.append(f"--{GROUP} {self.group_size}")
@@ -109,7 +109,7 @@ class Setup:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields of the setup in a recipe's model, in YAML, one a line; fields that do not apply are null."""
+        """Fields of the settings in a recipe's model, in YAML, one a line; fields that do not apply are null."""
         again = self.recompute
         values = {
             "pipeline_model_parallel_layout": f"'{self.layout}'",
@@ -125,7 +125,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Setups that other arguments exclude.
+    """Settings that other arguments exclude.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.integrations.megatron.costs import StageCosts, StageNumbers
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import Setup
+from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b
 from pipeloom.spec.hardware import ClusterSpec
@@ -37,7 +37,7 @@ class Timed:
         Memory of each device.
     """
 
-    setup: Setup
+    setup: PipelineSettings
     iteration_s: float
     pipeline_s: float
     bubble_share: float
@@ -69,7 +69,7 @@ class Timing:
         self._graphs: dict[tuple[int, ...], TaskGraph] = {}
         self._orders: dict[tuple[int, int], Schedule] = {}
 
-    def of(self, setup: Setup) -> Timed:
+    def of(self, setup: PipelineSettings) -> Timed:
         """Time one setup."""
         self.evaluations += 1
         numbers, p, m = self.costs.of(setup), setup.num_ranks, self.run.num_microbatches
@@ -104,7 +104,7 @@ class Timing:
         """Return the tokens per second of all replicas."""
         return self.run.global_batch_size * self.run.seq_length / timed.iteration_s
 
-    def _graph(self, setup: Setup, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
+    def _graph(self, setup: PipelineSettings, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
         m, count, sent = self.run.num_microbatches, len(numbers), self.costs.sent_bytes(setup)
         forward, backward, held = (np.array([n[i] for n in numbers], np.int64) for i in range(3))
         if sent not in self._graphs:
@@ -135,7 +135,7 @@ class Timing:
             static_bytes=static,
         )
 
-    def _order(self, setup: Setup, graph: TaskGraph) -> Schedule:
+    def _order(self, setup: PipelineSettings, graph: TaskGraph) -> Schedule:
         key = (len(setup.stages), setup.group_size if setup.virtual > 1 else 0)
         if key not in self._orders:
             interleaved = setup.virtual > 1
@@ -143,7 +143,7 @@ class Timing:
             self._orders[key] = made
         return self._orders[key]
 
-    def _other_bytes(self, setup: Setup, numbers: Sequence[StageNumbers]) -> IntArray:
+    def _other_bytes(self, setup: PipelineSettings, numbers: Sequence[StageNumbers]) -> IntArray:
         """Return the bytes of every rank beside held activations: its largest pass, and messages.
 
         If groups are larger than the number of ranks, the first rank receives outputs of the last rank before it needs

@@ -9,7 +9,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeloom.integrations.pipelining.planning import planned_shapes
 from pipeloom.integrations.pipelining.running import StageExecutor, StepLoss, stage_executor
-from pipeloom.runtime.execute.iteration import ExecutorOptions
 from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.runtime.train.evaluate import forward_executor
 from pipeloom.spec import Layout
@@ -48,8 +47,8 @@ class StageExecutors:
             stages[0].group_rank,
             TorchTransport(stages[0].group),
             self._loss,
-            ExecutorOptions(reduce_gradients=self._reduce, random_seed=None, workers=0),
             planned_shapes(widths),
+            self._reduce,
         )
 
     def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:

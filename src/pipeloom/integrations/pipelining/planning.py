@@ -20,9 +20,8 @@ from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
 from pipeloom.planner import Planner
 from pipeloom.planner.client import DEADLINE_S, fallback_plan
 from pipeloom.planner.forwards import forward_problem
-from pipeloom.planner.messages import Setup
 from pipeloom.planner.planning import proved_plan
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.problem import PlanningProblem
 from pipeloom.runtime.launch.store import TcpPlanStore
 from pipeloom.spec import Batch, LayerSpec, Layout, ModelSpec, ModuleSpec, RankSpec, Sample, TensorShape, Workload
 from pipeloom.taskgraph import TaskGraph
@@ -197,8 +196,8 @@ class Measurements:
 class _PlanRequests:
     """The planner's process, which works on one request at a time, the last one."""
 
-    def __init__(self, setup: Setup, deadline_s: float) -> None:
-        self._planner = Planner(setup, TcpPlanStore.host, deadline_s=deadline_s)
+    def __init__(self, problem: PlanningProblem, deadline_s: float) -> None:
+        self._planner = Planner(problem, TcpPlanStore.host, deadline_s=deadline_s)
         self._requested: tuple[Sizes, int] = _NOTHING
         """Sizes of the plan that was requested last and is not collected yet, and its iteration."""
         self._num_requested = 0
@@ -254,7 +253,7 @@ class StepPlanner:
         self._known.clear()
         self._searched.clear()
         split = self.planning.backward != "whole"
-        self.setup = Setup(
+        self.problem = PlanningProblem.from_profile(
             chain_spec(self.measurements.widths),
             self.layout,
             profile,
@@ -264,13 +263,12 @@ class StepPlanner:
             backend=self.backend,
             split_backward=split,
         )
-        self.problem = self.setup.problem()
-        self.forwards = forward_problem(self.setup)
+        self.forwards = forward_problem(self.problem)
 
     def _start(self) -> None:
         """Start the planner's process, without waiting for it."""
         if self.planning.order is None and self.planning.budget_s:
-            self._requests = _PlanRequests(self.setup, self.planning.deadline_s)
+            self._requests = _PlanRequests(self.problem, self.planning.deadline_s)
 
     def close(self) -> None:
         """Stop the planner's process."""
@@ -334,7 +332,7 @@ class StepPlanner:
         return Order(plan, tuple(range(len(sizes))), sizes)
 
 
-def _first(problem: Problem, sizes: Sizes) -> Order:
+def _first(problem: PlanningProblem, sizes: Sizes) -> Order:
     """Return the order of the fixed heuristic."""
     planned = fallback_plan(problem, step_batch(sizes))
     return Order(planned.plan, tuple(m.samples[0] for m in planned.packing.microbatches), sizes)

@@ -25,11 +25,13 @@ from pipeloom.integrations.pipelining.shapes import (
 )
 from pipeloom.plan import Verb
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.execute.iteration import ExecutorOptions, Iteration
+from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.linker import LinkedPlan
+from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState
 from pipeloom.runtime.launch.transport import Handle, Transport
 from pipeloom.runtime.model.model import Model, Module, Part
+from pipeloom.runtime.model.reduce import ReduceGradients
 from pipeloom.spec import Layout, TensorShape
 
 MODULE = "stages"
@@ -261,8 +263,8 @@ def stage_executor(
     rank: int,
     transport: Transport,
     loss: Callable[[Any, Part], Tensor],
-    options: ExecutorOptions,
     shapes: Sequence[TensorShape],
+    reduce_gradients: ReduceGradients,
 ) -> StageExecutor:
     """Make the executor of this rank's stages; stages of other ranks are identities here.
 
@@ -282,7 +284,8 @@ def stage_executor(
         kinds=tuple(map(stage_kind, range(len(layers)))),
     )
     model = Model([module], loss, lambda _: 1.0)
-    return StageExecutor(model, layout, rank, transport, stages[0].device, options=options)
+    options = ExecutionOptions(device=stages[0].device, random_seed=None, workers=0)
+    return StageExecutor(model, layout, rank, transport, options=options, reduce_gradients=reduce_gradients)
 
 
 def stage_kind(number: int) -> str:

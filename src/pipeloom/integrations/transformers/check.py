@@ -25,7 +25,7 @@ from pipeloom.integrations.transformers.reference import (
 )
 from pipeloom.packing import Packing, PackingSpec, budget_tokens, pack
 from pipeloom.plan import ExecutionPlan, boundary_shapes, lower, verify
-from pipeloom.runtime import Executor, ExecutorOptions, ThreadHub, batch_of
+from pipeloom.runtime import Executor, ThreadHub, batch_of
 from pipeloom.spec import STRATEGIES, Batch, Chunk, Layout, ModelSpec, ModuleLayout, Strategy, Workload
 from pipeloom.taskgraph import build_graph
 from pipeloom.timeline import random_schedule, simulate
@@ -220,8 +220,7 @@ def _run(model: TransformersModel, drawn: _RandomPlan, batch: Sequence[Any]) -> 
 
     def work(rank: int, mine: TransformersModel) -> None:
         try:
-            options = ExecutorOptions(sum_tied=lambda *_: None)
-            executor = Executor(mine, drawn.layout, rank, hub.transport(rank), options=options)
+            executor = Executor(mine, drawn.layout, rank, hub.transport(rank), sum_tied=lambda *_: None)
             with double():
                 result = executor.run(drawn.plan, drawn.packing, batch)
             with lock:

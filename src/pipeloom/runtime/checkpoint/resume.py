@@ -62,7 +62,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = "pipeloom.trainer/1"
 
 
-class Saving:
+class PendingCheckpoint:
     """A checkpoint that is written during training. It holds copies of everything that it writes.
 
     Parameters
@@ -193,7 +193,7 @@ class Checkpoints:
         state: TrainerState,
         averages: Averages | None = None,
         record: Sequence[Path] = (),
-    ) -> Saving:
+    ) -> PendingCheckpoint:
         """Begin to write a checkpoint. Old ones are dropped once it is complete. All ranks call it together.
 
         Only one is written at a time: wait for one before the next call.
@@ -225,7 +225,7 @@ class Checkpoints:
             contents[STATE] = msgspec.json.encode(state)
             if executor.model.pretrained is not None:
                 contents |= {name: text.encode() for name, text in executor.model.pretrained.kept().items()}
-        return Saving(
+        return PendingCheckpoint(
             state.iteration,
             lambda: self._save(replicas, state.iteration, tensors, contents, record),
             asynchronous=asynchronous,

@@ -11,42 +11,50 @@ import torch
 
 from pipeloom.errors import InputError
 from pipeloom.runtime.checkpoint.ema import Averages
-from pipeloom.runtime.checkpoint.resume import Checkpoints, Saving, TrainerState
+from pipeloom.runtime.checkpoint.resume import Checkpoints, PendingCheckpoint, TrainerState
 from pipeloom.runtime.data.prefetch import next_samples
 from pipeloom.runtime.execute.executor import Executor
 from pipeloom.runtime.launch.coordination import together
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Checkpoints of a `Trainer`, and the functions that it calls with each."""
+
+    checkpoints: Checkpoints | None = None
+    """Where checkpoints are saved, and from where `Trainer.resume` loads them. None saves none."""
+    on_checkpoint: Callable[[int, Path], None] | None = None
+    """Called after a checkpoint with the iteration to resume at and the folder."""
+    ends_after: Callable[[int], bool] | None = None
+    """Called on all ranks together when a checkpoint was started, with the iteration to resume at. If it returns True,
+    `Trainer.run` completes the checkpoint and ends, so that another trainer can continue with another layout."""
+    record: Sequence[Path] = ()
+    """Files in which rank 0 keeps the run's history. Hosts that do not share them receive them with each checkpoint."""
+    resumes: bool = False
+    """Whether `Trainer.resume` will find a checkpoint. Weights of layers on ``meta`` are then not read from the model's
+    folder."""
+
+
 @dataclass
 class Saver:
-    """Checkpoints of one training run. All ranks use it alike.
+    """Saves one training run. All ranks use it alike."""
 
-    Parameters
-    ----------
-    checkpoints : Checkpoints or None
-        None saves nothing.
-    record, on_checkpoint
-        See `TrainerOptions`.
-    """
-
-    checkpoints: Checkpoints | None
+    saving: Saving
     executor: Executor
     optimizer: torch.optim.Optimizer | None
-    averages: Averages | None = None
-    record: Sequence[Path] = ()
-    on_checkpoint: Callable[[int, Path], None] | None = None
-    _saving: Saving | None = field(init=False, default=None)
+    averages: Averages | None
+    _pending: PendingCheckpoint | None = field(init=False, default=None)
     _resumed: TrainerState | None = field(init=False, default=None)
 
-    def load(self, *, must: bool) -> TrainerState | None:
+    def load(self) -> TrainerState | None:
         """Load the newest checkpoint, see `Checkpoints.load`.
 
-        Raises `InputError` if there is none and ``must`` is set.
+        Raises `InputError` if there is none and ``saving.resumes`` is set.
         """
-        if self.checkpoints is not None:
-            self._resumed = self.checkpoints.load(self.executor, self.optimizer, self.averages)
-        if self._resumed is None and must:
-            raise InputError("options.resumes", "is set, but there is no checkpoint", "leave it out")
+        if self.saving.checkpoints is not None:
+            self._resumed = self.saving.checkpoints.load(self.executor, self.optimizer, self.averages)
+        if self._resumed is None and self.saving.resumes:
+            raise InputError("saving.resumes", "is set, but there is no checkpoint", "leave it out")
         return self._resumed
 
     def skip_trained(
@@ -86,26 +94,30 @@ class Saver:
         bool
             Whether a checkpoint was due.
         """
-        checkpoints = self.checkpoints
+        checkpoints = self.saving.checkpoints
         if checkpoints is None:
             return False
-        if self._saving is not None and self._saving.ended:
+        if self._pending is not None and self._pending.ended:
             self.end()
         if iteration % checkpoints.every and not is_last:
             return False
         self.end()
         with together(f"iteration {iteration - 1}: saving the checkpoint"):
-            self._saving = checkpoints.save(self.executor, self.optimizer, state(), self.averages, self.record)
+            self._pending = checkpoints.save(self.executor, self.optimizer, state(), self.averages, self.saving.record)
         if is_last or not checkpoints.asynchronous:
             self.end()
         return True
 
     def end(self) -> None:
         """Wait until the current checkpoint is complete, and call ``on_checkpoint``."""
-        saving, self._saving = self._saving, None
-        if saving is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        with together(f"saving the checkpoint after {saving.iteration} iterations"):
-            path = saving.wait()
-        if self.on_checkpoint is not None:
-            self.on_checkpoint(saving.iteration, path)
+        with together(f"saving the checkpoint after {pending.iteration} iterations"):
+            path = pending.wait()
+        if self.saving.on_checkpoint is not None:
+            self.saving.on_checkpoint(pending.iteration, path)
+
+    def ends_after(self, iteration: int) -> bool:
+        """Return whether the run ends at the checkpoint that was started after an iteration."""
+        return self.saving.ends_after is not None and self.saving.ends_after(iteration)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError, InputError, PipeloomError
@@ -15,9 +16,10 @@ from pipeloom.packing import Packing
 from pipeloom.plan import ExecutionPlan, RankPlan, action_text, collective_order
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.execute.blocks import kept_casts
-from pipeloom.runtime.execute.iteration import ExecutorOptions, Iteration
+from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.linker import LinkedPlan, Linker
 from pipeloom.runtime.execute.loads import Loader
+from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.device import StalledError, queues_of
 from pipeloom.runtime.launch.transport import Transport, joins
@@ -25,8 +27,9 @@ from pipeloom.runtime.model.encoder_dp import EncoderDataParallel
 from pipeloom.runtime.model.flops import FlopCounts
 from pipeloom.runtime.model.model import Model, saved_tensors
 from pipeloom.runtime.model.random_state import ForwardSeeds
+from pipeloom.runtime.model.reduce import ReduceGradients
 from pipeloom.runtime.model.sharding import is_dtensor, sharded_modules
-from pipeloom.runtime.model.tied import tied_over_ranks
+from pipeloom.runtime.model.tied import SumOver, tied_over_ranks
 from pipeloom.runtime.model.weights import give_weights
 from pipeloom.spec import Layout, ModuleLayout
 
@@ -37,17 +40,23 @@ class Executor:
     Parameters
     ----------
     model : Model
-        The model. Only the layers of the chunks of this rank are used. They are moved to ``device``. Layers on ``meta``
-        get weights.
-    options : ExecutorOptions
-        Gradient sums over ranks, precision, timeout, random numbers.
+        The model. Only the layers of the chunks of this rank are used. They are moved to ``options.device``. Layers
+        on ``meta`` get weights.
+    options : ExecutionOptions
+        Device, precision, timeout, random numbers.
+    reduce_gradients : callable or None
+        Called by REDUCE_GRAD with the number and layers of a chunk. It begins to sum their gradients over all processes
+        that hold the chunk; see `all_reduce_gradients`. OPTIMIZER_STEP waits for the result.
+    sum_tied : callable or None
+        Sums gradients of parameters that layers on several ranks share; see `sums_over_ranks`. Required if the model
+        has such parameters.
+    tensor_group : ProcessGroup or None
+        The tensor-parallel ranks of this pipeline rank. Required if the layout uses encoder data parallelism over them.
 
     Attributes
     ----------
     tied : tuple of TiedParameter
         Parameters of this rank that other ranks hold too.
-    flops : FlopCounts or None
-        If set, counts the operations of forwards.
     """
 
     iteration_type: type[Iteration] = Iteration
@@ -59,33 +68,35 @@ class Executor:
         layout: Layout,
         rank: int,
         transport: Transport,
-        device: torch.device | str = "cpu",
         *,
-        options: ExecutorOptions = ExecutorOptions(),  # noqa: B008 - frozen
+        options: ExecutionOptions = ExecutionOptions(),  # noqa: B008 - frozen
+        reduce_gradients: ReduceGradients | None = None,
+        sum_tied: SumOver | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not 0 <= rank < layout.num_ranks:
             raise InputError("rank", f"{rank} is not in 0..{layout.num_ranks - 1}")
         model.check_declared()
         _check_layout(model, layout)
-        encoder_dp = EncoderDataParallel(model, layout, options.tensor_group)
+        encoder_dp = EncoderDataParallel(model, layout, tensor_group)
         if encoder_dp.names and options.random_seed is None:
             raise InputError(
                 "random_seed",
                 f"is None, but {min(encoder_dp.names)!r} uses encoder data parallelism, which needs one",
                 "set a seed",
             )
-        give_weights(model, layout, rank, device)
+        give_weights(model, layout, rank, options.device)
         tied = tied_over_ranks(model, layout)
-        if tied and options.sum_tied is None:
+        if tied and sum_tied is None:
             raise InputError(
                 f"parameter {tied[0].names[0]!r}",
                 f"is tied to {tied[0].names[1]!r}, and they are on ranks {', '.join(map(str, tied[0].ranks))}",
-                "set ExecutorOptions(sum_tied=sums_over_ranks(model, layout)), place both on one rank, or untie them",
+                "give Executor(sum_tied=sums_over_ranks(model, layout)), place both on one rank, or untie them",
             )
         self.tied = tuple(parameter for parameter in tied if rank in parameter.ranks)
         self.model, self.layout, self.rank, self.options = model, layout, rank, options
-        self.queues = queues_of(transport, _with_index(torch.device(device)))
-        self.flops: FlopCounts | None = None
+        self.reduce_gradients, self.sum_tied = reduce_gradients, sum_tied
+        self.queues = queues_of(transport, _with_index(torch.device(options.device)))
         self.loader = Loader(options.workers)
         seed = options.random_seed
         self.forward_seeds = None if seed is None else ForwardSeeds(seed, self.device)
@@ -107,10 +118,9 @@ class Executor:
                     if module.frozen:
                         layer.requires_grad_(False)
                 self.layers[number] = layers
-        every = [layer for layers in self.layers.values() for layer in layers]
-        self.has_shards = any(is_dtensor(p) for layer in every for p in layer.parameters())
-        """Whether any parameter of this rank is sharded over other processes."""
-        if layout.parallelism.data == 1 and any(True for _ in sharded_modules(every)):
+        if layout.parallelism.data == 1 and any(
+            True for layers in self.layers.values() for _ in sharded_modules(layers)
+        ):
             raise InputError(
                 "layout.parallelism.data",
                 "is 1, but layers are under fully_shard",
@@ -131,6 +141,17 @@ class Executor:
     def held_before(self) -> frozenset[str]:
         """Names of tied parameters that an earlier rank holds too. They are counted there."""
         return frozenset(name for each in self.tied if self.rank > each.ranks[0] for name in each.names)
+
+    @cached_property
+    def flops(self) -> FlopCounts | None:
+        """Counts the operations of forwards. None: they are not counted."""
+        counts = self.options.count_flops and self.layout.parallelism.tensor == 1
+        return FlopCounts(self.layout) if counts else None
+
+    @cached_property
+    def has_shards(self) -> bool:
+        """Whether any parameter of this rank is sharded over other processes."""
+        return any(is_dtensor(parameter) for _, parameter in self.named_parameters())
 
     @cached_property
     def reduced_chunks(self) -> tuple[int, ...]:

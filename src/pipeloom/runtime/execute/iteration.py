@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import ExecutionError
@@ -17,6 +16,7 @@ from pipeloom.plan import Verb
 from pipeloom.runtime.execute.blocks import ChunkActivation
 from pipeloom.runtime.execute.linker import LinkedPlan
 from pipeloom.runtime.execute.loads import Loader
+from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.unit import MessageState, PartState, UnitState, part_of
 from pipeloom.runtime.launch.device import DeviceQueues
 from pipeloom.runtime.launch.transport import Post, Transport, joins
@@ -29,32 +29,6 @@ from pipeloom.runtime.model.tied import SumOver, TiedParameter, sum_tied
 from pipeloom.spec import Layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutorOptions:
-    """Options of an `Executor`."""
-
-    reduce_gradients: ReduceGradients | None = None
-    """Called by REDUCE_GRAD with the number and layers of a chunk. It begins to sum their gradients over all processes
-    that hold the chunk; see `all_reduce_gradients`. OPTIMIZER_STEP waits for the result."""
-    autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
-    resulting dtypes. Weights are cast once per iteration for all forwards that save them."""
-    timeout_s: float | None = None
-    """On a GPU, an iteration fails if it does not reach its next action within this many seconds. None: no limit. On
-    the CPU, the timeout of the transport limits its waits."""
-    sum_tied: SumOver | None = None
-    """Sums gradients of parameters that layers on several ranks share; see `sums_over_ranks`. Required if the model has
-    such parameters."""
-    random_seed: int | None = 0
-    """Seed of random numbers in layers, the same on all ranks. The numbers depend on the seed, the iteration, the
-    samples and the layers, but not on the plan. None: draw from the generator of the process in the order of the plan.
-    """
-    workers: int = 2
-    """Number of threads that load samples of a `Dataset` ahead. 0: load without threads."""
-    tensor_group: dist.ProcessGroup | None = None
-    """The tensor-parallel ranks of this pipeline rank, if the layout uses encoder data parallelism over them."""
-
-
 class RankParts(Protocol):
     """The parts of a rank that an iteration uses. `Executor` implements this protocol."""
 
@@ -62,20 +36,28 @@ class RankParts(Protocol):
     layout: Layout
     loader: Loader
     queues: DeviceQueues
-    options: ExecutorOptions
+    options: ExecutionOptions
+    reduce_gradients: ReduceGradients | None
+    sum_tied: SumOver | None
     forward_seeds: ForwardSeeds | None
     layers: dict[int, list[nn.Module]]
     """Layers of each chunk of this rank."""
     tied: tuple[TiedParameter, ...]
     """Parameters that other ranks hold too."""
-    has_shards: bool
-    """Whether any parameter is sharded over other processes."""
-    flops: FlopCounts | None
-    """Counts the operations of forwards. None: they are not counted."""
 
     @property
     def transport(self) -> Transport:
         """Carries the messages of this rank."""
+        ...
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any parameter is sharded over other processes."""
+        ...
+
+    @property
+    def flops(self) -> FlopCounts | None:
+        """Counts the operations of forwards. None: they are not counted."""
         ...
 
     @property
@@ -110,10 +92,11 @@ class GradientSync:
 
     def reduce(self, chunk: int) -> None:
         """Begin to sum the gradients of a chunk over all processes that hold it."""
-        reduce = self.here.options.reduce_gradients
+        reduce = self.here.reduce_gradients
         if reduce is None:
             raise ExecutionError(
-                "the plan reduces gradients over replicas, but the executor has no ExecutorOptions.reduce_gradients"
+                "the plan reduces gradients over replicas, but the executor has no reduce_gradients; "
+                "give Executor(reduce_gradients=mesh_gradients(layout, mesh))"
             )
         finish = reduce(chunk, self.here.layers[chunk])
         self.gathered.discard(chunk)
@@ -146,8 +129,8 @@ class GradientSync:
         if self.here.has_shards:
             for layers in self.here.layers.values():
                 complete_gradients(layers)
-        if self.here.tied and self.here.options.sum_tied is not None:
-            sum_tied(self.here.tied, self.here.options.sum_tied)
+        if self.here.tied and self.here.sum_tied is not None:
+            sum_tied(self.here.tied, self.here.sum_tied)
         for parameter, gradient in self.earlier:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self.earlier = []

@@ -149,12 +149,12 @@ class EncoderDataParallel:
             raise InputError(
                 f"module {min(self.names)!r}",
                 f"uses encoder data parallelism over {layout.parallelism.tensor} ranks, but the executor has no group",
-                'set ExecutorOptions(tensor_group=mesh.device_mesh.get_group("tp"))',
+                'give Executor(tensor_group=mesh.device_mesh.get_group("tp"))',
             )
         self.ranks = TensorRanks.of(group)
         if self.ranks.size != layout.parallelism.tensor:
             raise InputError(
-                "ExecutorOptions.tensor_group",
+                "tensor_group",
                 f"has {self.ranks.size} processes, the layout {layout.parallelism.tensor} tensor-parallel ranks",
             )
 

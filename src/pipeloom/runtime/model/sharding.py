@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from pipeloom.spec import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+Sharding = Literal["fsdp"]
+"""How replicas shard their layers."""
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,9 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.runtime.launch.mesh import Mesh
 from pipeloom.runtime.model.model import Model, Module, user_code
-from pipeloom.runtime.model.sharding import is_dtensor, shard_layer
+from pipeloom.runtime.model.sharding import Sharding, is_dtensor, shard_layer
 from pipeloom.runtime.model.weights import give_weights_to
 from pipeloom.spec import Layout, Parallelism
-
-Sharding = Literal["fsdp"]
-"""How replicas shard their layers."""
 
 
 def divide_model(

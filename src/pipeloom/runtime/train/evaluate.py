@@ -59,8 +59,11 @@ class Evaluated:
     weights: str = "trained"
 
 
-def forward_executor(executor: Executor) -> Executor:
-    """Return an executor of forward-only plans on the layers, device and transport of a training executor."""
+def forward_executor(executor: Executor, tensor_group: dist.ProcessGroup | None = None) -> Executor:
+    """Return an executor of forward-only plans on the layers, device and transport of a training executor.
+
+    ``tensor_group`` is that of `Executor`.
+    """
     layers = [layer for of_chunk in executor.layers.values() for layer in of_chunk]
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     model = executor.model
@@ -69,8 +72,8 @@ def forward_executor(executor: Executor) -> Executor:
         executor.layout.forward_only(),
         executor.rank,
         executor.transport,
-        executor.device,
-        options=replace(executor.options, reduce_gradients=None, sum_tied=None),
+        options=replace(executor.options, count_flops=False),
+        tensor_group=tensor_group,
     )
     for parameter, needs_gradient in trained:
         parameter.requires_grad_(needs_gradient)
@@ -88,7 +91,8 @@ class Evaluator:
         describe: Describe | None,
         loads: BatchLoads | None,
     ) -> None:
-        self.executor, self.model, self.membership = forward_executor(executor), model, membership
+        self.executor = forward_executor(executor, membership.tensor_group)
+        self.model, self.membership = model, membership
         self._describe, self._loads = describe, loads
 
     def run(

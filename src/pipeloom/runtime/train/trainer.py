@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.cost import Correction
-from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError, check_positive
+from pipeloom.errors import ExecutionError, InputError, PipeloomError, PlanError
 from pipeloom.plan import BACKENDS, Answer, Backend, Delivery, backend_of, verify
-from pipeloom.runtime.checkpoint.resume import Checkpoints, TrainerState
+from pipeloom.runtime.checkpoint.resume import TrainerState
 from pipeloom.runtime.checkpoint.safetensors_files import SHARD_BYTES
 from pipeloom.runtime.checkpoint.save_pretrained import save_pretrained
-from pipeloom.runtime.checkpoint.saver import Saver
+from pipeloom.runtime.checkpoint.saver import Saver, Saving
 from pipeloom.runtime.data.batches import bound
 from pipeloom.runtime.data.dataset import count_targets
 from pipeloom.runtime.data.prefetch import Describe, close_reading
 from pipeloom.runtime.data.read_ahead import ReadAhead, UpcomingBatch, broadcast_assignment
 from pipeloom.runtime.execute.executor import Executor
-from pipeloom.runtime.execute.iteration import ExecutorOptions
+from pipeloom.runtime.execute.options import ExecutionOptions
 from pipeloom.runtime.execute.result import Calibration, Calibrator, StepReport
 from pipeloom.runtime.launch.coordination import (
     BatchComparison,
@@ -38,13 +38,12 @@ from pipeloom.runtime.launch.coordination import (
     scatter_plan,
     together,
 )
-from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport, TransportName
-from pipeloom.runtime.model.flops import FlopCounts
+from pipeloom.runtime.launch.transport import BatchedTransport, HostTransport, TorchTransport, Transport
 from pipeloom.runtime.model.membership import BatchLoads, join_groups
 from pipeloom.runtime.model.model import Model, user_code
 from pipeloom.runtime.model.tied import sums_over_ranks
 from pipeloom.runtime.model.weights import give_memory, give_weights
-from pipeloom.runtime.train.divide import Sharding, divide_model, gather_layers
+from pipeloom.runtime.train.divide import divide_model, gather_layers
 from pipeloom.runtime.train.evaluate import Evaluated, Evaluator, PlanForwards
 from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler
 from pipeloom.runtime.train.update import WeightUpdate
@@ -98,65 +97,6 @@ class _PlanRequest(NamedTuple):
     correction: Correction
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """Options of a `Trainer`."""
-
-    scheduler: MakeScheduler | None = None
-    """Returns torch's scheduler of a rank's optimizer, which steps after each step of the optimizer. None keeps the
-    optimizer's rates. When training resumes, it is made anew and repeats its steps."""
-    ema_decay: float | None = None
-    """Keep an exponential moving average of the weights with this decay. None keeps none."""
-    clip_norm: float | None = None
-    """Largest norm of the gradient over all ranks. None does not clip."""
-    checkpoints: Checkpoints | None = None
-    """Where checkpoints are saved, and from where `Trainer.resume` loads them. None saves none."""
-    on_checkpoint: Callable[[int, Path], None] | None = None
-    """Called after a checkpoint with the iteration to resume at and the folder."""
-    ends_after: Callable[[int], bool] | None = None
-    """Called on all ranks together when a checkpoint was started, with the iteration to resume at. If it returns True,
-    `Trainer.run` completes the checkpoint and ends, so that another trainer can continue with another layout."""
-    record: Sequence[Path] = ()
-    """Files in which rank 0 keeps the run's history. Hosts that do not share them receive them with each checkpoint."""
-    count_flops: bool = False
-    """Report the operations of every iteration (`StepReport.flops`). Not with tensor parallelism, because torch's
-    counter does not handle sharded operations."""
-    timeout_s: float | None = None
-    """With replicas or divided layers, seconds after which a rank that waits for another one gives up. None is torch's
-    default. On GPUs, also the seconds without a further action after which an iteration fails."""
-    loads: BatchLoads | None = None
-    """With replicas, computes the load of each sample by which a batch is divided, the same on every rank
-    (`pipeloom.packing.cost_loads`). None counts tokens."""
-    compare_contents: int = 0
-    """Number of first batches of which ranks compare the contents of samples, not only ids and sizes. No effect for a
-    `Dataset`, of whose samples every rank loads only parts."""
-    transport: TransportName = "direct"
-    """``"host"`` sends messages through host memory, so that ranks may share a GPU. The default group must then serve
-    GPUs by gloo."""
-    device: torch.device | str = "cpu"
-    """Device on which this process computes. On ``"cuda"`` messages use NCCL, and the planner's setup needs
-    ``backend="nccl"``. The default group must serve both devices, see `pipeloom.runtime.launch`."""
-    autocast: torch.dtype | None = None
-    """Run layers and loss under `torch.autocast` with this dtype. The shapes declared by modules must then have the
-    resulting dtypes."""
-    workers: int = 2
-    """Number of threads of every rank that load samples of a `Dataset` ahead. 0 loads without threads."""
-    random_seed: int | None = 0
-    """Seed of random numbers in layers, see `ExecutorOptions`."""
-    shard: Sharding | None = None
-    """With replicas, ``"fsdp"`` shards parameters, gradients and optimizer state over them (`fully_shard`). With None,
-    every replica holds all of its layers."""
-    resumes: bool = False
-    """Whether `Trainer.resume` will find a checkpoint. Weights of layers on ``meta`` are then not read from the model's
-    folder."""
-
-    def __post_init__(self) -> None:
-        for name in ("clip_norm", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None:
-                check_positive(f"options.{name}", value)
-
-
 class Trainer:
     """Trains a model over the processes of the default group: one pipeline or several replicas of it.
 
@@ -177,8 +117,16 @@ class Trainer:
     optimizer : callable
         Returns the optimizer of a rank's parameters. Receives pairs of name and parameter if its first parameter is
         called ``named_parameters``. Its groups keep their rates, which the scheduler scales.
-    options : TrainerOptions
-        Learning rate, clipping, checkpoints, device, precision, sharding.
+    scheduler : callable or None
+        Returns torch's scheduler of a rank's optimizer, which steps after each step of the optimizer. None keeps the
+        optimizer's rates. When training resumes, it is made anew and repeats its steps.
+    loads : callable or None
+        With replicas, computes the load of each sample by which a batch is divided, the same on every rank
+        (`pipeloom.packing.cost_loads`). None counts tokens.
+    options : ExecutionOptions
+        Device, precision, clipping, sharding.
+    saving : Saving
+        Checkpoints.
 
     Attributes
     ----------
@@ -194,49 +142,29 @@ class Trainer:
         *,
         describe: Describe | None = None,
         optimizer: MakeOptimizer,
-        options: TrainerOptions = TrainerOptions(),
+        scheduler: MakeScheduler | None = None,
+        loads: BatchLoads | None = None,
+        options: ExecutionOptions = ExecutionOptions(),  # noqa: B008 - frozen
+        saving: Saving = Saving(),  # noqa: B008 - frozen
     ) -> None:
         self.options, self.model, self.layout = options, model, layout
         self.membership = join_groups(layout, options.timeout_s, self.device.type)
-        self._running = self._make_running()
-        self._planner, self._describe = planner, describe or model.describe
+        self._running = self._make_running(fill=not saving.resumes)
+        self._planner, self._describe, self._loads = planner, describe or model.describe, loads
         limit = None if options.timeout_s is None else timedelta(seconds=options.timeout_s)
         self._executor = Executor(
             self._running,
             layout,
             self.membership.stage,
             self._make_transport(),
-            self.device,
-            options=ExecutorOptions(
-                reduce_gradients=self.membership.reduce_gradients,
-                autocast=options.autocast,
-                timeout_s=options.timeout_s,
-                sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type),
-                random_seed=options.random_seed,
-                workers=options.workers,
-                tensor_group=self.membership.tensor_group,
-            ),
+            options=options,
+            reduce_gradients=self.membership.reduce_gradients,
+            sum_tied=sums_over_ranks(self._running, layout, limit, self.device.type),
+            tensor_group=self.membership.tensor_group,
         )
-        if options.count_flops and layout.parallelism.tensor == 1:
-            self._executor.flops = FlopCounts(layout)
-        self._update = WeightUpdate(
-            self._executor,
-            self.membership,
-            optimizer,
-            options.scheduler,
-            ema_decay=options.ema_decay,
-            clip_norm=options.clip_norm,
-        )
-        self._evaluator: Evaluator | None = None
+        self._update = WeightUpdate(self._executor, self.membership, optimizer, scheduler)
         self._calibration = Calibration(layout, self.membership)
-        self._saver = Saver(
-            options.checkpoints,
-            self._executor,
-            self._update.optimizer,
-            self._update.averages,
-            options.record,
-            options.on_checkpoint,
-        )
+        self._saver = Saver(saving, self._executor, self._update.optimizer, self._update.averages)
 
     @property
     def device(self) -> torch.device:
@@ -252,12 +180,16 @@ class Trainer:
     def _backend(self) -> Backend:
         return BACKENDS[backend_of(self.device.type if self.options.transport == "direct" else "cpu")]
 
-    def _make_running(self) -> Model:
-        """Divide the layers of this rank, and give those on ``meta`` memory and weights."""
-        here, shard, fill = self.membership, self.options.shard, not self.options.resumes
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._executor, self.model, self.membership, self._describe, self._loads)
+
+    def _make_running(self, *, fill: bool) -> Model:
+        """Divide the layers of this rank, and give those on ``meta`` memory and weights, as in `give_weights`."""
+        here = self.membership
         on_meta = any(p.is_meta for module in self.model.modules for layer in module.layers for p in layer.parameters())
         barrier = LongBarrier() if on_meta else None
-        running = divide_model(self.model, self.layout, here.mesh, shard, self.device, fill=fill)
+        running = divide_model(self.model, self.layout, here.mesh, self.options.shard, self.device, fill=fill)
         give_weights(running, self.layout, here.stage, self.device, fill=fill)
         if barrier is not None:
             barrier.wait("reading the weights")
@@ -297,7 +229,7 @@ class Trainer:
         InputError
             The checkpoint is of another model.
         """
-        state = self._saver.load(must=self.options.resumes)
+        state = self._saver.load()
         if state is None:
             return 0
         self._update.rates.evaluations = state.evaluations
@@ -370,7 +302,7 @@ class Trainer:
                 report = self._step(current, delivery, delivered)
                 yield replace(report, step_s=time.monotonic() - begin)
                 saved = self._saver.after(iteration, partial(self._state, current), is_last=requested is None)
-                if saved and requested is not None and self._ends_after(iteration):
+                if saved and requested is not None and self._saver.ends_after(iteration):
                     comparison.check(iteration)
                     self._saver.end()
                     return
@@ -423,9 +355,6 @@ class Trainer:
         ExecutionError
             A rank cannot run its plan, or another rank is lost.
         """
-        if self._evaluator is None:
-            loads, described = self.options.loads, self._describe
-            self._evaluator = Evaluator(self._executor, self.model, self.membership, described, loads)
         averages = self._update.averages
         if averaged and averages is None:
             raise InputError("averaged", "is set, but no average is kept", "give options.ema_decay")
@@ -478,9 +407,6 @@ class Trainer:
         number = requested.batch.iteration - first_iteration
         return BatchComparison(requested.whole.compared(number < self.options.compare_contents))
 
-    def _ends_after(self, iteration: int) -> bool:
-        return self.options.ends_after is not None and self.options.ends_after(iteration)
-
     def _state(self, requested: _PlanRequest) -> TrainerState:
         """Return this trainer's part of a checkpoint after an iteration."""
         return TrainerState(
@@ -500,7 +426,7 @@ class Trainer:
         """Request a plan for this replica's share, and on rank 0 an assignment of the next batch to replicas."""
         if whole is None:
             return None
-        mine = self.membership.share(whole.batch, self.model.spec, self.options.loads, assignment)
+        mine = self.membership.share(whole.batch, self.model.spec, self._loads, assignment)
         own = whole.samples if len(mine) == len(whole.samples) else [whole.samples[i] for i in mine]
         request = _PlanRequest(whole, own, whole.batch.part(mine), self.learned.correction)
         if self.membership.is_planner_rank:
@@ -592,5 +518,5 @@ def _check_serial(answer: Answer) -> None:
         raise InputError(
             "planner",
             f"makes plans that may deadlock with NCCL ({str(error).splitlines()[0]})",
-            'give its Setup backend="nccl"',
+            'give its PlanningProblem backend="nccl"',
         ) from error

@@ -12,20 +12,13 @@ from pipeloom.runtime.train.rates import MakeOptimizer, MakeScheduler, Rates, ma
 
 
 class WeightUpdate:
-    """Updates the trained parameters of a rank. For the parameters see `Trainer` and `TrainerOptions`."""
+    """Updates the trained parameters of a rank. For the parameters see `Trainer`."""
 
     def __init__(
-        self,
-        executor: Executor,
-        membership: Membership,
-        make: MakeOptimizer,
-        scheduler: MakeScheduler | None,
-        *,
-        ema_decay: float | None,
-        clip_norm: float | None,
+        self, executor: Executor, membership: Membership, make: MakeOptimizer, scheduler: MakeScheduler | None
     ) -> None:
-        trained = executor.trained_parameters()
-        self.clip_norm, self.device = clip_norm, executor.device
+        trained, ema_decay = executor.trained_parameters(), executor.options.ema_decay
+        self.clip_norm, self.device = executor.options.clip_norm, executor.device
         self.parameters = [parameter for _, parameter in trained]
         self.counted = counted_parameters(
             executor.named_parameters(),

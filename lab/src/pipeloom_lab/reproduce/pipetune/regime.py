@@ -17,7 +17,7 @@ from pipeloom.errors import InfeasibleError, NothingFoundError
 from pipeloom.layout import LayerLoad, chain_of_stages
 from pipeloom.layout.layouts import with_encoder_dp
 from pipeloom.packing import PackingSpec, Policy, group
-from pipeloom.planner import Problem
+from pipeloom.planner import PlanningProblem
 from pipeloom.planner.joint import decide, least_bound
 from pipeloom.search import Deadline
 from pipeloom.spec import Batch, Layout, Sample
@@ -157,7 +157,7 @@ def _tuned(
 
 
 @cache
-def joined(setup: setups.PaperSetup, name: str) -> Problem:
+def joined(setup: setups.PaperSetup, name: str) -> PlanningProblem:
     """What the planner chooses in: packings, orders, and a strategy of its own for every layer of every pair.
 
     Nothing is offloaded, as the paper's system offloads nothing.
@@ -174,14 +174,14 @@ def joined(setup: setups.PaperSetup, name: str) -> Problem:
     )
     layout = layouts(setup)[name]
     static = rank_static_bytes(costs_under_layout(costs, layout), layout)
-    return Problem(
+    return PlanningProblem(
         costs.model_spec,
         layout,
         costs,
         PackingSpec(setups.MOST_CONTEXTS * setup.context, "planned"),
-        setting.capacity_bytes,
-        reserve_bytes=tuple(_tight(setting.capacity_bytes, static).tolist()),
-        memory_model=MemoryLimit(num_messages=0),
+        memory=MemoryLimit(
+            setting.capacity_bytes, num_messages=0, reserve_bytes=tuple(_tight(setting.capacity_bytes, static).tolist())
+        ),
     )
 
 
@@ -222,7 +222,7 @@ def joined_plans(
     """Plan batches on a layout; infinite: one does not fit."""
     problem = joined(setup, name)
     try:
-        each = [decide(problem, batch, Deadline(search_s, "cpu"), seed) for seed, batch in batches]
+        each = [decide(problem.with_search(seed=seed), batch, Deadline(search_s, "cpu")) for seed, batch in batches]
     except InfeasibleError:
         return JoinedPlans(float("inf"), float("inf"))
     planned, least = np.mean([(one.ns, least_bound(problem, one).ns) for one in each], axis=0) / NS_PER_S

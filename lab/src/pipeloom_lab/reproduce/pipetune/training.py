@@ -13,9 +13,9 @@ from torch.nn import functional
 from pipeloom.cost import LayerFit, Profile
 from pipeloom.layout import ModulePlacement, encoder_first
 from pipeloom.packing import PackingSpec
-from pipeloom.planner import Planner, Setup
+from pipeloom.planner import Planner, PlanningProblem
 from pipeloom.report.figures import Axis, line_figure
-from pipeloom.runtime import Model, Module, Part, TcpPlanStore, Trainer, TrainerOptions
+from pipeloom.runtime import ExecutionOptions, Model, Module, Part, TcpPlanStore, Trainer
 from pipeloom.runtime.launch.processes import launch
 from pipeloom.spec.datasets import draw_samples
 from pipeloom.tuning import TuningSpec
@@ -181,8 +181,8 @@ def describe(document: Document) -> dict[str, object]:
     }
 
 
-def setup(name: str, seed: int, dtype: str) -> Setup:
-    """How one way to tune is planned: costs are invented, with encoder parts that fit into idle times."""
+def problem(name: str, seed: int, dtype: str) -> PlanningProblem:
+    """The problem of one way to tune: costs are invented, with encoder parts that fit into idle times."""
     spec = small_model(seed, getattr(torch, dtype)).spec
     fits = {
         f"{m.name}/{layer.kind}": LayerFit(
@@ -192,21 +192,23 @@ def setup(name: str, seed: int, dtype: str) -> Setup:
         for layer in m.flat_layers
     }
     layout = encoder_first(spec, RANKS, lambda *_: 1.0, placements={"vision": ModulePlacement(1, 6)})
-    return Setup(spec, layout, Profile("invented", fits), PackingSpec(2 * CONTEXT), tuning=SPECS[name])
+    return PlanningProblem.from_profile(
+        spec, layout, Profile("invented", fits), PackingSpec(2 * CONTEXT), tuning=SPECS[name]
+    )
 
 
 def train_all(seed: int, steps: int, dtype: str) -> dict[str, tuple[list[float], int]]:
     """Train as one rank, once for every way to tune: losses, and how many plans came from the planner."""
     found = {}
     for name in SPECS:
-        given = setup(name, seed, dtype)
+        given = problem(name, seed, dtype)
         trainer = Trainer(
             small_model(seed, getattr(torch, dtype)),
             given.layout,
             Planner(given, TcpPlanStore.host, deadline_s=60.0),
             describe=describe,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-            options=TrainerOptions(clip_norm=1.0),
+            options=ExecutionOptions(clip_norm=1.0),
         )
         losses, planned = list[float](), 0
         for report in trainer.run(batches(seed, steps)):
@@ -220,7 +222,7 @@ def figure_9(options: Options) -> Outcome:
     """Train a small model on DataMix1's sizes under every way to tune, in both precisions."""
     steps, rows, lines = STEPS_AN_ITERATION * options.iterations, [], {}
     for name in SPECS:
-        setup(name, options.seeds[0], "float64").problem().compile_kernels()  # so that no rank waits for compiling
+        problem(name, options.seeds[0], "float64").compile_kernels()  # so that no rank waits for compiling
     for dtype, digits in (("float32", 8), ("float64", 16)):
         found = launch(train_all, RANKS, options.seeds[0], steps, dtype, timeout_s=900.0)[0]
         base = found["Original"][0]
