@@ -1,8 +1,8 @@
 """Fit the efficiency tables of the zoo's devices to published kernel times, and print the errors on held-out kernels.
 
-Usage: ``python scripts/fit_efficiencies.py [--write] [DEVICE ...]``. Reads ``benchmarks/kernels``, whose README names the
-sources. A table has the share of the peak that a kernel reaches on a cool device, by the time it would take at the peak.
-Rows with ``split = held`` are not fitted.
+Usage: ``python scripts/fit_efficiencies.py [--write] [DEVICE ...]``. Reads ``benchmarks/kernels``, whose README names
+the sources. A table has the share of the peak that a kernel reaches on a cool device, by its time at the peak. Rows
+with ``split = held`` are not fitted.
 """
 
 from __future__ import annotations

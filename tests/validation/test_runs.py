@@ -126,7 +126,7 @@ def test_a_cell_that_cannot_be_read_is_a_fault_of_its_row(tmp_path: Path, column
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "runs.csv"
     file.write_text(content)
-    with pytest.raises(InputError, match="runs.csv"):
+    with pytest.raises(InputError, match=r"runs\.csv"):
         read_runs(file)
     with pytest.raises(InputError, match="cannot be read"):
         read_runs(tmp_path / "none.csv")

@@ -41,7 +41,7 @@ class Efficiency:
     memory: Curve = FULL
     network: Curve = FULL
     extra_keys: float = 0.0
-    """Keys that each query of an attention costs in addition: tiles beside the mask, and the start of a row of tiles."""
+    """Keys that each query of an attention costs in addition: tiles beside the mask, the start of a row of tiles."""
 
     def __post_init__(self) -> None:
         for name in METRICS:

@@ -38,6 +38,10 @@ class Group(NamedTuple):
     local: int = 1
 
 
+INSIDE, BETWEEN = Group(), Group(NIC)
+"""A group inside a node, and one with a single device in each node."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """How one layer is divided over devices, seen from one of them.
@@ -66,11 +70,11 @@ class Context:
     sequence_parallel: bool = True
     dtype_bytes: int = 2
     gradient_bytes: int = 4
-    tensor_group: Group = Group()
-    context_group: Group = Group(NIC)
-    expert_group: Group = Group()
+    tensor_group: Group = INSIDE
+    context_group: Group = BETWEEN
+    expert_group: Group = INSIDE
     shard: int = 1
-    shard_group: Group = Group(NIC)
+    shard_group: Group = BETWEEN
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
 
@@ -97,7 +101,8 @@ class Cost:
     """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency.
 
     ``variant`` is the head width of an attention, or the number of devices of a collective: the efficiency may depend
-    on it. ``flops_per_key`` are the operations of an attention's queries on one more key each (`Efficiency.extra_keys`).
+    on it. ``flops_per_key`` are the operations of an attention's queries on one more key each; see
+    `Efficiency.extra_keys`.
     """
 
     kind: str

@@ -39,8 +39,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 FUSED = TrainerSpec()
 MEGATRON = TrainerSpec(
     name="megatron",
-    source="published runs: Megatron-LM's loss moves 43 bytes a logit, 16 if fused; a dense layer takes 4 ms of host time "
-    "for forward and backward on hosts of H100, a layer of experts 10 to 19 ms",
+    source="published runs: Megatron-LM's loss moves 43 bytes a logit, 16 if fused; forward and backward of a dense "
+    "layer take 4 ms of host time on hosts of H100, those of a layer of experts 10 to 19 ms",
     cross_entropy=2.7,
     layer_host_s=4e-3,
     expert_layer_host_s=12e-3,

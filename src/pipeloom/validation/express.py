@@ -85,7 +85,7 @@ def express(published: PublishedRun) -> ExpressedRun:
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
-    """Return the trainer of a run: eager PyTorch for FSDP and ZeRO, else Megatron, with the overlap that the run states."""
+    """Return the trainer of a run: eager PyTorch for FSDP and ZeRO, else Megatron, with the overlap that is stated."""
     overlap = published.overlap
     eager = published.schedule in ("fsdp", "zero") or published.zero == 3
     # Without FlashAttention, recomputing core attention alone is what the run is for.

@@ -69,8 +69,8 @@ def summarize(predictions: Sequence[Prediction]) -> Summary:
     known = [each for each in predictions if each.error is not None]
     errors = [errors_of("all runs", known)] if known else []
     for label, key in GROUPINGS:
-        for name in sorted({key(each.run) for each in known}):
-            errors.append(errors_of(f"{label}: {name}", [each for each in known if key(each.run) == name]))
+        names = sorted({key(each.run) for each in known})
+        errors += [errors_of(f"{label}: {n}", [each for each in known if key(each.run) == n]) for n in names]
     reasons = Counter(_kind_of_reason(each.reason) for each in predictions if each.reason)
     return Summary(
         len(predictions),
