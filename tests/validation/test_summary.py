@@ -22,7 +22,7 @@ def predicted(seconds: float, published: float, **more: object) -> Prediction:
 
 def test_errors_and_coverage() -> None:
     (errors, *_) = summarize([predicted(1.0, 1.0), predicted(1.2, 1.0), predicted(0.5, 1.0)]).errors
-    assert errors.count == 3
+    assert errors.num_runs == 3
     assert errors.median == pytest.approx(0.0)
     assert errors.absolute == pytest.approx(0.2)
     assert errors.covered == pytest.approx(1 / 3)

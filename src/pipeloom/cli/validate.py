@@ -106,7 +106,7 @@ def _print_summary(summary: Summary) -> None:
             table.add_column(name, justify="left" if not name else "right")
         for each in summary.errors:
             shares = (each.absolute, each.ninth, each.covered, each.half_width)
-            table.add_row(each.name, str(each.count), f"{each.median:+.1%}", *map(share_text, shares))
+            table.add_row(each.name, str(each.num_runs), f"{each.median:+.1%}", *map(share_text, shares))
         stdout().print(table)
         regret = summary.regret
         print_line(f"Kendall's tau within one source, model and device: {summary.tau:.2f}.")

@@ -157,4 +157,5 @@ def quantiles(pool: Iterable[Residual]) -> tuple[float, float]:
 def residuals() -> tuple[Residual, ...]:
     """Return the errors on the shipped runs, as ``scripts/record_residuals.py`` recorded them."""
     text = (files("pipeloom.validation") / "data" / "residuals.csv").read_text()
-    return tuple(Residual(*row[:-1], float(row[-1])) for row in list(csv.reader(text.splitlines()))[1:])
+    rows = list(csv.reader(text.splitlines()))[1:]
+    return tuple(Residual(i, s, d, m, k, float(error)) for i, s, d, m, k, error in rows)

@@ -18,7 +18,7 @@ class Errors(NamedTuple):
 
     Attributes
     ----------
-    count : int
+    num_runs : int
         Number of runs with a published and a predicted time.
     median, absolute, ninth : float
         Median error, median of the absolute error and its 90th percentile.
@@ -29,7 +29,7 @@ class Errors(NamedTuple):
     """
 
     name: str
-    count: int
+    num_runs: int
     median: float
     absolute: float
     ninth: float
