@@ -37,8 +37,6 @@ MEMORY = 0.8
 
 Array = npt.NDArray[np.float64]
 
-MESSAGE_BYTES_PER_S = 40e9
-"""Messages between pipeline stages of one node: 28 to 48 GB/s on A100 (arXiv 2401.10241, table 9)."""
 GROUPED = "grouped_matmul = {{ flops = {}, memory = 0.8 }}"
 OTHER_COMPUTE = (
     "scan = { flops = [[1e-6, 0.05], [1e-5, 0.15], [1e-4, 0.25]], memory = 0.7 } # assumed",
@@ -205,8 +203,7 @@ def table(device: str) -> tuple[str, list[str]]:
             said += [error for _, error in found]
     compute += [GROUPED.format(compute[0].partition("flops = ")[2].partition(", memory")[0]), *OTHER_COMPUTE]
     head = "# Fitted by scripts/fit_efficiencies.py to the kernel times of benchmarks/kernels; other kinds are assumed."
-    share = MESSAGE_BYTES_PER_S / (load_device(device).nvlink_bytes_per_s or MESSAGE_BYTES_PER_S)
-    links += [f"send = {{ network = {share:.3g} }}", links[-1].replace(COLLECTIVES[name], '"*"', 1)] if links else []
+    links += [links[-1].replace(COLLECTIVES[name], '"*"', 1)] if links else []
     return "\n".join([head, "[compute]", *compute, "", "[nvlink]", *links, *OTHER_LINKS, ""]), said
 
 

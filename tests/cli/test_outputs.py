@@ -36,6 +36,7 @@ FILES: dict[str, tuple[set[str], set[str]]] = {
     "arrange": ({"out", "instance", "schedule", "page"}, {"layers", "params", "cluster"}),
     "profile": ({"out"}, {"config"}),
     "check": (set(), {"instance", "schedule"}),
+    "validate": (set(), {"runs"}),
     "simulate": ({"trace", "html", "svg"}, {"instance", "schedule"}),
     "verify": (set(), {"plan", "layout"}),
     "report": ({"trace", "html", "svg"}, {"source", "schedules"}),

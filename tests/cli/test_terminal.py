@@ -160,7 +160,7 @@ def hostile_lines(command: str) -> Iterator[list[str]]:
 
 
 # They import PyTorch before they look at what they are given.
-SLOW = ("train", "export", "profile", "calibrate", "planner")
+SLOW = ("train", "export", "profile", "calibrate", "planner", "validate")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_recorded_residuals_are_those_of_the_emulator() -> None:
         ({"schedule": "ZB-V"}, "schedule ZB-V"),
         ({"heads": 7}, "num-attention-heads"),
         ({"gbs": 100}, "global-batch-size"),
-        ({"layers": 35}, "layout: 35 layers on 2 stages"),
+        ({"layers": 33, "pp": 4}, "layout: 33 layers on 4 stages"),
         ({"recompute": "everything"}, "recomputation everything"),
         ({"window": "128"}, "window: '128' is not like 128/2"),
         ({"mla": "q1536,kw512"}, "mla: 'kw512'"),

@@ -38,12 +38,13 @@ def test_tau_counts_pairs_of_one_model_and_device() -> None:
 
 def test_regret_is_that_of_the_predicted_best() -> None:
     found = regret([predicted(1.0, 1.2), predicted(2.0, 1.0), predicted(9.0, 9.0, gbs=4)])
+    assert found is not None
     assert found.groups == 1
     assert found.median == pytest.approx(0.2)
 
 
-def test_an_interval_covers_four_fifths_and_weighs_groups_alike() -> None:
-    pool = [Residual(str(i), "s", "d", f"m{i}", "dense", i / 100) for i in range(101)]
+def test_an_interval_covers_four_fifths_and_weighs_sources_alike() -> None:
+    pool = [Residual(str(i), f"s{i}", "d", "m", "dense", i / 100) for i in range(101)]
     assert quantiles(pool) == pytest.approx((0.1, 0.9), abs=0.01)
     crowd = [Residual(f"c{i}", "crowd", "d", "m", "dense", 5.0) for i in range(1000)]
     assert quantiles([*pool, *crowd])[1] == pytest.approx(0.91, abs=0.02)

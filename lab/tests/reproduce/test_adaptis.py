@@ -55,7 +55,7 @@ def test_emulated_ranks_run_what_was_planned(name: str) -> None:
 
 def test_setups_are_emulated_and_named_systems_run() -> None:
     setup = setup_of("Gemma", "Small", 2048, 2)
-    assert (setup.pipeline, setup.num_microbatches) == (4, 8)
+    assert setup.num_microbatches == 2 * setup.pipeline
     whole, split = chains(setup)
     assert not whole.weight_ns.any()
     assert split.weight_ns.any()

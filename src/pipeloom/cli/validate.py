@@ -64,7 +64,7 @@ def _document(summary: Summary) -> dict[str, Any]:
         "expressed": summary.num_expressed,
         "errors": [each._asdict() for each in summary.errors],
         "tau": summary.tau,
-        "regret": summary.regret._asdict(),
+        "regret": None if summary.regret is None else summary.regret._asdict(),
         "reasons": summary.reasons,
     }
 
@@ -109,8 +109,9 @@ def _print_summary(summary: Summary) -> None:
             table.add_row(each.name, str(each.num_runs), f"{each.median:+.1%}", *map(share_text, shares))
         stdout().print(table)
         regret = summary.regret
-        print_line(f"Kendall's tau within one source, model and device: {summary.tau:.2f}.")
-        if regret.groups:
+        if summary.tau is not None:
+            print_line(f"Kendall's tau within one source, model and device: {summary.tau:.2f}.")
+        if regret is not None:
             print_line(
                 f"Regret of the predicted best over {regret.groups} groups of configurations: median "
                 f"{share_text(regret.median)}, 90th percentile {share_text(regret.ninth)}."

@@ -73,7 +73,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
-    run = read_megatron(arguments, num_devices=devices)
+    run = read_megatron(arguments, num_devices=devices, one_rank=True)
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -142,12 +143,13 @@ def interval(run: PublishedRun, leave_out: LeaveOut | None = None) -> tuple[floa
 
 
 def quantiles(pool: Iterable[Residual]) -> tuple[float, float]:
-    """Return the bounds that cover `COVERED` of the errors; every source and model has the same weight."""
+    """Return the bounds that cover `COVERED` of the errors; every source has the same weight.
+
+    Errors of one source are alike, so a source with many runs says little about another.
+    """
     rows = sorted(pool, key=lambda one: one.error)
-    groups: dict[tuple[str, str], int] = {}
-    for one in rows:
-        groups[one.source, one.model] = groups.get((one.source, one.model), 0) + 1
-    weight = np.cumsum([1 / groups[one.source, one.model] for one in rows])
+    runs = Counter(one.source for one in rows)
+    weight = np.cumsum([1 / runs[one.source] for one in rows])
     at = (weight - weight[0] / 2) / weight[-1]
     low, high = np.interp([(1 - COVERED) / 2, (1 + COVERED) / 2], at, [one.error for one in rows])
     return float(low), float(high)

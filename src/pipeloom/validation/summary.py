@@ -50,8 +50,8 @@ class Summary(NamedTuple):
 
     Attributes
     ----------
-    tau : float
-        Kendall's tau over pairs of one source, model and device that differ in configuration.
+    tau : float or None
+        Kendall's tau over pairs of one source, model and device that differ in configuration. None: no pairs.
     reasons : dict
         Number of runs that cannot be expressed, by reason.
     """
@@ -59,8 +59,8 @@ class Summary(NamedTuple):
     num_runs: int
     num_expressed: int
     errors: tuple[Errors, ...]
-    tau: float
-    regret: Regret
+    tau: float | None
+    regret: Regret | None
     reasons: dict[str, int]
 
 
@@ -106,17 +106,17 @@ def errors_of(name: str, predictions: Sequence[Prediction]) -> Errors:
     )
 
 
-def kendall_tau(predictions: Iterable[Prediction]) -> float:
-    """Return Kendall's tau of published and predicted seconds a token and device; nan without pairs."""
+def kendall_tau(predictions: Iterable[Prediction]) -> float | None:
+    """Return Kendall's tau of published and predicted seconds a token and device; None without pairs."""
     agree = differ = 0
     for group in _groups(predictions, lambda run: (run.source, run.model, run.device)):
         for one, other in combinations(group, 2):
             sign = (_cost(one, published=True) - _cost(other, published=True)) * (_cost(one) - _cost(other))
             agree, differ = agree + (sign > 0), differ + (sign < 0)
-    return (agree - differ) / (agree + differ) if agree + differ else float("nan")
+    return (agree - differ) / (agree + differ) if agree + differ else None
 
 
-def regret(predictions: Iterable[Prediction]) -> Regret:
+def regret(predictions: Iterable[Prediction]) -> Regret | None:
     """Return the regret over groups of configurations of one model, device, number of devices, batch and precision."""
 
     def same(run: PublishedRun) -> Hashable:
@@ -129,7 +129,7 @@ def regret(predictions: Iterable[Prediction]) -> Regret:
             chosen = min(group, key=lambda each: each.seconds).run.measured_s or 0.0
             found.append(chosen / best - 1)
     if not found:
-        return Regret(0, float("nan"), float("nan"))
+        return None
     return Regret(len(found), float(np.median(found)), float(np.quantile(found, 0.9)))
 
 

@@ -175,6 +175,7 @@ def test_a_run_offers_its_planner_the_strategies_under_which_the_model_runs() ->
     assert offered(config, model) == ("keep", "recompute")  # type: ignore[arg-type]
     said: list[str] = []
     run: Any = SimpleNamespace(
+        name="run",
         config=SimpleNamespace(name="run", layout=SimpleNamespace(modules={}), planner=config.planner),
         display=SimpleNamespace(say=said.append),
         build_model=lambda: model,

@@ -106,7 +106,11 @@ class MegatronRun:
 
 
 def read_megatron(
-    source: str | Path | Sequence[str], *, num_devices: int | None = None, default_devices: int | None = None
+    source: str | Path | Sequence[str],
+    *,
+    num_devices: int | None = None,
+    default_devices: int | None = None,
+    one_rank: bool = False,
 ) -> MegatronRun:
     """Read a run from Megatron's arguments.
 
@@ -119,6 +123,8 @@ def read_megatron(
         Number of devices; None to read it from the source (``torchrun``'s ``--nproc_per_node`` and ``--nnodes``).
     default_devices : int or None
         Used if the number is unknown; None for as many as one replica and the experts need.
+    one_rank : bool
+        Whether a run without pipeline parallelism is read too.
 
     Raises
     ------
@@ -130,6 +136,8 @@ def read_megatron(
     check_rejected(arguments)
     degrees = _degrees(arguments, num_devices, default_devices)
     model = gpt_model(arguments, degrees.tensor)
+    if degrees.pipeline < 2 and not one_rank:
+        raise arguments.refuse("pipeline-model-parallel-size", "1 is not a pipeline", "use at least 2")
     micro = arguments.size("micro-batch-size")
     batch = arguments.size("global-batch-size", micro * degrees.data)
     if batch % (micro * degrees.data):
