@@ -30,8 +30,6 @@ RANKS = (2, 4, 8)
 EXTRA_KEYS = range(0, 2001, 100)
 BACKWARD = 0.82
 """Rate of attention's backward, relative to the forward's: SimuMax's measurements on A100 and B200 at width 128."""
-WIDE_BACKWARD = 0.65
-"""The same with queries wider than values (192 and 128)."""
 MEMORY = 0.8
 """Share of the memory bandwidth that products reach when it limits them."""
 
@@ -149,8 +147,7 @@ def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width:
         if error < best:
             best, found = error, curve._replace(extra_keys=extra)
     at_peak = per_key * (keys + found.extra_keys)
-    slower = BACKWARD if width != 192 else WIDE_BACKWARD
-    back = found._replace(knots=found.knots + np.log2(2.5), values=found.values * slower)
+    back = found._replace(knots=found.knots + np.log2(2.5), values=found.values * BACKWARD)
     lines = [
         f'"{name}@{width}" = {{ flops = {each.toml}, memory = {MEMORY}, extra_keys = {found.extra_keys:g} }}'
         for name, each in ((kind, found), (f"{kind}_backward", back))

@@ -27,6 +27,12 @@ METRICS = ("flops", "memory", "network")
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's operations in utilization."""
 
+
+def base_kind(kind: str) -> str:
+    """Return a kind of operator without its variant: ``attention`` of ``attention@128``."""
+    return kind.partition("@")[0]
+
+
 Curve = tuple[tuple[float, float], ...]
 """Increasing points (seconds at the peak, efficiency). A single point applies everywhere."""
 
@@ -104,7 +110,7 @@ class Device:
         ``causal_attention@128`` is causal attention of head width 128. If a device lacks it, that of any width stands
         for it, then that of attention, then that of ``"*"``.
         """
-        base = kind.partition("@")[0]
+        base = base_kind(kind)
         for name in (kind, base, kind.removeprefix("causal_"), base.removeprefix("causal_"), "*"):
             if name in self.efficiency:
                 return self.efficiency[name]
@@ -112,7 +118,7 @@ class Device:
 
     def slowdown_of(self, kind: str) -> float:
         """Return the time of a kind's memory accesses, relative to the efficiency's."""
-        base = kind.partition("@")[0]
+        base = base_kind(kind)
         return 1.0 if base in PRODUCTS else self.slowdown.get(base, self.slowdown.get("*", 1.0))
 
     @property
@@ -152,9 +158,9 @@ class RuleTable:
         self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
         self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(
-            (i, devices[d].overrides[k.partition("@")[0]])
+            (i, devices[d].overrides[base_kind(k)])
             for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))
-            if k.partition("@")[0] in devices[d].overrides
+            if base_kind(k) in devices[d].overrides
         )
 
     def durations_ps(self, amounts: FloatArray) -> IntArray:
@@ -185,7 +191,7 @@ class RuleTable:
             amounts, self.rule, self.steps, rates, self.points, self.values, self.counts, self.fixed
         )
         for i, rule in self.overridden:
-            seconds = rule(Counts(self.kind[i].partition("@")[0], *map(float, amounts[i])))
+            seconds = rule(Counts(base_kind(self.kind[i]), *map(float, amounts[i])))
             if not 0 <= seconds < float("inf"):
                 raise InputError(f"rule for {self.kind[i]!r}", f"{seconds} is not a duration in seconds")
             out[i] = round(seconds * PS_PER_S)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron import MegatronRun, Recompute, read_megatron
+from pipeloom.integrations.megatron import MegatronRun, read_megatron
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import EAGER, MEGATRON, TrainerSpec
@@ -39,7 +39,6 @@ _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
 HIDDEN = 0.55
 """Share of overlapped collectives that computation hides: 0.5 to 0.6 of gradient reduction and parameter gathering, 0.5
 to 0.65 of tensor-parallel messages, in published runs."""
-FULL = Recompute("full", "uniform", 1)
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -252,7 +251,7 @@ def _recompute(published: PublishedRun, notes: list[str]) -> list[str]:
         return ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
     if block := re.fullmatch(r"block:(\d+)", text):
         return ["--recompute-granularity=full", "--recompute-method=block", f"--recompute-num-layers={block[1]}"]
-    modules = text.replace("shared_expert", "shared_experts").replace("shared_expertss", "shared_experts").split(",")
+    modules = ["shared_experts" if module == "shared_expert" else module for module in text.split(",")]
     if not set(modules) <= _RECOMPUTABLE:
         raise InputError(published.id, f"recomputation {text}")
     return ["--recompute-granularity=selective", "--recompute-modules", *modules]

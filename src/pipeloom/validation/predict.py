@@ -14,13 +14,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.errors import PipeloomError
+from pipeloom.integrations.megatron import Recompute
 from pipeloom.integrations.megatron.timing import Timing
-from pipeloom.validation.express import FULL, express
+from pipeloom.validation.express import express
 from pipeloom.validation.runs import PublishedRun
 
 LeaveOut = Literal["device", "source", "model"]
 COVERED = 0.8
 """Share of published runs that intervals are made to cover."""
+_FULL = Recompute("full", "uniform", 1)
 _LEAST = 20
 """Least number of runs of a device and kind of model that give an interval of their own."""
 
@@ -95,12 +97,12 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
     try:
         expressed = express(run)
         now = expressed.run.now
-        timed = Timing(expressed.run, expressed.cluster, expressed.trainer).of(now)
+        timing = Timing(expressed.run, expressed.cluster, expressed.trainer)
+        timed = timing.of(now)
         times = [timed.iteration_s]
         if run.recompute == "unknown":
             # The published run recomputed nothing, everything, or a part.
-            again = Timing(expressed.run, expressed.cluster, expressed.trainer).of(replace(now, recompute=FULL))
-            times.append(again.iteration_s)
+            times.append(timing.of(replace(now, recompute=_FULL)).iteration_s)
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id))
     low, high = interval(run, leave_out)

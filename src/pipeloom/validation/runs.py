@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pipeloom.errors import InputError, visible_line
 
-_SIZES = frozenset(
-    (
-        *("gpus", "per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq_len"),
-        *("experts", "topk", "moe_ffn", "shared_ffn", "dense_layers", "mtp"),
-        *("tp", "pp", "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs"),
-    )
-)
-_FLAGS = frozenset(("gated", "tied", "bias", "qk_norm", "sp"))
-_NUMBERS = frozenset(("iteration_s", "tokens_s_gpu", "tflops_gpu", "mfu", "mem_bytes"))
 MOST_SIZE = 2**31
 """Largest size of a run."""
 
@@ -104,9 +95,6 @@ class PublishedRun:
         return {"dense": "dense", "moe": "experts", "mla-moe": "experts"}.get(self.arch, "other")
 
 
-_COLUMNS = tuple(each.name for each in fields(PublishedRun) if each.name != "faults")
-
-
 def read_runs(path: Path) -> list[PublishedRun]:
     """Read a table of runs, CSV with a header. Unknown columns are ignored.
 
@@ -140,12 +128,12 @@ def run_of(row: Mapping[str, str | None], default_id: str) -> PublishedRun:
     """Return the run of one row of a table."""
     values: dict[str, object] = {}
     faults = []
-    for name in _COLUMNS:
+    for name, read in _COLUMNS.items():
         text = (row.get(name) or "").strip()
         if not text:
             continue
         try:
-            values[name] = _value(name, text)
+            values[name] = read(text)
         except ValueError as error:
             faults.append(f"{name}: {visible_line(text)!r} {error}")
     if None in row:
@@ -154,19 +142,31 @@ def run_of(row: Mapping[str, str | None], default_id: str) -> PublishedRun:
     return PublishedRun(**values, faults=tuple(faults))  # type: ignore[arg-type]
 
 
-def _value(name: str, text: str) -> object:
-    if name in _FLAGS:
-        if text not in ("0", "1"):
-            raise ValueError("is neither 0 nor 1")
-        return text == "1"
-    if name in _NUMBERS:
-        number = float(text)
-        if not 0 < number < math.inf:
-            raise ValueError("is not positive and finite")
-        return number
-    if name in _SIZES:
-        size = float(text)
-        if size != int(size) or not 0 <= size <= MOST_SIZE:
-            raise ValueError(f"is not a whole number from 0 to {MOST_SIZE}")
-        return int(size)
-    return text
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("is neither 0 nor 1")
+    return text == "1"
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError("is not positive and finite")
+    return number
+
+
+def _size(text: str) -> int:
+    size = float(text)
+    if size != int(size) or not 0 <= size <= MOST_SIZE:
+        raise ValueError(f"is not a whole number from 0 to {MOST_SIZE}")
+    return int(size)
+
+
+_READ: dict[str, Callable[[str], object]] = {
+    "int | None": _size,
+    "float | None": _number,
+    "bool | None": _flag,
+    "str": str,
+}
+"""How a cell is read, by the type of its field."""
+_COLUMNS = {each.name: _READ[str(each.type)] for each in fields(PublishedRun) if each.name != "faults"}
