@@ -18,8 +18,10 @@ MAX_DEVICES = 1_000_000
 MAX_TASKS = 1_000_000
 """Largest number of tasks of one iteration that is built and searched. Its instance file has about 100 MB."""
 MAX_PASSES = 300_000
-"""Largest number of passes of microbatches through layers or stages in an emulation or co-optimization, which then
-takes seconds."""
+"""Largest number of passes of microbatches through stages in an emulation, which then takes seconds."""
+MAX_LAYER_PASSES = 2**19
+"""Largest number of passes of microbatches through layers in a co-optimization: 1,024 layers and 512 microbatches, for
+which it needs up to 8 GiB."""
 MAX_IN_MICROBATCH = 65_536
 """Largest number of sequences of a microbatch, or of images of a sample, for which memory is allocated."""
 MAX_THREADS = 256

@@ -84,7 +84,7 @@ def test_tells_what_it_chose(layers: Path, tmp_path: Path, capsys: pytest.Captur
         (lambda d: d.update(num_ranks=10**9), "num_ranks: 1000000000 is above 4096"),
         (
             lambda d: d.update(num_microbatches=100_000),
-            "num_microbatches: 1000000 passes through layers are more than 300000",
+            "num_microbatches: 1000000 passes through layers are more than 524288",
         ),
         (lambda d: d.update(memory_capacity_bytes=[1, 1]), "infeasible"),
     ],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pipeloom.cost.layers import LayerCost, LayerTable
 from pipeloom.errors import InputError
-from pipeloom.limits import MAX_PASSES
+from pipeloom.limits import MAX_LAYER_PASSES
 from pipeloom.spec import Chunk, Layout, ModelSpec, ModuleLayout
 from pipeloom.spec.layout import MOST_RANKS
 from pipeloom.taskgraph import (
@@ -169,7 +169,7 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     """
     if table.num_ranks > MOST_RANKS:
         raise InputError("num_ranks", f"{table.num_ranks} is above {MOST_RANKS}")
-    check_work("num_microbatches", table.num_microbatches * len(table.layers), "passes through layers", MAX_PASSES)
+    check_work("num_microbatches", table.num_microbatches * len(table.layers), "passes through layers", MAX_LAYER_PASSES)
     rows = [_strategies(layer, split, f"layers[{i}]") for i, layer in enumerate(table.layers)]
     for i, row in enumerate(rows):
         for option in row:
