@@ -169,7 +169,9 @@ def chain_of_layers(table: LayerTable, *, split: bool = False) -> LayerChain:
     """
     if table.num_ranks > MOST_RANKS:
         raise InputError("num_ranks", f"{table.num_ranks} is above {MOST_RANKS}")
-    check_work("num_microbatches", table.num_microbatches * len(table.layers), "passes through layers", MAX_LAYER_PASSES)
+    check_work(
+        "num_microbatches", table.num_microbatches * len(table.layers), "passes through layers", MAX_LAYER_PASSES
+    )
     rows = [_strategies(layer, split, f"layers[{i}]") for i, layer in enumerate(table.layers)]
     for i, row in enumerate(rows):
         for option in row:
