@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom.cli.app import run
 from pipeloom.validation import Prediction, PublishedRun, summarize
-from pipeloom.validation.predict import Residual, quantiles
+from pipeloom.validation.confidence import quantiles
 from pipeloom.validation.summary import kendall_tau, regret
 from tests.validation.test_runs import DATA
 
@@ -44,9 +44,9 @@ def test_regret_is_that_of_the_predicted_best() -> None:
 
 
 def test_an_interval_covers_four_fifths_and_weighs_sources_alike() -> None:
-    pool = [Residual(str(i), f"s{i}", "d", "m", "dense", i / 100) for i in range(101)]
+    pool = [(f"s{i}", i / 100) for i in range(101)]
     assert quantiles(pool) == pytest.approx((0.1, 0.9), abs=0.01)
-    crowd = [Residual(f"c{i}", "crowd", "d", "m", "dense", 5.0) for i in range(1000)]
+    crowd = [("crowd", 5.0) for _ in range(1000)]
     assert quantiles([*pool, *crowd])[1] == pytest.approx(0.91, abs=0.02)
 
 
@@ -64,6 +64,11 @@ def test_the_command_predicts_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     assert found["zero-bubble-012"] == {"id": "zero-bubble-012", "reason": "schedule ZB-2p"}
     assert document["summary"]["expressed"] == 2
+    assert found["dgxc-016"]["fitted"]
+    assert run(["validate", str(file), "--leave-out", "source", "--json"]) == 0
+    without = {each["id"]: each for each in json.loads(capsys.readouterr().out)["runs"]}
+    assert not without["dgxc-016"]["fitted"]
+    assert without["dgxc-016"]["predicted_s"] != found["dgxc-016"]["predicted_s"]
     assert run(["validate", str(file), "--leave-out", "source"]) == 0
     text = capsys.readouterr().out
     assert "2 of 3 runs can be expressed" in text

@@ -160,7 +160,7 @@ def local_devices(
     compute = Device(
         DEVICE_NAMES[0],
         flops_per_s=device.flops_per_s,
-        sustained=(device.sustained_flops_per_s or device.flops_per_s) / device.flops_per_s,
+        sustained=device.sustained,
         memory_bytes_per_s=device.memory_bytes_per_s,
         launch_s=device.launch_s,
         capacity_bytes=device.usable_bytes,
@@ -181,6 +181,8 @@ def cluster_devices(cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> tuple
         cluster.device, cluster.nic_bytes_per_s, cluster.nic_latency_s, cluster.copy_bytes_per_s
     )
     slowdown = {"*": trainer.elementwise, "cross_entropy": trainer.cross_entropy}
+    if trainer.attention == "flash2":
+        slowdown["attention"] = 1 / cluster.device.generation.flash2
     return replace(compute, slowdown=slowdown), *links
 
 

@@ -14,16 +14,13 @@ import msgspec
 import numpy as np
 
 from pipeloom.emulator.build import local_devices
-from pipeloom.emulator.rules import RuleTable
+from pipeloom.emulator.rules import FLOPS_KINDS, RuleTable
 from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
 from pipeloom.errors import InputError, check_positive
 from pipeloom.spec.hardware import DevicePart, DeviceSpec, EfficiencySpec
 from pipeloom.totals import PS_PER_S
 
-FLOPS_KINDS = frozenset({"matmul", "grouped_matmul", "scan"}) | {
-    f"{causal}attention{backward}" for causal in ("", "causal_") for backward in ("", "_backward")
-}
 MOST_POINTS = 6
 MOST_LINK_POINTS = 32
 NEVER_BINDS = 1e6

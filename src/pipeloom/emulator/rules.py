@@ -26,6 +26,8 @@ METRICS = ("flops", "memory", "network")
 
 PRODUCTS = frozenset({"matmul", "grouped_matmul", "attention", "causal_attention", "scan"})
 """Operators that count as the model's operations in utilization."""
+FLOPS_KINDS = PRODUCTS | {"attention_backward", "causal_attention_backward"}
+"""Operators that operations limit rather than memory, unless they are tiny."""
 
 
 def base_kind(kind: str) -> str:
@@ -76,8 +78,8 @@ class Device:
     sustained : float
         Share of the efficiencies of operations that the device sustains within its power limit.
     slowdown : mapping from operator kind to float
-        Time of memory-bound operators, relative to the efficiency's; ``"*"`` stands for every other kind but
-        `PRODUCTS`.
+        Time of operators, relative to the efficiency's. ``"attention"`` stands for causal attention and for the
+        backward of both, ``"*"`` for every kind that is not in `FLOPS_KINDS`.
     efficiency : mapping from operator kind to `Efficiency`
         ``"*"`` stands for every other kind.
     overrides : mapping from operator kind to a rule, `Counts` -> seconds
@@ -117,9 +119,14 @@ class Device:
         return Efficiency()
 
     def slowdown_of(self, kind: str) -> float:
-        """Return the time of a kind's memory accesses, relative to the efficiency's."""
-        base = base_kind(kind)
-        return 1.0 if base in PRODUCTS else self.slowdown.get(base, self.slowdown.get("*", 1.0))
+        """Return the time of a kind, relative to the efficiency's."""
+        base = base_kind(kind).removeprefix("causal_").removesuffix("_backward")
+        return self.slowdown.get(base, 1.0 if base_kind(kind) in FLOPS_KINDS else self.slowdown.get("*", 1.0))
+
+    def factors(self, kind: str) -> tuple[float, float, float]:
+        """Return the factors of a kind's efficiencies of operations, memory and network."""
+        speed = 1 / self.slowdown_of(kind)
+        return (self.sustained * speed, 1.0, 1.0) if base_kind(kind) in FLOPS_KINDS else (self.sustained, speed, 1.0)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -143,8 +150,7 @@ class RuleTable:
             [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
         )
         chosen = [devices[d].efficiency_of(k) for d, k in rows]
-        sustained = [devices[d].sustained for d, _ in rows]
-        slower = [devices[d].slowdown_of(k) for d, k in rows]
+        factors = [devices[d].factors(k) for d, k in rows]
         width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
         self.values = np.ones((len(rows), 3, width))
@@ -154,7 +160,7 @@ class RuleTable:
                 curve: Curve = getattr(e, metric)
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
-                self.values[r, m, : len(curve)] = [value * (sustained[r], 1 / slower[r], 1.0)[m] for _, value in curve]
+                self.values[r, m, : len(curve)] = [value * factors[r][m] for _, value in curve]
         self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
         self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(

@@ -14,11 +14,12 @@ from pipeloom.conversion import convert
 from pipeloom.errors import InputError, printable_line
 from pipeloom.outputs import check_input
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture
-from pipeloom.spec.hardware import ClusterSpec, DeviceSpec
+from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, GenerationSpec
 from pipeloom.spec.model import Reads
 from pipeloom.spec.plain_cluster import is_plain, read_plain
+from pipeloom.spec.trainer import TrainerSpec
 
-Kind = Literal["devices", "efficiencies", "clusters", "models", "datasets"]
+Kind = Literal["devices", "generations", "efficiencies", "clusters", "trainers", "models", "datasets"]
 T = TypeVar("T")
 
 
@@ -56,12 +57,24 @@ def read(kind: Kind, name: str) -> dict[str, Any]:
 def load_device(name: str) -> DeviceSpec:
     """Load a device by its name in the zoo or from a file.
 
-    In a file, ``efficiency`` is a table, or the name or file of one.
+    In a file, ``efficiency`` and ``generation`` are tables, or the name or file of one.
     """
     content = read("devices", name)
     if isinstance(content.get("efficiency"), str):
         content["efficiency"] = read("efficiencies", content["efficiency"])
+    if isinstance(content.get("generation"), str):
+        content["generation"] = {"name": content["generation"], **read("generations", content["generation"])}
     return convert(content, DeviceSpec, name)
+
+
+def load_generation(name: str) -> GenerationSpec:
+    """Load a generation of devices by its name in the zoo or from a file."""
+    return convert({"name": name, **read("generations", name)}, GenerationSpec, name)
+
+
+def load_trainer(name: str) -> TrainerSpec:
+    """Load a trainer by its name in the zoo or from a file."""
+    return convert(read("trainers", name), TrainerSpec, name)
 
 
 def load_cluster(name: str) -> ClusterSpec:
@@ -100,8 +113,10 @@ def _plain_cluster(text: str) -> ClusterSpec:
 def device_toml(device: DeviceSpec) -> str:
     """Return a device as TOML, which `load_device` can read."""
     content = msgspec.to_builtins(device)
-    tables = content.pop("efficiency")
+    tables, generation = content.pop("efficiency"), content.pop("generation")
     lines = [f"{key} = {_toml(value)}" for key, value in content.items()]
+    if device.generation != GenerationSpec():
+        lines += ["", "[generation]", *(f"{key} = {_toml(value)}" for key, value in generation.items())]
     for part, kinds in tables.items():
         lines += ["", f"[efficiency.{part}]"]
         for kind, shares in kinds.items():

@@ -58,6 +58,17 @@ class EfficiencySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_points(f"efficiency.{name}", ((1.0, value),) if isinstance(value, float) else value)
 
 
+class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What training on devices of one generation adds to the times of kernels that run alone on a cool device."""
+
+    name: str = ""
+    source: str = ""
+    sustained: Factor = 1.0
+    """Share of the efficiencies of operations that long training reaches within the power limit."""
+    flash2: Factor = 1.0
+    """Speed of FlashAttention 2, relative to the attention of the device's table."""
+
+
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One accelerator and its own links.
 
@@ -78,8 +89,10 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvlink_latency_s: Latency = 0.0
     pcie_bytes_per_s: RateOrNone = 0.0
     pcie_latency_s: Latency = 0.0
+    generation: GenerationSpec = GenerationSpec()
     sustained_flops_per_s: RateOrNone = 0.0
-    """Operations per second of long matrix products within the device's power limit. 0: the peak."""
+    """Operations per second of long matrix products within the device's power limit. 0: the generation's share of the
+    peak."""
     launch_s: Latency = 0.0
     """Minimum time from one operator to the next, to launch a kernel."""
     jitter: Magnitude = 0.0
@@ -101,6 +114,13 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"device {self.name!r}.sustained_flops_per_s",
                 f"{self.sustained_flops_per_s:g} is above the peak of {self.flops_per_s:g}",
             )
+
+    @property
+    def sustained(self) -> float:
+        """Share of the efficiencies of operations that long training reaches."""
+        return (
+            self.sustained_flops_per_s / self.flops_per_s if self.sustained_flops_per_s else self.generation.sustained
+        )
 
     @property
     def label(self) -> str:

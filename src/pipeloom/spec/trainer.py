@@ -10,7 +10,7 @@ from pipeloom.bounds import Factor, Latency, Share
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A training framework, as far as it changes costs.
+    """A training framework, as far as it changes costs. The zoo has some (`pipeloom.spec.catalog.load_trainer`).
 
     The defaults are those of a framework with fused kernels, whose host never delays the device and which hides no
     collective.
@@ -22,35 +22,19 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of memory-bound operators, relative to fused kernels."""
     cross_entropy: Factor = 1.0
     """Time of softmax and loss, relative to fused kernels."""
-    attention: Literal["flash", "unfused"] = "flash"
-    """``unfused`` computes and keeps the scores of all pairs."""
+    attention: Literal["fused", "flash2", "unfused"] = "fused"
+    """``fused`` is the kernel of the device's table, ``flash2`` FlashAttention 2. ``unfused`` computes and keeps the
+    scores of all pairs."""
     layer_host_s: Latency = 0.0
     """Host seconds to launch forward and backward of one layer. A pass never takes less than its layers' launches."""
     expert_layer_host_s: Latency = 0.0
     """The same of a layer of experts."""
     hidden_reduction: Share = 0.0
-    """Share of the gradient reduction that computation hides."""
+    """Share of the gradient reduction that computation hides, if the two overlap."""
     hidden_gather: Share = 0.0
-    """Share of the gathering of updated parameters that computation hides."""
+    """Share of the gathering of updated parameters that computation hides, if the two overlap."""
     hidden_tensor: Share = 0.0
-    """Share of the tensor-parallel collectives that computation hides."""
+    """Share of the tensor-parallel collectives that computation hides, if the two overlap."""
 
 
 FUSED = TrainerSpec()
-MEGATRON = TrainerSpec(
-    name="megatron",
-    source="published runs: Megatron-LM's loss moves 43 bytes a logit, 16 if fused; forward and backward of a dense "
-    "layer take 4 ms of host time on hosts of H100, those of a layer of experts 10 to 19 ms",
-    cross_entropy=2.7,
-    layer_host_s=4e-3,
-    expert_layer_host_s=12e-3,
-)
-"""Megatron-LM with Transformer Engine."""
-EAGER = TrainerSpec(
-    name="torch",
-    source="published runs: memory-bound operators of eager PyTorch take 1.6 to 2.7 times as long as fused ones",
-    elementwise=2.0,
-    layer_host_s=4e-3,
-    expert_layer_host_s=12e-3,
-)
-"""Eager PyTorch, such as FSDP."""

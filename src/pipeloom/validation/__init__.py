@@ -1,7 +1,22 @@
-"""Predict published training runs, and summarize the errors."""
+"""Predict published training runs, fit constants to them, and say how far predictions can be trusted."""
 
+from pipeloom.validation.confidence import Chance, Interval, chance, interval, published_device
 from pipeloom.validation.predict import Prediction, predict
 from pipeloom.validation.runs import PublishedRun, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
 
-__all__ = ["Errors", "Prediction", "PublishedRun", "Regret", "Summary", "predict", "read_runs", "summarize"]
+__all__ = [
+    "Chance",
+    "Errors",
+    "Interval",
+    "Prediction",
+    "PublishedRun",
+    "Regret",
+    "Summary",
+    "chance",
+    "interval",
+    "predict",
+    "published_device",
+    "read_runs",
+    "summarize",
+]

@@ -9,9 +9,9 @@ import msgspec
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import MegatronRun, read_megatron
-from pipeloom.spec.catalog import load_cluster
+from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import EAGER, MEGATRON, TrainerSpec
+from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.validation.runs import PublishedRun
 
 DEVICES = {
@@ -36,9 +36,8 @@ _SCHEDULES = frozenset(("", "1f1b", "interleaved", "fsdp", "zero"))
 _LATENT = {"q": "q-lora-rank", "kv": "kv-lora-rank", "nope": "qk-head-dim", "rope": "qk-pos-emb-head-dim"}
 _LATENT |= {"v": "v-head-dim"}
 _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
-HIDDEN = 0.55
-"""Share of overlapped collectives that computation hides: 0.5 to 0.6 of gradient reduction and parameter gathering, 0.5
-to 0.65 of tensor-parallel messages, in published runs."""
+_EAGER_SOURCES = frozenset(("llm-foundry", "torchtitan", "nemo-automodel", "nanotron", "stas-llama8b"))
+"""Sources whose runs used eager PyTorch."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -86,16 +85,21 @@ def express(published: PublishedRun) -> ExpressedRun:
 def trainer_of(published: PublishedRun) -> TrainerSpec:
     """Return the trainer of a run: eager PyTorch for FSDP and ZeRO, else Megatron, with the overlap that is stated."""
     overlap = published.overlap
-    eager = published.schedule in ("fsdp", "zero") or published.zero == 3
+    eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.source in _EAGER_SOURCES
+    trainer = load_trainer("torch" if eager else "megatron")
     # Without FlashAttention, recomputing core attention alone is what the run is for.
     unstated = published.attention in ("", "unknown")
-    unfused = published.attention == "unfused" or (unstated and "core_attn" in published.recompute)
+    if published.attention == "unfused" or (unstated and "core_attn" in published.recompute):
+        trainer = msgspec.structs.replace(trainer, attention="unfused")
+    elif published.attention == "flash":
+        trainer = msgspec.structs.replace(trainer, attention="flash2")
+    if "cuda graph" in overlap.lower():
+        trainer = msgspec.structs.replace(trainer, layer_host_s=0.0, expert_layer_host_s=0.0)
     return msgspec.structs.replace(
-        EAGER if eager else MEGATRON,
-        attention="unfused" if unfused else "flash",
-        hidden_reduction=HIDDEN if "grad reduce" in overlap else 0.0,
-        hidden_gather=HIDDEN if "param gather" in overlap else 0.0,
-        hidden_tensor=HIDDEN if "user buffers" in f"{overlap} {published.assumed}" else 0.0,
+        trainer,
+        hidden_reduction=trainer.hidden_reduction if "grad reduce" in overlap else 0.0,
+        hidden_gather=trainer.hidden_gather if "param gather" in overlap else 0.0,
+        hidden_tensor=trainer.hidden_tensor if "user buffers" in f"{overlap} {published.assumed}" else 0.0,
     )
 
 

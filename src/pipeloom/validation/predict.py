@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
-from typing import Literal, NamedTuple
-
-import numpy as np
 
 from pipeloom.errors import PipeloomError
 from pipeloom.integrations.megatron import Recompute
-from pipeloom.integrations.megatron.timing import Timing
-from pipeloom.validation.express import express
+from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.validation.confidence import LeaveOut, Residual, interval
+from pipeloom.validation.constants import fitted_ids, shipped, values_without, with_values
+from pipeloom.validation.express import ExpressedRun, express
 from pipeloom.validation.runs import PublishedRun
 
-LeaveOut = Literal["device", "source", "model"]
-COVERED = 0.8
-"""Share of published runs that intervals are made to cover."""
 _FULL = Recompute("full", "uniform", 1)
-_LEAST = 20
-"""Least number of runs of a device and kind of model that give an interval of their own."""
-
-
-class Residual(NamedTuple):
-    """The error on a run of the shipped table: the logarithm of its published time over the predicted one."""
-
-    id: str
-    source: str
-    device: str
-    model: str
-    kind: str
-    error: float
 
 
 @dataclass(frozen=True)
@@ -92,74 +69,42 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
     Parameters
     ----------
     leave_out : "device", "source", "model" or None
-        Runs with the same value do not count for the interval. Runs of the same source and model never do.
+        The constants are fitted without runs that have the same value, and the interval does not count them. For the
+        interval, runs of the same source and model never count.
     """
     try:
         expressed = express(run)
-        now = expressed.run.now
-        timing = Timing(expressed.run, expressed.cluster, expressed.trainer)
-        timed = timing.of(now)
+        values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
+        timed, timing = emulate(with_values(expressed, values))
         times = [timed.iteration_s]
         if run.recompute == "unknown":
             # The published run recomputed nothing, everything, or a part.
-            times.append(timing.of(replace(now, recompute=_FULL)).iteration_s)
+            times.append(timing.of(replace(expressed.run.now, recompute=_FULL)).iteration_s)
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id))
-    low, high = interval(run, leave_out)
+    trust = interval(run.device, run.kind, lambda one: _counts(one, run, leave_out), unseen=leave_out == "device")
     return Prediction(
         run,
         timed.iteration_s,
-        min(times) * math.exp(low),
-        max(times) * math.exp(high),
+        trust.of(min(times))[0],
+        trust.of(max(times))[1],
         int(timed.peak_bytes.max()),
+        fitted=leave_out is None and run.id in fitted_ids(),
         notes=expressed.notes,
     )
 
 
+def _counts(residual: Residual, run: PublishedRun, leave_out: LeaveOut | None) -> bool:
+    """Return whether the error on another run tells something about this one."""
+    same = residual.source == run.source and residual.model == run.model
+    return not same and (leave_out is None or getattr(residual, leave_out) != getattr(run, leave_out))
+
+
+def emulate(expressed: ExpressedRun) -> tuple[Timed, Timing]:
+    """Emulate an iteration of a run. Also return the timing, for variants of the run."""
+    timing = Timing(expressed.run, expressed.cluster, expressed.trainer)
+    return timing.of(expressed.run.now), timing
+
+
 def _reason(error: PipeloomError, run: str) -> str:
     return str(error).removeprefix(f"{run}: ")
-
-
-def interval(run: PublishedRun, leave_out: LeaveOut | None = None) -> tuple[float, float]:
-    """Return the 80 % interval of a run, as logarithms to add to that of the predicted time.
-
-    It is that of the errors on other runs of the device and kind of model; if there are few, of the kind of model; if
-    there are few again, of all. Runs of the same source and model do not count.
-    """
-
-    def counts(residual: Residual) -> bool:
-        same = residual.source == run.source and residual.model == run.model
-        return not same and (leave_out is None or getattr(residual, leave_out) != getattr(run, leave_out))
-
-    others = [residual for residual in residuals() if counts(residual)]
-    pools: Sequence[Callable[[Residual], bool]] = (
-        lambda one: one.device == run.device and one.kind == run.kind,
-        lambda one: one.kind == run.kind,
-        lambda _one: True,
-    )
-    for belongs in pools:
-        pool = [one for one in others if belongs(one)]
-        if len(pool) >= _LEAST:
-            break
-    return quantiles(pool) if pool else (0.0, 0.0)
-
-
-def quantiles(pool: Iterable[Residual]) -> tuple[float, float]:
-    """Return the bounds that cover `COVERED` of the errors; every source has the same weight.
-
-    Errors of one source are alike, so a source with many runs says little about another.
-    """
-    rows = sorted(pool, key=lambda one: one.error)
-    runs = Counter(one.source for one in rows)
-    weight = np.cumsum([1 / runs[one.source] for one in rows])
-    at = (weight - weight[0] / 2) / weight[-1]
-    low, high = np.interp([(1 - COVERED) / 2, (1 + COVERED) / 2], at, [one.error for one in rows])
-    return float(low), float(high)
-
-
-@cache
-def residuals() -> tuple[Residual, ...]:
-    """Return the errors on the shipped runs, as ``scripts/record_residuals.py`` recorded them."""
-    text = (files("pipeloom.validation") / "data" / "residuals.csv").read_text()
-    rows = list(csv.reader(text.splitlines()))[1:]
-    return tuple(Residual(i, s, d, m, k, float(error)) for i, s, d, m, k, error in rows)

@@ -108,10 +108,21 @@ def errors_of(name: str, predictions: Sequence[Prediction]) -> Errors:
 
 def kendall_tau(predictions: Iterable[Prediction]) -> float | None:
     """Return Kendall's tau of published and predicted seconds a token and device; None without pairs."""
+    return kendall_tau_of([(each.run, each.seconds) for each in predictions])
+
+
+def kendall_tau_of(predicted: Iterable[tuple[PublishedRun, float]]) -> float | None:
+    """Return Kendall's tau of runs with a published time, and their predicted seconds."""
     agree = differ = 0
-    for group in _groups(predictions, lambda run: (run.source, run.model, run.device)):
-        for one, other in combinations(group, 2):
-            sign = (_cost(one, published=True) - _cost(other, published=True)) * (_cost(one) - _cost(other))
+    groups: dict[Hashable, list[tuple[float, float]]] = {}
+    for run, seconds in predicted:
+        # Seconds of a device for each token.
+        scale = (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1))
+        costs = (run.measured_s or 0.0) * scale, seconds * scale
+        groups.setdefault((run.source, run.model, run.device), []).append(costs)
+    for group in groups.values():
+        for (published, cost), (other_published, other_cost) in combinations(group, 2):
+            sign = (published - other_published) * (cost - other_cost)
             agree, differ = agree + (sign > 0), differ + (sign < 0)
     return (agree - differ) / (agree + differ) if agree + differ else None
 
@@ -138,13 +149,6 @@ def _groups(predictions: Iterable[Prediction], key: Callable[[PublishedRun], Has
     for each in predictions:
         groups.setdefault(key(each.run), []).append(each)
     return groups.values()
-
-
-def _cost(prediction: Prediction, *, published: bool = False) -> float:
-    """Return seconds of a device for each token."""
-    run = prediction.run
-    seconds = run.measured_s if published else prediction.seconds
-    return (seconds or 0.0) * (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1))
 
 
 def _kind_of_reason(reason: str) -> str:

@@ -1,0 +1,178 @@
+"""How far predictions can be trusted: intervals and probabilities from the errors on published runs."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.resources import as_file, files
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from pipeloom.spec.catalog import load_device
+from pipeloom.validation.express import DEVICES
+from pipeloom.validation.runs import read_runs
+
+LeaveOut = Literal["device", "source", "model"]
+COVERED = 0.8
+"""Share of published runs that intervals are made to cover."""
+FEWEST = 20
+"""Fewest runs of a device and kind of model that give an interval of their own."""
+FEWEST_PAIRS = 40
+"""Fewest pairs of runs that give a probability."""
+DATA = files("pipeloom.validation") / "data"
+
+
+class Residual(NamedTuple):
+    """The error on a published run: the logarithm of its published time over the predicted one.
+
+    Attributes
+    ----------
+    error : float
+        The constants are fitted without the runs of the same source and model.
+    without_device : float
+        The constants are fitted without the runs on the same device.
+    """
+
+    id: str
+    source: str
+    device: str
+    model: str
+    kind: str
+    error: float
+    without_device: float
+
+
+class Interval(NamedTuple):
+    """An 80 % interval of a predicted time.
+
+    Attributes
+    ----------
+    low, high : float
+        Bounds, relative to the predicted time.
+    basis : str
+        The runs whose errors it has.
+    """
+
+    low: float
+    high: float
+    basis: str
+
+    def of(self, seconds: float) -> tuple[float, float]:
+        """Return the bounds of a predicted time."""
+        return self.low * seconds, self.high * seconds
+
+
+class Chance(NamedTuple):
+    """The probability that a predicted gain has the right sign, and the number of published pairs that tell."""
+
+    probability: float
+    num_pairs: int
+
+
+@cache
+def residuals() -> tuple[Residual, ...]:
+    """Return the errors on the published runs, as ``scripts/fit_constants.py`` recorded them."""
+    rows = list(csv.reader((DATA / "residuals.csv").read_text().splitlines()))[1:]
+    return tuple(Residual(*row[:5], *map(float, row[5:])) for row in rows)
+
+
+@cache
+def published_device(name: str) -> str | None:
+    """Return the name that tables of runs have for a device of the zoo, by the name in its file; None: no run."""
+    ran = {residual.device for residual in residuals()}
+    return next((run for run, zoo in DEVICES.items() if run in ran and load_device(zoo).name == name), None)
+
+
+def interval(
+    device: str | None, kind: str, counts: Callable[[Residual], bool] | None = None, *, unseen: bool = False
+) -> Interval:
+    """Return the interval of times on a device.
+
+    It is that of the errors on runs of the device and kind of model; if there are few, of the kind of model; if there
+    are few again, of all.
+
+    Parameters
+    ----------
+    device : str or None
+        Name of the device in tables of runs (`published_device`). None: no run is published.
+    kind : "dense", "experts" or "other"
+        Kind of model.
+    counts : callable or None
+        Whether the error on a run counts. None: all do.
+    unseen : bool
+        Whether the constants know no run of the device. The interval is then that of leaving each device out.
+    """
+    pool = [one for one in residuals() if counts is None or counts(one)]
+    unseen = unseen or device is None
+    choices: tuple[tuple[str, Callable[[Residual], bool]], ...] = (
+        (f"{kind} runs on {device}", lambda one: one.device == device and one.kind == kind and not unseen),
+        (f"{kind} runs on any device", lambda one: one.kind == kind),
+        ("all runs", lambda _one: True),
+    )
+    pools = ((basis, [one for one in pool if belongs(one)]) for basis, belongs in choices)
+    basis, some = next((each for each in pools if len(each[1]) >= FEWEST), ("all runs", pool))
+    basis = f"{len(some)} published {basis}" + (", each device left out in turn" if unseen else "")
+    if not some:
+        return Interval(1.0, 1.0, "no published run")
+    low, high = quantiles([(one.source, one.without_device if unseen else one.error) for one in some])
+    return Interval(math.exp(low), math.exp(high), basis)
+
+
+def quantiles(pool: Iterable[tuple[str, float]]) -> tuple[float, float]:
+    """Return the bounds that cover `COVERED` of the errors; every source has the same weight.
+
+    Errors of one source are alike, so a source with many runs says little about another.
+    """
+    rows = sorted(pool, key=lambda row: row[1])
+    runs = Counter(source for source, _ in rows)
+    weight = np.cumsum([1 / runs[source] for source, _ in rows])
+    at = (weight - weight[0] / 2) / weight[-1]
+    low, high = np.interp([(1 - COVERED) / 2, (1 + COVERED) / 2], at, [error for _, error in rows])
+    return float(low), float(high)
+
+
+class Pair(NamedTuple):
+    """Two published configurations of one source, model and device: logarithms of the ratios of their times a token."""
+
+    predicted: float
+    published: float
+    weight: float
+
+
+@cache
+def pairs() -> tuple[Pair, ...]:
+    """Return all pairs of published runs that differ in configuration. Pairs of one source and model weigh less."""
+    with as_file(DATA / "runs.csv") as path:
+        runs = {run.id: run for run in read_runs(path)}
+    groups: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    for one in residuals():
+        run = runs[one.id]
+        published = math.log((run.measured_s or 1.0) * (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1)))
+        groups[one.source, one.model, one.device].append((published - one.error, published))
+    found = []
+    for group in groups.values():
+        some = [(a[0] - b[0], a[1] - b[1]) for a, b in combinations(group, 2)]
+        different = [(predicted, published) for predicted, published in some if predicted and published]
+        found += [Pair(*pair, len(different) ** -0.5) for pair in different]
+    return tuple(found)
+
+
+def chance(ratio: float) -> Chance:
+    """Return the probability that a configuration is faster, if its time is predicted to be ``ratio`` of another's.
+
+    It is how often published pairs that were predicted to differ by as much differed in this direction.
+    """
+    gap = abs(math.log(ratio)) if ratio > 0 else 0.0
+    if gap == 0:
+        return Chance(0.5, 0)
+    near = sorted(pairs(), key=lambda pair: abs(math.log(abs(pair.predicted) / gap)))
+    # Pairs between half and twice the difference, or the nearest if these are few.
+    count = max(FEWEST_PAIRS, sum(0.5 <= abs(pair.predicted) / gap <= 2 for pair in near))
+    some = near[:count]
+    right = sum(pair.weight for pair in some if pair.predicted * pair.published > 0)
+    return Chance(right / sum(pair.weight for pair in some), len(some))
