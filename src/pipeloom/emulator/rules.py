@@ -75,6 +75,8 @@ class Device:
         Minimum seconds of an operator that has anything to do.
     sustained : float
         Share of the efficiencies of operations that the device sustains within its power limit.
+    quantized : mapping from kind of products to peak and sustained share
+        Products of other rates: ``"fp8"`` is of the operators ``matmul@fp8`` and ``grouped_matmul@fp8``.
     slowdown : mapping from operator kind to float
         Time of memory-bound operators, relative to the efficiency's; ``"*"`` stands for every other kind but
         `PRODUCTS`.
@@ -92,6 +94,7 @@ class Device:
     capacity_bytes: int | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
     sustained: float = 1.0
+    quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
 
@@ -121,10 +124,16 @@ class Device:
         base = base_kind(kind)
         return 1.0 if base in PRODUCTS else self.slowdown.get(base, self.slowdown.get("*", 1.0))
 
-    @property
-    def rates(self) -> tuple[float, float, float]:
-        """Peak operations, memory bytes and network bytes per second."""
-        return (self.flops_per_s, self.memory_bytes_per_s, self.network_bytes_per_s)
+    def rates_of(self, kind: str) -> tuple[float, float, float]:
+        """Return peak operations, memory bytes and network bytes per second of a kind of operator."""
+        return (self._products_of(kind)[0], self.memory_bytes_per_s, self.network_bytes_per_s)
+
+    def sustained_of(self, kind: str) -> float:
+        """Return the share of a kind's efficiency of operations that the device sustains."""
+        return self._products_of(kind)[1]
+
+    def _products_of(self, kind: str) -> tuple[float, float]:
+        return self.quantized.get(kind.partition("@")[2], (self.flops_per_s, self.sustained))
 
 
 class RuleTable:
@@ -143,7 +152,7 @@ class RuleTable:
             [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
         )
         chosen = [devices[d].efficiency_of(k) for d, k in rows]
-        sustained = [devices[d].sustained for d, _ in rows]
+        sustained = [devices[d].sustained_of(k) for d, k in rows]
         slower = [devices[d].slowdown_of(k) for d, k in rows]
         width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
@@ -155,7 +164,7 @@ class RuleTable:
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
                 self.values[r, m, : len(curve)] = [value * (sustained[r], 1 / slower[r], 1.0)[m] for _, value in curve]
-        self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
+        self.rates = np.array([devices[d].rates_of(k) for d, k in rows]).reshape(-1, 3)
         self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(
             (i, devices[d].overrides[base_kind(k)])
