@@ -39,7 +39,7 @@ class Quantization(NamedTuple):
         return from_bytes * (1 + self.amax_reads) + self.num_bytes * self.copies
 
 
-_RECIPES: dict[Precision, Quantization] = {
+RECIPES: dict[Precision, Quantization] = {
     # Scales: float32 for each 128 numbers; 1 byte for each 32; 1 byte for each 16. Amax: of delayed scaling, the cast
     # itself finds the next step's; blocks find theirs while they cast. NVFP4 has a scale of the whole tensor too, and
     # its Hadamard transform and stochastic rounding are part of the two passes.
@@ -49,6 +49,7 @@ _RECIPES: dict[Precision, Quantization] = {
     "mxfp8": Quantization("mxfp8", 1.0 + 1 / 32),
     "nvfp4": Quantization("nvfp4", 0.5 + 1 / 16, amax_reads=1),
 }
+"""How each precision quantizes."""
 
 
 def quantization(precision: Precision, device: DeviceSpec) -> Quantization | None:
@@ -61,9 +62,9 @@ def quantization(precision: Precision, device: DeviceSpec) -> Quantization | Non
     """
     if precision == "bf16":
         return None
-    found = _RECIPES[precision]
+    found = RECIPES[precision]
     if found.products not in device.quantized_products:
-        able = [each for each in PRECISIONS[1:] if _RECIPES[each].products in device.quantized_products]
+        able = [each for each in PRECISIONS[1:] if RECIPES[each].products in device.quantized_products]
         raise InputError(
             f"device {device.name!r}",
             f"has no products of precision {precision}",
