@@ -41,13 +41,16 @@ HIDDEN = 0.55
 """Share of overlapped collectives that computation hides: 0.5 to 0.6 of gradient reduction and parameter gathering, 0.5
 to 0.65 of tensor-parallel messages, in published runs."""
 _PRECISIONS: dict[str, Precision] = {
-    **dict.fromkeys(("mxfp8", "fp8-mx"), "mxfp8"),
-    **dict.fromkeys(("fp8", "fp8-cs"), "fp8_current"),
+    **dict.fromkeys(("", "bf16", "fp16", "bfloat16", "float16"), "bf16"),
     **dict.fromkeys(("fp8-ds", "fp8-delayed"), "fp8_delayed"),
+    # Alone, it is FP8 with one scale a tensor: delayed or current scaling, whose costs differ little.
+    **dict.fromkeys(("fp8", "fp8-cs"), "fp8_current"),
     **dict.fromkeys(("fp8-sc", "fp8-block", "fp8-blockwise"), "fp8_block"),
+    **dict.fromkeys(("mxfp8", "fp8-mx"), "mxfp8"),
     "nvfp4": "nvfp4",
 }
-"""Precisions by their name in tables of runs, where Megatron Bridge writes ``fp8-cs`` for current scaling."""
+"""Precisions by their name in tables of runs. Megatron Bridge writes cs for current scaling, mx for MXFP8, and sc for
+subchannels."""
 _QUANTIZED: dict[Precision, list[str]] = {
     "fp8_delayed": ["--fp8-format=hybrid", "--fp8-recipe=delayed"],
     "fp8_current": ["--fp8-format=hybrid", "--fp8-recipe=tensorwise"],
@@ -55,6 +58,8 @@ _QUANTIZED: dict[Precision, list[str]] = {
     "mxfp8": ["--fp8-format=e4m3", "--fp8-recipe=mxfp8"],
     "nvfp4": ["--fp4-format=e2m1", "--fp4-recipe=nvfp4"],
 }
+_BRIDGE = frozenset(("megatron-bridge", "bridge-docs", "bridge-cards"))
+"""Sources whose runs have the mixed precision of Megatron Bridge (`training/mixed_precision.py` there)."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -143,23 +148,25 @@ def _check_kind(published: PublishedRun) -> None:
 
 
 def precision(text: str) -> Precision | None:
-    """Return the precision that a table spells in one of many ways; None for an unknown one, or float32.
+    """Return the precision that a table spells in one of many ways; None for an unknown one, or float32."""
+    return _PRECISIONS.get(_word(text))
 
-    FP8 without a recipe is that with one scale a tensor: delayed or current scaling, whose costs differ least.
-    """
-    word = re.split(r"[\s(]", text.lower().strip(), maxsplit=1)[0].replace("_", "-")
-    if word in ("", "bf16", "fp16", "bfloat16", "float16"):
-        return "bf16"
-    return _PRECISIONS.get(word)
+
+def _word(text: str) -> str:
+    return re.split(r"[\s(]", text.lower().strip(), maxsplit=1)[0].replace("_", "-")
 
 
 def _precision(published: PublishedRun, notes: list[str]) -> list[str]:
     found = precision(published.precision)
     if found is None or found == "bf16":
-        return []
-    if published.precision.lower().startswith("fp8") and published.precision.lower() not in _PRECISIONS.keys() - {"fp8"}:
+        return ["--bf16"]
+    if _word(published.precision) == "fp8":
         notes.append("the recipe of FP8 is not stated, current scaling is assumed")
-    return _QUANTIZED[found]
+    words = ["--bf16", *_QUANTIZED[found]]
+    if published.source in _BRIDGE and found != "fp8_block":
+        notes.append("weights are gathered as they are quantized, as in the recipes of Megatron Bridge")
+        words.append("--fp4-param-gather" if found == "nvfp4" else "--fp8-param-gather")
+    return words
 
 
 def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
@@ -194,7 +201,6 @@ def _model(published: PublishedRun) -> list[str]:
         disable_bias_linear=published.bias is False,
         untie_embeddings_and_output_weights=published.tied is False,
         qk_layernorm=published.qk_norm,
-        bf16=True,
     )
     if published.kv_heads and published.kv_heads != published.heads and not published.mla:
         words += ["--group-query-attention", f"--num-query-groups={published.kv_heads}"]
