@@ -159,7 +159,9 @@ def fit_quantized(device: str, rows: Sequence[dict[str, str]], precision: str, c
     recipe = next(each for each in RECIPES.values() if each.products == kinds[-1])
     if precision == "fp8":
         parts = {(row["op"], row["m"], row["k"]): float(row["latency_us"]) for row in rows if not row["n"]}
-        seconds = seconds - [sum(parts.get((op, row["m"], row["k"]), 0.0) for op in ("quantize", "amax")) for row in some]
+        seconds = seconds - [
+            sum(parts.get((op, row["m"], row["k"]), 0.0) for op in ("quantize", "amax")) for row in some
+        ]
         seconds = seconds * 1e-6
     else:
         read_and_written = m * k * (2 + recipe.num_bytes) / spec.memory_bytes_per_s

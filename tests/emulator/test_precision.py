@@ -119,7 +119,9 @@ def test_large_layers_are_faster_and_small_ones_slower(cluster, precision: Preci
 
 
 @given(layer=residual_layers(), tokens=st.integers(1, 64), tensor=st.sampled_from((1, 2, 4)))
-def test_quantized_layers_have_the_same_weights_and_operations(layer: a.ResidualLayer, tokens: int, tensor: int) -> None:
+def test_quantized_layers_have_the_same_weights_and_operations(
+    layer: a.ResidualLayer, tokens: int, tensor: int
+) -> None:
     work = Workload((tokens * 4,))
     plain = layer_template(layer, Placement(GB200, Degrees(tensor=tensor)))
     for precision in PRECISIONS[1:]:

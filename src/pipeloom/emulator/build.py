@@ -331,12 +331,7 @@ def layer_template(
     if not isinstance(layer, (ResidualLayer, PredictionLayer)):
         context = replace(context, quantization=None)
     return _template(
-        unnamed(layer),
-        context,
-        msgspec.json.encode(placement.cluster),
-        placement.trainer,
-        trainable,
-        input_gradient,
+        unnamed(layer), context, msgspec.json.encode(placement.cluster), placement.trainer, trainable, input_gradient
     )
 
 

@@ -94,9 +94,7 @@ def _product(
         backward=Backward(
             saved_for_weight=[x],
             input_gradient=cost(x.rows * (in_width * wide + out_width * narrow) + weight * narrow),
-            weight_gradient=cost(
-                x.rows * ((in_width + out_width) * narrow) + 2 * weight * x.context.gradient_bytes
-            ),
+            weight_gradient=cost(x.rows * ((in_width + out_width) * narrow) + 2 * weight * x.context.gradient_bytes),
         ),
         dtype_bytes=wide,
     )
@@ -119,7 +117,8 @@ def quantize(x: Tensor) -> Tensor:
             (x.rows, x.width),
             backward=Backward(passes_gradient=True),
             dtype_bytes=to.num_bytes,
-            again="cheap",
+            # As cheap as what it reads: only then nothing larger must be kept in its place.
+            again="cheap" if x.producer is not None and x.producer.cheap else "as kept",
         )
         y.quantized = to
         tape.casts[x] = y

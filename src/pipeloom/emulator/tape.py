@@ -108,8 +108,8 @@ class Cost:
     """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency.
 
     ``variant`` is the head width of an attention, the number of devices of a collective, or the kind of quantized
-    products: the efficiency may depend on it. ``flops_per_key`` are the operations of an attention's queries on one more key each; see
-    `Efficiency.extra_keys`.
+    products: the efficiency may depend on it. ``flops_per_key`` are the operations of an attention's queries on one
+    more key each; see `Efficiency.extra_keys`.
     """
 
     kind: str

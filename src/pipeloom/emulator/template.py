@@ -177,7 +177,9 @@ class LayerTemplate:
     def copied_bytes(self) -> tuple[float, float]:
         """Bytes of quantized copies of the weights on one device, beside `weight_bytes`: dense ones, experts."""
         kept = 1 if self.context.quantized_weights else 0
-        return self._local_parameters(lambda p: p.quantized.num_bytes * (p.quantized.copies - kept) if p.quantized else 0)
+        return self._local_parameters(
+            lambda p: p.quantized.num_bytes * (p.quantized.copies - kept) if p.quantized else 0
+        )
 
     @property
     def cast_bytes(self) -> tuple[float, float]:

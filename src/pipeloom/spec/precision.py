@@ -8,9 +8,11 @@ from pipeloom.errors import InputError
 from pipeloom.spec.hardware import DeviceSpec
 
 Precision = Literal["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
-"""Precision of the matrix products of linear layers, by the recipes of Transformer Engine: bfloat16; FP8 with one scale
-a tensor, of earlier steps (delayed) or of the tensor itself (current); FP8 with a scale for 128 numbers, or 128 x 128 of
-a weight; MXFP8; NVFP4."""
+"""Precision of the matrix products of linear layers, by the recipes of Transformer Engine.
+
+FP8 has one scale for a tensor, from earlier steps (delayed) or from the tensor itself (current), or a scale for 128
+numbers, of a weight for 128 x 128 (block). MXFP8 has a scale for 32 numbers, NVFP4 for 16.
+"""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 

@@ -261,7 +261,10 @@ RECIPE = """
     ("field", "found"),
     [
         ("fp8: hybrid, fp8_recipe: mxfp8, fp8_param: true", ""),
-        ("fp8: hybrid, fp8_multi_head_attention: true", "bfloat16 attention is emulated; the emulated time is too high"),
+        (
+            "fp8: hybrid, fp8_multi_head_attention: true",
+            "bfloat16 attention is emulated; the emulated time is too high",
+        ),
         ("bias_activation_fusion: false", "fused kernels are emulated; the emulated time is too low"),
         ("quant_recipe: {_target_: q}", "model.quant_recipe: bfloat16 is emulated in its place"),
         ("cpu_offloading: true", "model.cpu_offloading: cannot be planned"),

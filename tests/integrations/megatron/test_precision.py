@@ -30,7 +30,8 @@ CURRENT = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
         ({"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}, RunPrecision("nvfp4", True)),
         (CURRENT | {"first_last_layers_bf16": True}, RunPrecision("fp8_current", False, 1, 1)),
         (
-            CURRENT | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3},
+            CURRENT
+            | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3},
             RunPrecision("fp8_current", False, 0, 3),
         ),
         (CURRENT | {"num_layers_at_end_in_bf16": 3}, RunPrecision("fp8_current")),
@@ -44,7 +45,10 @@ def test_precision_is_read(changes: dict[str, object], found: RunPrecision) -> N
     ("changes", "message"),
     [
         ({"fp8_format": "hybrid", "fp4_format": "e2m1"}, "--fp4-format: does not go with --fp8-format; leave one"),
-        ({"fp8_format": "hybrid", "fp8_recipe": "custom"}, "'custom' is not one of delayed, tensorwise, blockwise, mxfp8"),
+        (
+            {"fp8_format": "hybrid", "fp8_recipe": "custom"},
+            "'custom' is not one of delayed, tensorwise, blockwise, mxfp8",
+        ),
         ({"fp8_format": "hybrid", "first_last_layers_bf16": True}, "does not go with delayed scaling; leave it out"),
         (
             CURRENT | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 12},

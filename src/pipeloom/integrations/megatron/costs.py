@@ -218,7 +218,8 @@ class StageCosts:
     def _saving(self, part: _Part, modules: tuple[str, ...]) -> Saving:
         key = (id(part.template), modules)
         if key not in self._savings:
-            assert part.block is not None and part.placement is not None
+            assert part.block is not None
+            assert part.placement is not None
             halves = (layer_template(half, part.placement) for half in (part.block.attention, part.block.feed_forward))
             self._savings[key] = layer_saving(*halves, modules, self.run.workload)
         return self._savings[key]

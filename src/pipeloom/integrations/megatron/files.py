@@ -77,7 +77,16 @@ _INVERTED = {
 """Fields whose argument is the opposite."""
 _REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
 """Arguments for the values false and true of the field ``grad_reduce_in_fp32``."""
-_QUANTIZING = ("fp8", "fp8-recipe", "fp8-param", "fp8-param-gather", "fp4", "fp4-recipe", "fp4-param", "fp4-param-gather")
+_QUANTIZING = (
+    "fp8",
+    "fp8-recipe",
+    "fp8-param",
+    "fp8-param-gather",
+    "fp4",
+    "fp4-recipe",
+    "fp4-param",
+    "fp4-param-gather",
+)
 _QUANTIZING += ("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16")
 """Fields of a recipe's mixed precision that say what is quantized."""
 _QUANTIZED: Mapping[str, dict[str, Any]] = {

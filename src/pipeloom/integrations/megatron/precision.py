@@ -13,6 +13,7 @@ _FP8: dict[str, Precision] = {
     "blockwise": "fp8_block",
     "mxfp8": "mxfp8",
 }
+_FORMATS = {"fp8-format": ("e4m3", "hybrid"), "fp4-format": ("e2m1",)}
 _FP4: dict[str, Precision] = {"nvfp4": "nvfp4"}
 
 
@@ -41,6 +42,9 @@ class RunPrecision:
         return tuple("bf16" if i in plain else self.products for i in range(num_layers))
 
 
+BF16 = RunPrecision()
+
+
 def read_precision(arguments: Arguments, num_layers: int) -> RunPrecision:
     """Read the precision of a run.
 
@@ -53,7 +57,11 @@ def read_precision(arguments: Arguments, num_layers: int) -> RunPrecision:
     if eight and four:
         raise arguments.refuse("fp4-format", f"does not go with {arguments.label('fp8-format')}", "leave one")
     if not eight and not four:
-        return RunPrecision()
+        return BF16
+    of_format = "fp8-format" if eight else "fp4-format"
+    form = arguments.text(of_format)
+    if form not in _FORMATS[of_format]:
+        raise arguments.refuse(of_format, f"{form!r} is not one of {', '.join(_FORMATS[of_format])}")
     name, recipes, default = ("fp8-recipe", _FP8, "delayed") if eight else ("fp4-recipe", _FP4, "nvfp4")
     recipe = arguments.text(name) or default
     if recipe not in recipes:

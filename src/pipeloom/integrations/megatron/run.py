@@ -13,7 +13,7 @@ from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
-from pipeloom.integrations.megatron.precision import RunPrecision, read_precision
+from pipeloom.integrations.megatron.precision import BF16, RunPrecision, read_precision
 from pipeloom.integrations.megatron.setup import (
     GROUP,
     NO_RULES,
@@ -73,7 +73,7 @@ class MegatronRun:
     global_batch_size: int
     seq_length: int
     now: PipelineSettings
-    precision: RunPrecision = RunPrecision()
+    precision: RunPrecision = BF16
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
