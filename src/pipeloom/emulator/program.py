@@ -170,7 +170,7 @@ class _Writer:
         context = self.tape.context
         total = 0.0
         for weight in self.tape.parameters:
-            sent = context.dtype_bytes
+            sent: float = context.dtype_bytes
             if kind == "all_gather" and weight.quantized is not None and context.quantized_weights:
                 sent = weight.quantized.num_bytes
             total += weight.local * sent

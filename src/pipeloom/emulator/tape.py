@@ -273,7 +273,7 @@ class Tape:
         *,
         backward: Backward = Backward(),  # noqa: B008  frozen
         dtype_bytes: float | None = None,
-        extra: Sequence[tuple[Size, float, int]] = (),
+        extra: Sequence[tuple[Size, float, float]] = (),
         again: Again = "as kept",
     ) -> Tensor:
         """Append one operator and return its result.

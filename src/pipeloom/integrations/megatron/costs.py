@@ -220,8 +220,9 @@ class StageCosts:
         if key not in self._savings:
             assert part.block is not None
             assert part.placement is not None
-            halves = (layer_template(half, part.placement) for half in (part.block.attention, part.block.feed_forward))
-            self._savings[key] = layer_saving(*halves, modules, self.run.workload)
+            attention = layer_template(part.block.attention, part.placement)
+            feed_forward = layer_template(part.block.feed_forward, part.placement)
+            self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
         return self._savings[key]
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:

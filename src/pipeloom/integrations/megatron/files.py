@@ -78,16 +78,9 @@ _INVERTED = {
 _REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
 """Arguments for the values false and true of the field ``grad_reduce_in_fp32``."""
 _QUANTIZING = (
-    "fp8",
-    "fp8-recipe",
-    "fp8-param",
-    "fp8-param-gather",
-    "fp4",
-    "fp4-recipe",
-    "fp4-param",
-    "fp4-param-gather",
+    *("fp8", "fp8-recipe", "fp8-param", "fp8-param-gather", "fp4", "fp4-recipe", "fp4-param", "fp4-param-gather"),
+    *("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
 )
-_QUANTIZING += ("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16")
 """Fields of a recipe's mixed precision that say what is quantized."""
 _QUANTIZED: Mapping[str, dict[str, Any]] = {
     "with_fp8_delayed_scaling": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
