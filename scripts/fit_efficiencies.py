@@ -18,11 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.spec.catalog import load_device
+from pipeloom.spec.precision import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "benchmarks" / "kernels"
 ZOO = ROOT / "src" / "pipeloom" / "spec" / "zoo" / "efficiencies"
-DEVICES = ("a100", "h100", "h200", "b200", "gb200", "l40s")
+DEVICES = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "l40s")
+LIKE = {"b300": "b200", "gb300": "gb200"}
+"""Devices whose rows time products and casts only, and the device that stands for them otherwise."""
+QUANTIZED = {"fp8": ("fp8",), "fp8_block": ("fp8_block", "mxfp8"), "nvfp4": ("nvfp4",)}
+"""Kinds of quantized products by their rows' precision. Blackwell multiplies blocks of 128 as those of 32, which have
+no rows."""
 WIDTHS = {"causal_attention": (64, 128, 256), "attention": (64, 72, 80, 128)}
 COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 COLLECTIVES |= {"alltoall": "all_to_all"}
@@ -35,7 +41,6 @@ MEMORY = 0.8
 
 Array = npt.NDArray[np.float64]
 
-GROUPED = "grouped_matmul = {{ flops = {}, memory = 0.8 }}"
 OTHER_COMPUTE = (
     "scan = { flops = [[1e-6, 0.05], [1e-5, 0.15], [1e-4, 0.25]], memory = 0.7 } # assumed",
     '"*" = { flops = 0.05, memory = [[3e-8, 0.03], [3e-7, 0.18], [3e-6, 0.55], [3e-5, 0.80]] } # assumed',
@@ -88,9 +93,13 @@ def fit(at_peak: Array, seconds: Array, num_knots: int) -> Curve:
 
 
 def read(device: str) -> list[dict[str, str]]:
-    """Return the kernels of a device."""
+    """Return the kernels of a device, and of the device like it what it lacks."""
     with gzip.open(KERNELS / f"kernels-{device}.csv.gz", "rt", newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    if device in LIKE:
+        own = {row["op"] for row in rows}
+        rows += [row for row in read(LIKE[device]) if row["op"] not in own]
+    return rows
 
 
 def columns(rows: Sequence[dict[str, str]], *names: str) -> Iterator[Array]:
@@ -109,7 +118,7 @@ def errors(name: str, predicted: Array, seconds: Array, held: npt.NDArray[np.boo
 def fit_products(device: str, rows: Sequence[dict[str, str]]) -> tuple[str, str]:
     """Fit matrix products. Return their line of TOML, and their errors."""
     spec = load_device(device)
-    some = [row for row in rows if row["op"] == "gemm"]
+    some = [row for row in rows if row["op"] == "gemm" and row["dtype"] == "bfloat16"]
     m, n, k, seconds = columns(some, "m", "n", "k", "latency_us")
     seconds = seconds * 1e-6
     held = np.array([row["split"] == "held" for row in some])
@@ -119,6 +128,55 @@ def fit_products(device: str, rows: Sequence[dict[str, str]]) -> tuple[str, str]
     curve = fit(at_peak[known], seconds[known], 9)
     line = f"matmul = {{ flops = {curve.toml}, memory = {MEMORY} }}"
     return line, errors("matmul", np.maximum(at_peak / curve.at(at_peak), moved), seconds, held)
+
+
+def fit_casts(device: str, rows: Sequence[dict[str, str]]) -> tuple[Curve, str]:
+    """Fit the share of the memory bandwidth that casts reach. Return the curve, and its errors.
+
+    Small tensors are read from the cache there, which is no more than the bandwidth here.
+    """
+    some = [row for row in rows if row["op"] == "quantize"]
+    m, k, seconds = columns(some, "m", "k", "latency_us")
+    held = np.array([row["split"] == "held" for row in some])
+    at_peak = 3 * m * k / load_device(device).memory_bytes_per_s
+    curve = fit(at_peak[~held], seconds[~held] * 1e-6, 6)
+    curve = curve._replace(values=np.minimum(curve.values, 1.0))
+    return curve, errors("cast", at_peak / curve.at(at_peak), seconds * 1e-6, held)
+
+
+def fit_quantized(device: str, rows: Sequence[dict[str, str]], precision: str, cast: Curve) -> tuple[list[str], str]:
+    """Fit quantized products. Return their lines of TOML, and their errors.
+
+    The times have the quantization of the input in them. Of FP8 with one scale a tensor, its two kernels were timed
+    too, by the same framework; of blocks, it is a cast.
+    """
+    spec = load_device(device)
+    kinds = [kind for kind in QUANTIZED[precision] if kind in spec.quantized_products]
+    some = [row for row in rows if row["op"] == "gemm" and row["dtype"] == precision]
+    if not some or not kinds:
+        return [], ""
+    m, n, k, seconds = columns(some, "m", "n", "k", "latency_us")
+    recipe = next(each for each in RECIPES.values() if each.products == kinds[-1])
+    if precision == "fp8":
+        parts = {(row["op"], row["m"], row["k"]): float(row["latency_us"]) for row in rows if not row["n"]}
+        seconds = seconds - [
+            sum(parts.get((op, row["m"], row["k"]), 0.0) for op in ("quantize", "amax")) for row in some
+        ]
+        seconds = seconds * 1e-6
+    else:
+        read_and_written = m * k * (2 + recipe.num_bytes) / spec.memory_bytes_per_s
+        seconds = seconds * 1e-6 - read_and_written / cast.at(read_and_written)
+    peak = spec.quantized_products[kinds[0]][0]
+    at_peak = 2 * m * n * k / peak
+    moved = (2 * m * n + (m + n) * k * recipe.num_bytes) / spec.memory_bytes_per_s / MEMORY
+    left = seconds > at_peak
+    held = np.array([row["split"] == "held" for row in some])
+    known = ~held & left & (moved < 0.95 * seconds)
+    curve = fit(at_peak[known], seconds[known], 7)
+    predicted = np.maximum(at_peak / curve.at(at_peak), moved)
+    line = f"{{ flops = {curve.toml}, memory = {MEMORY} }}"
+    lines = [f'"{name}@{kind}" = {line}' for name in ("matmul", "grouped_matmul") for kind in kinds]
+    return lines, errors(f"matmul@{', '.join(kinds)}", predicted, seconds, held & left)
 
 
 def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width: int) -> tuple[list[str], str]:
@@ -198,7 +256,15 @@ def table(device: str) -> tuple[str, list[str]]:
             links += [line for line, _ in found]
             links.append(f"{COLLECTIVES[name]} = {links[-1].partition(' = ')[2]}")
             said += [error for _, error in found]
-    compute += [GROUPED.format(compute[0].partition("flops = ")[2].partition(", memory")[0]), *OTHER_COMPUTE]
+    compute += [f"grouped_{compute[0]}", *OTHER_COMPUTE]
+    if load_device(device).quantized_products:
+        cast, error = fit_casts(device, rows)
+        said.append(error)
+        compute.append(f"cast = {{ memory = {cast.toml} }}")
+        for precision in QUANTIZED:
+            lines, error = fit_quantized(device, rows, precision, cast)
+            compute += lines
+            said += [error] * bool(error)
     head = "# Fitted by scripts/fit_efficiencies.py to the kernel times of benchmarks/kernels; other kinds are assumed."
     links += [links[-1].replace(COLLECTIVES[name], '"*"', 1)] if links else []
     return "\n".join([head, "[compute]", *compute, "", "[nvlink]", *links, *OTHER_LINKS, ""]), said

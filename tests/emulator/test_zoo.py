@@ -106,7 +106,7 @@ def test_devices_say_what_they_are_based_on():
         assert ("data sheet" in device.source) == (device.basis == "datasheet")
         assert device.error in device.label
     # Devices of one chip have one table.
-    for one, other in (("a100", "a800"), ("a100", "a100-40gb"), ("h100", "h800"), ("h200", "gh200"), ("b200", "b300")):
+    for one, other in (("a100", "a800"), ("a100", "a100-40gb"), ("h100", "h800"), ("h200", "gh200")):
         assert catalog.load_device(one).efficiency == catalog.load_device(other).efficiency
     assert {"h800", "h100", "h20", "h200", "gh200", "a100"} <= set(catalog.names("devices"))
     for name in catalog.names("clusters"):

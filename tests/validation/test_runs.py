@@ -64,7 +64,9 @@ def test_every_shipped_run_that_states_its_sizes_is_expressed_or_has_a_reason() 
     [
         ({"layers": None}, "layers is not stated"),
         ({"device": "H100000"}, "device H100000"),
-        ({"precision": "nvfp4"}, "precision nvfp4"),
+        ({"precision": "fp32"}, "precision fp32"),
+        ({"precision": "nvfp4"}, "device 'H100 SXM5 80GB': has no products of precision nvfp4; use bf16, fp8_delayed"),
+        ({"precision": "fp8", "device": "A100-80"}, "has no products of precision fp8_current; use bf16, or another"),
         ({"schedule": "ZB-V"}, "schedule ZB-V"),
         ({"heads": 7}, "num-attention-heads"),
         ({"gbs": 100}, "global-batch-size"),
@@ -124,7 +126,24 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("fp8_mx", "mxfp8"), ("fp8-mx", "mxfp8"), ("mxfp8", "mxfp8"), ("fp8-cs", "fp8"), ("bf16 AdamW", "bf16")],
+    [
+        *(("fp8_mx", "mxfp8"), ("fp8-mx", "mxfp8"), ("mxfp8", "mxfp8"), ("fp8-cs", "fp8_current")),
+        *(("fp8 (25.09 release, not stated)", "fp8_current"), ("FP8_SC", "fp8_block"), ("NVFP4", "nvfp4")),
+        *(("bf16 AdamW", "bf16"), ("", "bf16"), ("fp32", None), ("unknown", None)),
+    ],
 )
-def test_spellings_of_a_precision_are_one(text: str, name: str) -> None:
+def test_spellings_of_a_precision_are_one(text: str, name: str | None) -> None:
     assert precision(text) == name
+
+
+def test_narrower_products_are_faster_where_they_are_large() -> None:
+    """Of the same run on one device; the recipe that a table leaves out is noted."""
+    run = replace(LLAMA, device="GB200")
+    spelled = {each: predict(replace(run, precision=each)) for each in ("bf16", "fp8", "fp8_mx", "nvfp4")}
+    assert not any(found.reason for found in spelled.values())
+    seconds = [spelled[each].seconds for each in ("bf16", "fp8_mx", "nvfp4")]
+    assert seconds == sorted(seconds, reverse=True)
+    assert spelled["fp8"].notes == ("the recipe of FP8 is not stated, current scaling is assumed",)
+    bridge = predict(replace(run, precision="fp8_mx", source="bridge-cards"))
+    assert "gathered as they are quantized" in bridge.notes[0]
+    assert bridge.peak_bytes < spelled["fp8_mx"].peak_bytes

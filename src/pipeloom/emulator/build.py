@@ -46,6 +46,7 @@ from pipeloom.spec.architecture import (
 )
 from pipeloom.spec.hardware import ClusterSpec, DeviceSpec, EfficiencySpec, Points
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.precision import Precision, quantization
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _MODULES: dict[type[msgspec.Struct], Callable[..., modules.Module]] = {
@@ -161,6 +162,7 @@ def local_devices(
         DEVICE_NAMES[0],
         flops_per_s=device.flops_per_s,
         sustained=device.sustained,
+        quantized=device.quantized_products,
         memory_bytes_per_s=device.memory_bytes_per_s,
         launch_s=device.launch_s,
         capacity_bytes=device.usable_bytes,
@@ -193,9 +195,14 @@ class Placement:
     cluster: ClusterSpec
     degrees: Degrees
     trainer: TrainerSpec = FUSED
+    precision: Precision = "bf16"
+    """Precision of the products of linear layers, without those of embeddings and heads."""
+    quantized_weights: bool = False
+    """Whether weights are kept and gathered in this precision alone."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if the degrees need more devices than the cluster has."""
+        """Raise `InputError` if the degrees need more devices than the cluster has, or these lack the precision."""
+        quantization(self.precision, self.cluster.device)
         need, have = self.degrees.num_devices, self.cluster.num_devices
         if need > have:
             raise InputError(
@@ -228,6 +235,8 @@ class Placement:
             shard_group=self.group(d.data, d.tensor * d.context),
             unfused_attention=self.trainer.attention == "unfused",
             hidden_tensor=self.trainer.hidden_tensor,
+            quantization=quantization(self.precision, self.cluster.device),
+            quantized_weights=self.quantized_weights,
         )
 
     def group(self, peers: int, stride: int = 1) -> Group:
@@ -320,13 +329,11 @@ def layer_template(
     layer: Layer, placement: Placement, *, trainable: bool = True, input_gradient: bool = True
 ) -> LayerTemplate:
     """Return the template of one layer, which is traced once for each structure, parallelism and device."""
+    context = placement.context
+    if not isinstance(layer, (ResidualLayer, PredictionLayer)):
+        context = replace(context, quantization=None)
     return _template(
-        unnamed(layer),
-        placement.context,
-        msgspec.json.encode(placement.cluster),
-        placement.trainer,
-        trainable,
-        input_gradient,
+        unnamed(layer), context, msgspec.json.encode(placement.cluster), placement.trainer, trainable, input_gradient
     )
 
 

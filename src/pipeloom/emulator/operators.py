@@ -5,12 +5,16 @@ separate operators. Collectives move as many bytes as a ring: (n-1)/n of the gat
 or reduce-scatter, twice that for an all-reduce, in n-1 (2 (n-1)) messages. A tree all-reduce moves all bytes up and
 down in 2 log2(n) messages.
 
+Quantized products (`pipeloom.spec.precision`) read quantized copies of their input, weight and gradient, and write
+bfloat16. Casts are operators of their own.
+
 To add an operator, write a function that calls `Tape.record` once.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from pipeloom.emulator.size import ZERO, Size
@@ -23,49 +27,102 @@ INDEX_BYTES = 8
 
 
 def linear(
-    x: Tensor, in_width: int, out_width: int, *, bias: bool | int = False, split: int = 1, name: str = "matmul"
+    x: Tensor,
+    in_width: int,
+    out_width: int,
+    *,
+    bias: bool | int = False,
+    split: int = 1,
+    plain: bool = False,
+    gradient_split: int = 1,
 ) -> Tensor:
     """Multiply by a weight matrix of ``in_width`` x ``out_width`` (this device's part of ``split``).
 
-    ``bias`` is whether every column has a bias, or the number of those that have.
+    Parameters
+    ----------
+    bias : bool or int
+        Whether every column has a bias, or the number of those that have.
+    plain : bool
+        Whether the product is in bfloat16 whatever the layer's precision.
+    gradient_split : int
+        Devices that each quantize their rows of the result's gradient.
     """
-    tape, dtype = x.tape, x.dtype_bytes
-    weight = in_width * out_width
+    tape = x.tape
     biases = out_width if bias is True else int(bias)
-    tape.parameter((weight + biases) * split, split)
-    flops = x.rows * (2 * weight)
-    moved = x.rows * ((in_width + out_width) * dtype)
-    return tape.record(
-        Cost(name, flops, moved + (weight + biases) * dtype),
-        [x],
-        (x.rows, out_width),
-        backward=Backward(
-            saved_for_weight=[x],
-            input_gradient=Cost(name, flops, moved + weight * dtype),
-            weight_gradient=Cost(name, flops, moved + 2 * weight * x.context.gradient_bytes),
-        ),
-    )
+    if not plain:
+        x = quantize(x)
+    tape.parameter(in_width * out_width * split, split, quantized=x.quantized)
+    if biases:
+        tape.parameter(biases * split, split)
+    return _product("matmul", x, (in_width, out_width), biases=biases, gradient_split=gradient_split)
+
+
+def row_linear(x: Tensor, in_width: int, out_width: int, *, bias: bool | int = False) -> Tensor:
+    """Multiply by this device's rows of a weight matrix, and sum the results over tensor-parallel peers."""
+    context = x.context
+    peers, gathers = context.tensor, context.sequence_parallel
+    y = linear(x, in_width, out_width, bias=bias, split=peers, gradient_split=peers if gathers else 1)
+    return leave_tensor_parallel(y, quantized=True)
 
 
 def grouped_linear(
     x: Tensor, in_width: int, out_width: int, *, groups: int, local_groups: int, split: int = 1
 ) -> Tensor:
     """Multiply rows by the weights of their expert. This device holds ``local_groups`` experts."""
-    tape, dtype = x.tape, x.dtype_bytes
-    weight = in_width * out_width
-    tape.parameter(weight * split * groups, split * groups // local_groups, expert=True)
-    flops = x.rows * (2 * weight)
-    moved = x.rows * ((in_width + out_width) * dtype)
-    return tape.record(
-        Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
+    x = quantize(x)
+    total = in_width * out_width * split * groups
+    x.tape.parameter(total, split * groups // local_groups, expert=True, quantized=x.quantized)
+    return _product("grouped_matmul", x, (in_width, out_width), groups=local_groups)
+
+
+def _product(
+    kind: str, x: Tensor, widths: tuple[int, int], *, groups: int = 1, biases: int = 0, gradient_split: int = 1
+) -> Tensor:
+    """Multiply by weights. The gradient to the weights reads the input as the product did, quantized or not."""
+    (in_width, out_width), wide, narrow = widths, x.context.dtype_bytes, x.dtype_bytes
+    weight = in_width * out_width * groups
+    flops = x.rows * (2 * in_width * out_width)
+    variant = x.quantized.products if x.quantized else 0
+
+    def cost(memory: Size) -> Cost:
+        return Cost(kind, flops, memory, variant=variant)
+
+    y = x.tape.record(
+        cost(x.rows * (in_width * narrow + out_width * wide) + (weight * narrow + biases * wide)),
         [x],
         (x.rows, out_width),
         backward=Backward(
             saved_for_weight=[x],
-            input_gradient=Cost("grouped_matmul", flops, moved + weight * local_groups * dtype),
-            weight_gradient=Cost("grouped_matmul", flops, moved + 2 * weight * local_groups * x.context.gradient_bytes),
+            input_gradient=cost(x.rows * (in_width * wide + out_width * narrow) + weight * narrow),
+            weight_gradient=cost(x.rows * ((in_width + out_width) * narrow) + 2 * weight * x.context.gradient_bytes),
         ),
+        dtype_bytes=wide,
     )
+    if x.quantized is None:
+        return y
+    # The result's gradient is quantized before both products of the backward.
+    cast = Cost("cast", ZERO, y.num_bytes * (x.quantized.cast_bytes(wide) / wide / gradient_split))
+    return x.tape.record(Cost("view"), [y], (y.rows, y.width), backward=Backward(input_gradient=cast))
+
+
+def quantize(x: Tensor) -> Tensor:
+    """Quantize the input of a product, once for all products that read it. The gradient passes on."""
+    to, tape = x.context.quantization, x.tape
+    if to is None or x.quantized is not None:
+        return x
+    if x not in tape.casts:
+        y = tape.record(
+            Cost("cast", ZERO, x.rows * (x.width * to.cast_bytes(x.dtype_bytes))),
+            [x],
+            (x.rows, x.width),
+            backward=Backward(passes_gradient=True),
+            dtype_bytes=to.num_bytes,
+            # As cheap as what it reads: only then nothing larger must be kept in its place.
+            again="cheap" if x.producer is not None and x.producer.cheap else "as kept",
+        )
+        y.quantized = to
+        tape.casts[x] = y
+    return tape.casts[x]
 
 
 def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
@@ -409,25 +466,41 @@ def _tensor_group(context: Context) -> Group:
     return group._replace(lanes=group.lanes / (1 - context.hidden_tensor))
 
 
-def enter_tensor_parallel(x: Tensor) -> Tensor:
+def _quantized_gather(num_bytes: Size, context: Context) -> Cost:
+    """Return the cost to gather what peers quantized, with a common scale if there is one for the whole tensor."""
+    cost = ring("all_gather", num_bytes, context.tensor, _tensor_group(context))
+    to = context.quantization
+    # An all-reduce of the largest absolute value is too small for more than its messages to count.
+    return replace(cost, steps=cost.steps + 2 * (context.tensor - 1)) if to and to.amax_reads else cost
+
+
+def enter_tensor_parallel(x: Tensor, *, plain: bool = False) -> Tensor:
     """Gather all rows on every tensor-parallel peer. Without sequence parallelism, they are there already.
 
-    The gathered tensor is not kept: the backward gathers again, as in Megatron.
+    The gathered tensor is not kept: the backward gathers again, as in Megatron. Peers quantize their rows before they
+    send them, unless they are ``plain``, which no quantized product reads.
     """
     context = x.context
     if context.tensor == 1:
         return x
     rows = x.rows * context.row_split
-    whole = rows * (x.width * x.dtype_bytes)
     group = _tensor_group(context)
+    whole = rows * (x.width * context.dtype_bytes)
     if context.sequence_parallel:
-        return x.tape.record(
-            ring("all_gather", whole, context.tensor, group),
-            [x],
+        sent = x if plain else quantize(x)
+        gathered = ring("all_gather", whole, context.tensor, group)
+        if sent.quantized is not None:
+            gathered = _quantized_gather(rows * (x.width * sent.dtype_bytes), context)
+        y = x.tape.record(
+            gathered,
+            [sent],
             (rows, x.width),
             backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, group)),
+            dtype_bytes=sent.dtype_bytes,
             again="always",
         )
+        y.quantized = sent.quantized
+        return y
     return x.tape.record(
         Cost("view"),
         [x],
@@ -437,18 +510,24 @@ def enter_tensor_parallel(x: Tensor) -> Tensor:
     )
 
 
-def leave_tensor_parallel(x: Tensor) -> Tensor:
-    """Sum partial results over tensor-parallel peers. With sequence parallelism, each keeps its rows."""
+def leave_tensor_parallel(x: Tensor, *, quantized: bool = False) -> Tensor:
+    """Sum partial results over tensor-parallel peers. With sequence parallelism, each keeps its rows.
+
+    ``quantized`` is whether a product alone reads the gradient, so that peers quantize it before they send it.
+    """
     context = x.context
     if context.tensor == 1:
         return x
     group = _tensor_group(context)
     if context.sequence_parallel:
+        back = ring("all_gather", x.num_bytes, context.tensor, group)
+        if quantized and context.quantization is not None:
+            back = _quantized_gather(x.rows * (x.width * context.quantization.num_bytes), context)
         return x.tape.record(
             ring("reduce_scatter", x.num_bytes, context.tensor, group),
             [x],
             (x.rows / context.tensor, x.width),
-            backward=Backward(input_gradient=ring("all_gather", x.num_bytes, context.tensor, group)),
+            backward=Backward(input_gradient=back),
         )
     return x.tape.record(
         all_reduce_cost(x.num_bytes, context.tensor, group),

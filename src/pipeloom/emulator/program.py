@@ -168,11 +168,17 @@ class _Writer:
 
     def _shard_cost(self, kind: str) -> Cost:
         context = self.tape.context
-        num_bytes = ONE * (sum(p.local for p in self.tape.parameters) * context.dtype_bytes)
-        return ring(kind, num_bytes, context.shard, context.shard_group)
+        total = 0.0
+        for weight in self.tape.parameters:
+            sent: float = context.dtype_bytes
+            if kind == "all_gather" and weight.quantized is not None and context.quantized_weights:
+                sent = weight.quantized.num_bytes
+            total += weight.local * sent
+        return ring(kind, ONE * total, context.shard, context.shard_group)
 
     def _have(self, role: str, tensor: Tensor, ready: int, *, kept: bool = False) -> Buffer:
-        buffer = Buffer(tensor.num_bytes, max(ready, ALIVE), kept=kept)
+        size = tensor.gradient_bytes if role == "g" else tensor.num_bytes
+        buffer = Buffer(size, max(ready, ALIVE), kept=kept)
         self.program.buffers.append(buffer)
         self.at[role, tensor] = (ready, buffer)
         return buffer
@@ -239,7 +245,7 @@ class _Writer:
             else:
                 self.at["g", tensor] = (ready, buffer)
             return
-        cost = Cost("add", flops=tensor.rows * tensor.width, memory=tensor.num_bytes * 3)
+        cost = Cost("add", flops=tensor.rows * tensor.width, memory=tensor.gradient_bytes * 3)
         old = self.at["g", tensor][1]
         number = self._run(cost, [("g", tensor)], [ready])
         if buffer is not None:

@@ -77,6 +77,8 @@ class Device:
         Minimum seconds of an operator that has anything to do.
     sustained : float
         Share of the efficiencies of operations that the device sustains within its power limit.
+    quantized : mapping from kind of products to peak and sustained share
+        Products of other rates: ``"fp8"`` is of the operators ``matmul@fp8`` and ``grouped_matmul@fp8``.
     slowdown : mapping from operator kind to float
         Time of operators, relative to the efficiency's. ``"attention"`` stands for causal attention and for the
         backward of both, ``"*"`` for every kind that is not in `FLOPS_KINDS`.
@@ -94,6 +96,7 @@ class Device:
     capacity_bytes: int | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
     sustained: float = 1.0
+    quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     overrides: Mapping[str, Callable[[Counts], float]] = field(default_factory=dict)
 
@@ -125,13 +128,15 @@ class Device:
 
     def factors(self, kind: str) -> tuple[float, float, float]:
         """Return the factors of a kind's efficiencies of operations, memory and network."""
-        speed = 1 / self.slowdown_of(kind)
-        return (self.sustained * speed, 1.0, 1.0) if base_kind(kind) in FLOPS_KINDS else (self.sustained, speed, 1.0)
+        speed, sustained = 1 / self.slowdown_of(kind), self._products_of(kind)[1]
+        return (sustained * speed, 1.0, 1.0) if base_kind(kind) in FLOPS_KINDS else (sustained, speed, 1.0)
 
-    @property
-    def rates(self) -> tuple[float, float, float]:
-        """Peak operations, memory bytes and network bytes per second."""
-        return (self.flops_per_s, self.memory_bytes_per_s, self.network_bytes_per_s)
+    def rates_of(self, kind: str) -> tuple[float, float, float]:
+        """Return peak operations, memory bytes and network bytes per second of a kind of operator."""
+        return (self._products_of(kind)[0], self.memory_bytes_per_s, self.network_bytes_per_s)
+
+    def _products_of(self, kind: str) -> tuple[float, float]:
+        return self.quantized.get(kind.partition("@")[2], (self.flops_per_s, self.sustained))
 
 
 class RuleTable:
@@ -161,7 +166,7 @@ class RuleTable:
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
                 self.values[r, m, : len(curve)] = [value * factors[r][m] for _, value in curve]
-        self.rates = np.array([devices[d].rates for d, _ in rows]).reshape(-1, 3)
+        self.rates = np.array([devices[d].rates_of(k) for d, k in rows]).reshape(-1, 3)
         self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
         self.overridden = tuple(
             (i, devices[d].overrides[base_kind(k)])

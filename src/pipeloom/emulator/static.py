@@ -2,7 +2,8 @@
 
 Mixed-precision Adam as in Megatron: 2 bytes of weight, 4 of accumulated gradient and 12 of optimizer state (master
 weight, two moments) per parameter, 18 in all. ZeRO-1 divides the optimizer state over data parallelism, ZeRO-3
-everything (Rajbhandari et al. 2020).
+everything (Rajbhandari et al. 2020). Layers with quantized products keep quantized copies of their weights too, which
+are made once in an iteration.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pipeloom.emulator.template import LayerTemplate
 from pipeloom.spec.parallelism import Degrees
 
 WEIGHT_BYTES = 2
+"""Bytes of a weight that no layer has quantized."""
 
 
 def shards(degrees: Degrees) -> tuple[int, int]:
@@ -31,42 +33,47 @@ def shards(degrees: Degrees) -> tuple[int, int]:
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
     """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
-    With ZeRO-3, two layers at a time are whole: the one that runs and the one that is gathered ahead.
+    With ZeRO-3, two layers at a time are whole: the one that runs and the one that is gathered ahead. Only these have
+    quantized copies.
     """
-    total, largest = 0.0, 0
+    total, largest = 0.0, 0.0
     for layer in layers:
-        largest = max(largest, sum(layer.local_parameters) * WEIGHT_BYTES)
-        for count, peers in zip(layer.local_parameters, shards(degrees), strict=True):
-            state = degrees.state if layer.trainable else (0, 0)
-            whole = WEIGHT_BYTES + state[0]
+        largest = max(largest, sum(layer.weight_bytes) + sum(layer.copied_bytes))
+        per_kind = zip(layer.local_parameters, layer.weight_bytes, layer.copied_bytes, shards(degrees), strict=True)
+        for count, weight, copied, peers in per_kind:
+            gradient, optimizer = degrees.state if layer.trainable else (0, 0)
             if degrees.zero == 3:
-                total += count * (whole + state[1]) / peers
+                total += (weight + count * (gradient + optimizer)) / peers
             else:
-                total += count * (whole + state[1] / (peers if degrees.zero == 1 else 1))
-    return round(total) + (2 * largest if degrees.zero == 3 else 0)
+                total += weight + copied + count * (gradient + optimizer / (peers if degrees.zero == 1 else 1))
+    return round(total) + (round(2 * largest) if degrees.zero == 3 else 0)
 
 
 def update_costs(layers: Sequence[LayerTemplate], placement: Placement) -> list[Cost]:
     """Return the operators at the end of an iteration: reduce gradients, run the optimizer, gather new weights."""
     costs: list[Cost] = []
     degrees, trainer = placement.degrees, placement.trainer
-    state, groups = degrees.state, placement.data_groups
-    counts = map(sum, zip(*(t.local_parameters for t in layers if t.trainable), strict=True))
-    for count, peers, group in zip(counts, shards(degrees), groups, strict=False):
+    state, groups, trained = degrees.state, placement.data_groups, [t for t in layers if t.trainable]
+    for kind_of_weight, (peers, group) in enumerate(zip(shards(degrees), groups, strict=True)):
+        count = sum(t.local_parameters[kind_of_weight] for t in trained)
         if not count:
             continue
         divided = peers if degrees.zero else 1
-        gradients, weights = ONE * (count * state.gradient), ONE * (count * WEIGHT_BYTES)
+        weight_bytes = sum(t.weight_bytes[kind_of_weight] for t in trained)
+        gradients, weights = ONE * (count * state.gradient), ONE * weight_bytes
         if peers > 1 and degrees.zero != 3:
             passes = 2 if degrees.zero == 0 else 1
             kind = "all_reduce" if passes == 2 else "reduce_scatter"
             shown = gradients * (1 - trainer.hidden_reduction)
             costs.append(ring(kind, shown, peers, group, passes=passes))
         # The optimizer reads gradient and state, and writes state and weight.
-        moved = count / divided * (state.gradient + 2 * state.optimizer + WEIGHT_BYTES)
+        moved = (count * (state.gradient + 2 * state.optimizer) + weight_bytes) / divided
         costs.append(Cost("optimiser", ONE * (count / divided * 12), ONE * moved, device=COMPUTE))
         if peers > 1 and degrees.zero == 1:
             costs.append(ring("all_gather", weights * (1 - trainer.hidden_gather), peers, group))
+        cast = sum(t.cast_bytes[kind_of_weight] for t in trained)
+        if cast:
+            costs.append(Cost("cast", ONE * 0, ONE * cast))
     return costs
 
 

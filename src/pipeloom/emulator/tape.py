@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from pipeloom.emulator.size import TOKEN_PAIRS, TOKENS, ZERO, Size
 from pipeloom.errors import InputError, check_count
+from pipeloom.spec.precision import Quantization
 
 COMPUTE, NVLINK, NIC, PCIE = 0, 1, 2, 3
 DEVICE_NAMES = ("compute", "nvlink", "nic", "pcie")
@@ -62,6 +63,10 @@ class Context:
         Whether attention computes and keeps the scores of all pairs.
     hidden_tensor : float
         Share of the tensor-parallel collectives that computation hides.
+    quantization : Quantization or None
+        How linear layers quantize their inputs, weights and gradients. None: products are in bfloat16.
+    quantized_weights : bool
+        Whether weights are kept and gathered quantized, without copies in bfloat16.
     """
 
     tensor: int = 1
@@ -77,6 +82,8 @@ class Context:
     shard_group: Group = BETWEEN
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
+    quantization: Quantization | None = None
+    quantized_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
@@ -100,9 +107,9 @@ class Context:
 class Cost:
     """Counts of one operator on one device. Each of ``steps`` consecutive messages costs the link's latency.
 
-    ``variant`` is the head width of an attention, or the number of devices of a collective: the efficiency may depend
-    on it. ``flops_per_key`` are the operations of an attention's queries on one more key each; see
-    `Efficiency.extra_keys`.
+    ``variant`` is the head width of an attention, the number of devices of a collective, or the kind of quantized
+    products: the efficiency may depend on it. ``flops_per_key`` are the operations of an attention's queries on one
+    more key each; see `Efficiency.extra_keys`.
     """
 
     kind: str
@@ -111,7 +118,7 @@ class Cost:
     network: Size = ZERO
     device: int = COMPUTE
     steps: float = 0.0
-    variant: int = 0
+    variant: int | str = 0
     flops_per_key: Size = ZERO
 
     @property
@@ -127,14 +134,21 @@ class Tensor:
     tape: Tape
     rows: Size
     width: float
-    dtype_bytes: int
+    dtype_bytes: float
     producer: Record | None = None
     needs_gradient: bool = True
+    quantized: Quantization | None = None
+    """How it is quantized; None: it is not."""
 
     @property
     def num_bytes(self) -> Size:
         """Size in bytes."""
         return self.rows * (self.width * self.dtype_bytes)
+
+    @property
+    def gradient_bytes(self) -> Size:
+        """Size of its gradient in bytes. Gradients of quantized tensors are not quantized."""
+        return self.num_bytes if self.quantized is None else self.rows * (self.width * self.context.dtype_bytes)
 
     @property
     def context(self) -> Context:
@@ -216,7 +230,8 @@ class Parameters(NamedTuple):
 
     total: float
     local: float
-    expert: bool
+    expert: bool = False
+    quantized: Quantization | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -226,6 +241,8 @@ class Tape:
     context: Context
     records: list[Record] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
+    casts: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Quantized tensors, by what they are made of."""
 
     def input(self, width: float, rows: Size | None = None, *, needs_gradient: bool = True) -> Tensor:
         """Return an input activation. Its rows default to this device's share of the tokens."""
@@ -242,9 +259,11 @@ class Tape:
         """Query-key pairs on this device. Context parallelism balances them."""
         return TOKEN_PAIRS / self.context.context
 
-    def parameter(self, total: float, split: int = 1, *, expert: bool = False) -> None:
+    def parameter(
+        self, total: float, split: int = 1, *, expert: bool = False, quantized: Quantization | None = None
+    ) -> None:
         """Add a weight of ``total`` parameters, divided over ``split`` devices."""
-        self.parameters.append(Parameters(total, total / split, expert))
+        self.parameters.append(Parameters(total, total / split, expert, quantized))
 
     def record(
         self,
@@ -253,8 +272,8 @@ class Tape:
         shape: tuple[Size, float],
         *,
         backward: Backward = Backward(),  # noqa: B008  frozen
-        dtype_bytes: int | None = None,
-        extra: Sequence[tuple[Size, float, int]] = (),
+        dtype_bytes: float | None = None,
+        extra: Sequence[tuple[Size, float, float]] = (),
         again: Again = "as kept",
     ) -> Tensor:
         """Append one operator and return its result.

@@ -7,7 +7,7 @@ strategies take one matrix product and one kernel call. Results are cached by th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -164,8 +164,33 @@ class LayerTemplate:
     @property
     def local_parameters(self) -> tuple[int, int]:
         """Parameters on one device: dense ones, and those of experts."""
-        dense = sum(p.local for p in self.parameters if not p.expert)
-        return round(dense), round(sum(p.local for p in self.parameters if p.expert))
+        dense, experts = self._local_parameters(lambda _: 1.0)
+        return round(dense), round(experts)
+
+    @property
+    def weight_bytes(self) -> tuple[float, float]:
+        """Bytes of the weights on one device, without copies that are made for products: dense ones, experts."""
+        plain, alone = self.context.dtype_bytes, self.context.quantized_weights
+        return self._local_parameters(lambda p: p.quantized.num_bytes if p.quantized and alone else plain)
+
+    @property
+    def copied_bytes(self) -> tuple[float, float]:
+        """Bytes of quantized copies of the weights on one device, beside `weight_bytes`: dense ones, experts."""
+        kept = 1 if self.context.quantized_weights else 0
+        return self._local_parameters(
+            lambda p: p.quantized.num_bytes * (p.quantized.copies - kept) if p.quantized else 0
+        )
+
+    @property
+    def cast_bytes(self) -> tuple[float, float]:
+        """Bytes that are read and written to quantize the weights on one device: dense ones, experts."""
+        plain = self.context.dtype_bytes
+        return self._local_parameters(lambda p: p.quantized.cast_bytes(plain) if p.quantized else 0)
+
+    def _local_parameters(self, each: Callable[[Parameters], float]) -> tuple[float, float]:
+        """Return sums over the parameters on one device: dense ones, and those of experts."""
+        dense = sum(p.local * each(p) for p in self.parameters if not p.expert)
+        return dense, sum(p.local * each(p) for p in self.parameters if p.expert)
 
     def on(self, workload: Workload) -> EvaluatedLayer:
         """Return the layer on one workload, cached."""

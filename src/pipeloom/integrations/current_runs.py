@@ -75,6 +75,10 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     notes = list(megatron.notes)
     if degrees.tensor > 1 and not degrees.sequence_parallel:
         notes.append("sequence parallelism is emulated, which it runs without, so times and memory are too low")
+    if megatron.precision.products != "bf16":
+        notes.append(
+            f"{megatron.precision.products}: bfloat16 is emulated in its place, so times and memory are too high"
+        )
     word = "none"
     if recompute.granularity == "full":
         share = sum(map(recompute.recomputed, counts)) / max(1, sum(counts))

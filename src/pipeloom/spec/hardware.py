@@ -65,6 +65,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str = ""
     sustained: Factor = 1.0
     """Share of the efficiencies of operations that long training reaches within the power limit."""
+    sustained_fp8: Magnitude = 0.0
+    """The same of FP8 products. 0: that of bfloat16."""
     flash2: Factor = 1.0
     """Speed of FlashAttention 2, relative to the attention of the device's table."""
 
@@ -93,6 +95,14 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sustained_flops_per_s: RateOrNone = 0.0
     """Operations per second of long matrix products within the device's power limit. 0: the generation's share of the
     peak."""
+    fp8_flops_per_s: RateOrNone = 0.0
+    """Peak of dense FP8 products. 0: the device has none."""
+    sustained_fp8_flops_per_s: RateOrNone = 0.0
+    """The same within the power limit. 0: the generation's share of the peak."""
+    fp4_flops_per_s: RateOrNone = 0.0
+    """Peak of dense FP4 products. Devices that have them multiply with scales of blocks (MXFP8, NVFP4) too."""
+    sustained_fp4_flops_per_s: RateOrNone = 0.0
+    """The same within the power limit. 0: the share of the peak that bfloat16 products sustain."""
     launch_s: Latency = 0.0
     """Minimum time from one operator to the next, to launch a kernel."""
     jitter: Magnitude = 0.0
@@ -107,13 +117,27 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("flops_per_s", "memory_bytes", "memory_bytes_per_s"):
             check_positive(f"device {self.name!r}.{name}", getattr(self, name))
         links = ("nvlink_bytes_per_s", "nvlink_latency_s", "pcie_bytes_per_s", "pcie_latency_s")
-        for name in (*links, "sustained_flops_per_s", "launch_s", "jitter", "reserved_bytes"):
+        peaks = ("flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s")
+        for name in (*links, *peaks, *(f"sustained_{peak}" for peak in peaks), "launch_s", "jitter", "reserved_bytes"):
             check_not_negative(f"device {self.name!r}.{name}", getattr(self, name))
-        if self.sustained_flops_per_s > self.flops_per_s:
-            raise InputError(
-                f"device {self.name!r}.sustained_flops_per_s",
-                f"{self.sustained_flops_per_s:g} is above the peak of {self.flops_per_s:g}",
-            )
+        for name in peaks:
+            peak, sustained = getattr(self, name), getattr(self, f"sustained_{name}")
+            if sustained > peak:
+                raise InputError(
+                    f"device {self.name!r}.sustained_{name}", f"{sustained:g} is above the peak of {peak:g}"
+                )
+
+    @property
+    def quantized_products(self) -> dict[str, tuple[float, float]]:
+        """Peak and sustained share of quantized products, by their kind (`Quantization.products`)."""
+        fp8, fp4 = self.fp8_flops_per_s, self.fp4_flops_per_s
+        found = {}
+        if fp8:
+            rate = fp8, (self.sustained_fp8_flops_per_s / fp8 or self.generation.sustained_fp8 or self.sustained)
+            found = dict.fromkeys(("fp8", "fp8_block", "mxfp8") if fp4 else ("fp8", "fp8_block"), rate)
+        if fp4:
+            found["nvfp4"] = fp4, (self.sustained_fp4_flops_per_s / fp4 or self.sustained)
+        return found
 
     @property
     def sustained(self) -> float:

@@ -120,7 +120,7 @@ def _with_generation(cluster: ClusterSpec, changes: Mapping[str, tuple[float, fl
     generation = device.generation
     if not any(target.startswith(f"generations/{generation.name}.") for target in changes):
         return cluster
-    for field in ("sustained", "flash2"):
+    for field in ("sustained", "sustained_fp8", "flash2"):
         value, ratio = changes.get(f"generations/{generation.name}.{field}", (0.0, 1.0))
         if value:
             generation = msgspec.structs.replace(generation, **{field: value})

@@ -11,6 +11,7 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import MegatronRun, read_megatron
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.validation.runs import PublishedRun
 
@@ -38,6 +39,26 @@ _LATENT |= {"v": "v-head-dim"}
 _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
 _EAGER_SOURCES = frozenset(("llm-foundry", "torchtitan", "nemo-automodel", "nanotron", "stas-llama8b"))
 """Sources whose runs used eager PyTorch."""
+_PRECISIONS: dict[str, Precision] = {
+    **dict.fromkeys(("", "bf16", "fp16", "bfloat16", "float16"), "bf16"),
+    **dict.fromkeys(("fp8-ds", "fp8-delayed"), "fp8_delayed"),
+    # Alone, it is FP8 with one scale a tensor: delayed or current scaling, whose costs differ little.
+    **dict.fromkeys(("fp8", "fp8-cs"), "fp8_current"),
+    **dict.fromkeys(("fp8-sc", "fp8-block", "fp8-blockwise"), "fp8_block"),
+    **dict.fromkeys(("mxfp8", "fp8-mx"), "mxfp8"),
+    "nvfp4": "nvfp4",
+}
+"""Precisions by their name in tables of runs. Megatron Bridge writes cs for current scaling, mx for MXFP8, and sc for
+subchannels."""
+_QUANTIZED: dict[Precision, list[str]] = {
+    "fp8_delayed": ["--fp8-format=hybrid", "--fp8-recipe=delayed"],
+    "fp8_current": ["--fp8-format=hybrid", "--fp8-recipe=tensorwise"],
+    "fp8_block": ["--fp8-format=e4m3", "--fp8-recipe=blockwise"],
+    "mxfp8": ["--fp8-format=e4m3", "--fp8-recipe=mxfp8"],
+    "nvfp4": ["--fp4-format=e2m1", "--fp4-recipe=nvfp4"],
+}
+_BRIDGE = frozenset(("megatron-bridge", "bridge-docs", "bridge-cards"))
+"""Sources whose runs have the mixed precision of Megatron Bridge (`training/mixed_precision.py` there)."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -69,6 +90,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     _check_kind(published)
     notes: list[str] = []
     arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
+    arguments += _precision(published, notes)
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
     run = read_megatron(arguments, num_devices=devices, one_rank=True)
@@ -123,22 +145,32 @@ def _check_kind(published: PublishedRun) -> None:
         raise InputError(published.id, "optimizer offloaded to the host")
     if published.schedule not in _SCHEDULES:
         raise InputError(published.id, f"schedule {published.schedule}")
-    if precision(published.precision) != "bf16":
+    if precision(published.precision) is None:
         raise InputError(published.id, f"precision {published.precision}")
     if published.task not in ("", "pretrain", "sft"):
         raise InputError(published.id, f"task {published.task}")
 
 
-def precision(text: str) -> str:
-    """Return the normalized name of a precision: bf16, fp32, fp8, mxfp8, nvfp4 or unknown."""
-    word = re.split(r"[\s(]", text.lower().strip(), maxsplit=1)[0].replace("_", "-")
-    if word in ("bf16", "fp16", "bfloat16", "float16", ""):
-        return "bf16"
-    if word in ("mxfp8", "fp8-mx"):
-        return "mxfp8"
-    if word.startswith("fp8"):
-        return "fp8"
-    return word if word in ("fp32", "nvfp4") else "unknown"
+def precision(text: str) -> Precision | None:
+    """Return the precision that a table spells in one of many ways; None for an unknown one, or float32."""
+    return _PRECISIONS.get(_word(text))
+
+
+def _word(text: str) -> str:
+    return re.split(r"[\s(]", text.lower().strip(), maxsplit=1)[0].replace("_", "-")
+
+
+def _precision(published: PublishedRun, notes: list[str]) -> list[str]:
+    found = precision(published.precision)
+    if found is None or found == "bf16":
+        return ["--bf16"]
+    if _word(published.precision) == "fp8":
+        notes.append("the recipe of FP8 is not stated, current scaling is assumed")
+    words = ["--bf16", *_QUANTIZED[found]]
+    if published.source in _BRIDGE and found != "fp8_block":
+        notes.append("weights are gathered as they are quantized, as in the recipes of Megatron Bridge")
+        words.append("--fp4-param-gather" if found == "nvfp4" else "--fp8-param-gather")
+    return words
 
 
 def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
@@ -173,7 +205,6 @@ def _model(published: PublishedRun) -> list[str]:
         disable_bias_linear=published.bias is False,
         untie_embeddings_and_output_weights=published.tied is False,
         qk_layernorm=published.qk_norm,
-        bf16=True,
     )
     if published.kv_heads and published.kv_heads != published.heads and not published.mla:
         words += ["--group-query-attention", f"--num-query-groups={published.kv_heads}"]

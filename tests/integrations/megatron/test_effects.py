@@ -19,6 +19,7 @@ from pipeloom.integrations.current_runs import load_run
 from pipeloom.integrations.megatron import Timing, read_megatron
 from pipeloom.integrations.megatron.effects import effects_of, known_fields
 from pipeloom.integrations.megatron.files import _INVERTED, _RENAMED
+from pipeloom.integrations.megatron.precision import RunPrecision
 from pipeloom.integrations.models import load_model
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
@@ -127,7 +128,9 @@ MODELED = [
     {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"},
     {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "grad_reduce_in_bf16": True},
     {"accumulate_allreduce_grads_in_fp32": True, "optimizer": "sgd", "sgd_momentum": 0.9},
-    {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    {"bf16": None, "fp16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
+    {"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True, "first_last_layers_bf16": True}
+    | {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 4},
 ]
 """Runs that together have all modeled arguments."""
 
@@ -257,7 +260,11 @@ RECIPE = """
 @pytest.mark.parametrize(
     ("field", "found"),
     [
-        ("fp8: hybrid", "model.fp8: bfloat16 is emulated in its place; the emulated time and memory are too high"),
+        ("fp8: hybrid, fp8_recipe: mxfp8, fp8_param: true", ""),
+        (
+            "fp8: hybrid, fp8_multi_head_attention: true",
+            "bfloat16 attention is emulated; the emulated time is too high",
+        ),
         ("bias_activation_fusion: false", "fused kernels are emulated; the emulated time is too low"),
         ("quant_recipe: {_target_: q}", "model.quant_recipe: bfloat16 is emulated in its place"),
         ("cpu_offloading: true", "model.cpu_offloading: cannot be planned"),
@@ -286,10 +293,8 @@ def test_sections_of_a_recipe(tmp_path) -> None:
     )
     run = read_megatron(file)
     assert run.ignored == ("logger.*",)
-    assert beside_defaults(run.notes) == (
-        "mixed_precision.*: bfloat16 is emulated in its place; the emulated time and memory are too high",
-        "optimizer.sparkle: unknown, and emulated without",
-    )
+    assert beside_defaults(run.notes) == ("optimizer.sparkle: unknown, and emulated without",)
+    assert run.precision == RunPrecision("fp8_delayed")
     file.write_text(plain + "mixed_precision: bf16_mixed\n")
     assert beside_defaults(read_megatron(file).notes) == ()
     file.write_text(plain + "peft: {dim: 8}\n")
@@ -300,7 +305,7 @@ def test_sections_of_a_recipe(tmp_path) -> None:
 def test_compare_says_what_it_does_not_count(tmp_path) -> None:
     file = tmp_path / "arguments.txt"
     file.write_text(" ".join(listed(fp8_format="hybrid")))
-    assert any(note.startswith("--fp8-format: bfloat16") for note in load_run(str(file), 8).notes)
+    assert any(note.startswith("fp8_delayed: bfloat16 is emulated") for note in load_run(str(file), 8).notes)
 
 
 def test_compare_has_the_bytes_of_optimizer_states(tmp_path) -> None:

@@ -366,9 +366,9 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_what_is_emulated_otherwise_is_said():
-    run = read(fp8_format="hybrid", overlap_grad_reduce=True, cuda_graph_impl="none")
+    run = read(kitchen_recipe_number=1, overlap_grad_reduce=True, cuda_graph_impl="none")
     assert beside_defaults(run.notes) == (
-        "--fp8-format: bfloat16 is emulated in its place; the emulated time and memory are too high",
+        "--kitchen-recipe-number: bfloat16 is emulated in its place; the emulated time and memory are too high",
         "--overlap-grad-reduce: the reduction is emulated behind the pipeline; the emulated time is too high",
     )
     assert "float32" in " ".join(read(bf16=None).notes)

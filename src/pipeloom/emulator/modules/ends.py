@@ -78,7 +78,7 @@ class PatchMerger:
         inner = context.share("merger width", self.inner or wide)
         y = ops.enter_tensor_parallel(y)
         y = ops.activation(ops.linear(y, wide, inner, bias=True, split=context.tensor))
-        return ops.leave_tensor_parallel(ops.linear(y, inner, self.out_width, bias=True, split=context.tensor))
+        return ops.row_linear(y, inner, self.out_width, bias=True)
 
 
 @dataclass(frozen=True)

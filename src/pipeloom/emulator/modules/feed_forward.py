@@ -32,7 +32,7 @@ class MLP:
             gate = ops.linear(x, self.hidden, inner, bias=self.bias, split=split)
             up = ops.linear(x, self.hidden, inner, bias=self.bias, split=split)
             y = ops.multiply(ops.activation(gate), up)
-        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, bias=self.bias, split=split))
+        return ops.row_linear(y, inner, self.hidden, bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
         spread = context.expert > 1
-        scores = ops.route(ops.linear(x, self.hidden, self.experts), self.experts, self.chosen)
+        scores = ops.route(ops.linear(x, self.hidden, self.experts, plain=True), self.experts, self.chosen)
         split = 1 if spread else context.tensor
         inner = self.inner // split
         local = max(1, self.experts // context.expert)
-        tokens = x if spread else ops.enter_tensor_parallel(x)
+        tokens = x if spread else ops.enter_tensor_parallel(x, plain=True)
         rows = tokens.rows * (self.chosen * self.imbalance)
         width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
         narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
@@ -79,4 +79,4 @@ class MixtureOfExperts:
 
     def _shared(self, x: Tensor) -> Tensor:
         y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)
-        return ops.multiply(y, ops.linear(x, self.hidden, 1)) if self.shared_gate else y
+        return ops.multiply(y, ops.linear(x, self.hidden, 1, plain=True)) if self.shared_gate else y

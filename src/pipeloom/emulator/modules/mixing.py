@@ -74,8 +74,7 @@ class Attention:
         if self.output_gate:
             width = heads * self.head_width
             y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.qkv_bias, split=context.tensor))
-        y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
-        return ops.leave_tensor_parallel(y)
+        return ops.row_linear(y, heads * self.head_width, self.hidden, bias=self.output_bias)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class CrossAttention:
         y = ops.attention(
             [query, keys], pairs, heads=heads, query_key_width=self.head_width, value_width=self.head_width, rows=x.rows
         )
-        return ops.leave_tensor_parallel(ops.linear(y, width, self.hidden, bias=self.bias, split=context.tensor))
+        return ops.row_linear(y, width, self.hidden, bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,7 @@ class LatentAttention:
             rows=query.rows,
             causal=self.causal,
         )
-        out = ops.linear(y, heads * self.value_width, self.hidden, bias=self.bias, split=split)
-        return ops.leave_tensor_parallel(out)
+        return ops.row_linear(y, heads * self.value_width, self.hidden, bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -179,4 +177,4 @@ class Mamba2:
         y = ops.activation(ops.depthwise(y, mixed, self.kernel, bias=self.kernel_bias))
         y = ops.scan(y, heads=heads, head_width=self.head_width, groups=groups, state=self.state, chunk=self.chunk)
         y = ops.norm(y, "rms", split=split)
-        return ops.leave_tensor_parallel(ops.linear(y, inner, self.hidden, bias=self.bias, split=split))
+        return ops.row_linear(y, inner, self.hidden, bias=self.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -55,6 +56,13 @@ class _Part(NamedTuple):
     block: Block | None = None
     shares: bool = False
     """Whether it shares the weights of another layer of the stage."""
+    placement: Placement | None = None
+    """Where a decoder layer runs, and in which precision."""
+
+    @classmethod
+    def of(cls, block: Block, placement: Placement) -> _Part:
+        """Return the part of a decoder layer."""
+        return cls(layer_template(block.whole, placement), block, placement=placement)
 
 
 class StageCosts:
@@ -71,18 +79,21 @@ class StageCosts:
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
         self.run, self.cluster = run, cluster
-        self.placement = Placement(cluster, run.degrees, trainer)
+        precision = run.precision
+        plain = self.placement = Placement(cluster, run.degrees, trainer)
+        quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
         model = run.model
         head = msgspec.structs.replace(model.head, tied=False)
         embedding = layer_template(model.embedding, self.placement, input_gradient=False)
         self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
         self._head = _Part(layer_template(head, self.placement))
-        self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), self.placement))
-        self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
-        self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
+        self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), quantized))
+        places = [plain if each == "bf16" else quantized for each in precision.of_layers(len(model.blocks))]
+        self._blocks = [_Part.of(block, place) for block, place in zip(model.blocks, places, strict=True)]
+        self._predictors = [_Part.of(block, quantized) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
-        self._savings: dict[tuple[Block, tuple[str, ...]], Saving] = {}
+        self._savings: dict[tuple[int, tuple[str, ...]], Saving] = {}
 
     @property
     def boundary_bytes(self) -> int:
@@ -177,7 +188,7 @@ class StageCosts:
             strategies.append("recompute" if recomputed else "keep")
             again -= recomputed
             if part.block is not None and modules:
-                one = self.saving(part.block, modules)
+                one = self._saving(part, modules)
                 saving, most = saving.and_(one), max(most, one.bytes)
         work = self.run.workload
         stage = Stage(runs_of([part.template for part in parts], strategies))
@@ -200,12 +211,17 @@ class StageCosts:
         return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
-        """Return the cost and the saved memory of recomputing modules of a block."""
-        key = (block, modules)
+        """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""
+        alike = [part for part in (*self._blocks, *self._predictors) if part.block == block]
+        return self._saving(alike[len(alike) // 2], modules)
+
+    def _saving(self, part: _Part, modules: tuple[str, ...]) -> Saving:
+        key = (id(part.template), modules)
         if key not in self._savings:
-            attention, feed_forward = (
-                layer_template(half, self.placement) for half in (block.attention, block.feed_forward)
-            )
+            assert part.block is not None
+            assert part.placement is not None
+            attention = layer_template(part.block.attention, part.placement)
+            feed_forward = layer_template(part.block.feed_forward, part.placement)
             self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
         return self._savings[key]
 

@@ -51,6 +51,8 @@ _RENAMED = {
     "sequence-length": "seq-length",
     "fp8": "fp8-format",
     "fp4": "fp4-format",
+    "fp8-param": "fp8-param-gather",
+    "fp4-param": "fp4-param-gather",
     "overlap-p2p-comm-warmup-flush": "overlap-p2p-communication-warmup-flush",
     "nccl-ub": "use-nccl-ub",
     "use-custom-fsdp": "use-megatron-fsdp",
@@ -75,6 +77,24 @@ _INVERTED = {
 """Fields whose argument is the opposite."""
 _REDUCED = ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32")
 """Arguments for the values false and true of the field ``grad_reduce_in_fp32``."""
+_QUANTIZING = (
+    *("fp8", "fp8-recipe", "fp8-param", "fp8-param-gather", "fp4", "fp4-recipe", "fp4-param", "fp4-param-gather"),
+    *("first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
+)
+"""Fields of a recipe's mixed precision that say what is quantized."""
+_QUANTIZED: Mapping[str, dict[str, Any]] = {
+    "with_fp8_delayed_scaling": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "with_fp8_current_scaling": {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param_gather": True,
+        "first_last_layers_bf16": True,
+    },
+    "with_fp8_subchannel_scaling": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "with_mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "with_nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
+}
+"""Fields that names of Megatron Bridge's mixed precision stand for, by a part of the name (release of August 2026)."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _REMEDY = "give Megatron's arguments: a text file, a shell script, or YAML of Megatron-LM or Megatron Bridge"
 
@@ -254,15 +274,17 @@ def _set_precision(found: dict[str, Argument], given: Any) -> None:
     """Override fields of other sections by a recipe's mixed precision, which is a table or a name."""
     label = "mixed_precision.*"
     if isinstance(given, str):
-        label, single = "mixed_precision", "bf16" not in given and "fp16" in given
-        given = {"bf16": "bf16" in given, "fp16": single, "grad_reduce_in_fp32": not single}
+        label, name = "mixed_precision", given.replace("-", "_")
+        single = "bf16" not in name and "fp16" in name
+        plain = {"bf16": "bf16" in name, "fp16": single, "grad_reduce_in_fp32": not single}
+        given = plain | next((fields for words, fields in _QUANTIZED.items() if words in name), {})
     if not isinstance(given, dict):
         return
-    for name in ("bf16", "fp16", *_REDUCED):
-        found.pop(name, None)
+    for name in ("bf16", "fp16", *_REDUCED, *_QUANTIZING):
+        found.pop(_RENAMED.get(name, name), None)
     for name, value in ({"grad_reduce_in_fp32": True} | given).items():
-        if name in ("bf16", "fp16", "grad_reduce_in_fp32"):
-            found.update(filter(None, [_field(name.replace("_", "-"), label, value)]))
+        if (dashed := name.replace("_", "-")) in ("bf16", "fp16", "grad-reduce-in-fp32", *_QUANTIZING):
+            found.update(filter(None, [_field(dashed, label, value)]))
 
 
 def _merge(found: dict[str, Argument], name: str, one: Argument) -> None:

@@ -56,13 +56,12 @@ def layer_saving(
         found = found.and_(Saving(more, keep.activation_bytes - again.activation_bytes))
     if "layernorm" in modules:
         for half in (attention,) if whole else (attention, feed_forward):
-            first = half.tape.records[0]
-            found = found.and_(_dropped(half, [first], first.outputs, workload))
+            found = found.and_(_dropped_with_casts(half, half.tape.records[0], workload))
     if "core_attn" in modules:
         found = found.and_(_core_attention(attention, workload))
     if "moe_act" in modules and routed and not whole:
         act = _first(feed_forward, ("activation",))
-        found = found.and_(_dropped(feed_forward, [act], act.outputs[:1], workload))
+        found = found.and_(_dropped_with_casts(feed_forward, act, workload))
     inputs = _core(attention)[0].inputs
     if "mla_up_proj" in modules and len(inputs) == 2:
         found = found.and_(_dropped(attention, _up_to_products(inputs), inputs, workload))
@@ -96,6 +95,13 @@ def _up_to_products(tensors: Sequence[Tensor]) -> list[Record]:
             found.append(record)
             record = None if record.forward.kind == "matmul" else record.inputs[0].producer
     return found
+
+
+def _dropped_with_casts(half: LayerTemplate, record: Record, workload: Workload) -> Saving:
+    """Return the saving if an operator runs again, with the casts of its result, of which products keep theirs."""
+    casts = [each for each in half.tape.records if each.forward.kind == "cast" and each.inputs[0] in record.outputs]
+    made = [tensor for each in (record, *casts) for tensor in each.outputs]
+    return _dropped(half, [record, *casts], made, workload)
 
 
 def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[Tensor], workload: Workload) -> Saving:

@@ -13,6 +13,7 @@ from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.integrations.megatron.effects import check_rejected, notes_of
 from pipeloom.integrations.megatron.files import read_arguments
 from pipeloom.integrations.megatron.model import GptModel, gpt_model
+from pipeloom.integrations.megatron.precision import BF16, RunPrecision, read_precision
 from pipeloom.integrations.megatron.setup import (
     GROUP,
     NO_RULES,
@@ -51,6 +52,8 @@ class MegatronRun:
         Tokens of every sequence.
     now : PipelineSettings
         The current setup of the pipeline.
+    precision : RunPrecision
+        Precision of matrix products.
     recomputable : tuple of str
         Modules that selective recomputation supports here.
     rules : Rules
@@ -70,6 +73,7 @@ class MegatronRun:
     global_batch_size: int
     seq_length: int
     now: PipelineSettings
+    precision: RunPrecision = BF16
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
@@ -172,6 +176,7 @@ def read_megatron(
         batch,
         length,
         now,
+        read_precision(arguments, len(model.blocks)),
         modules,
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
