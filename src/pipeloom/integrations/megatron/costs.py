@@ -29,13 +29,17 @@ PS_PER_NS = PS_PER_S // 1_000_000_000
 class StageNumbers(NamedTuple):
     """Time and memory of one virtual stage for one microbatch.
 
-    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass.
+    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass. If the backward
+    is split, ``backward_ns`` is the time of the input gradients, ``weight_ns`` that of the weight gradients, and
+    ``weight_bytes`` are kept between them.
     """
 
     forward_ns: int
     backward_ns: int
     held_bytes: int
     workspace_bytes: int
+    weight_ns: int = 0
+    weight_bytes: int = 0
 
 
 class RankNumbers(NamedTuple):
@@ -122,7 +126,8 @@ class StageCosts:
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
         """Return the numbers of every stage."""
         with self._sizes_named():
-            return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
+            split = setup.splits_backward
+            return tuple(self._stage(parts, setup.recompute, split=split) for parts in self._parts(setup))
 
     @contextmanager
     def _sizes_named(self) -> Iterator[None]:
@@ -155,7 +160,7 @@ class StageCosts:
             out.append(parts)
         return out
 
-    def _stage(self, parts: Sequence[_Part], recompute: Recompute) -> StageNumbers:
+    def _stage(self, parts: Sequence[_Part], recompute: Recompute, *, split: bool) -> StageNumbers:
         if not parts:
             return StageNumbers(0, 0, 0, 0)
         again = recompute.recomputed(sum(part.block is not None for part in parts))
@@ -163,13 +168,13 @@ class StageCosts:
         if recompute.method == "block":
             # Megatron recomputes no multi-token prediction by blocks.
             again = min(again, sum(part.block is not None for part in parts) - predicts)
-        key = (tuple(id(part.template) for part in parts), again, recompute.modules)
+        key = (tuple(id(part.template) for part in parts), again, recompute.modules, split)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._numbers(parts, again, recompute.modules)
+            known = self._known[key] = self._numbers(parts, again, recompute.modules, split=split)
         return known
 
-    def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...]) -> StageNumbers:
+    def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...], *, split: bool) -> StageNumbers:
         strategies: list[Strategy] = []
         saving, most = Saving(), 0
         for part in parts:
@@ -181,15 +186,18 @@ class StageCosts:
                 saving, most = saving.and_(one), max(most, one.bytes)
         work = self.run.workload
         stage = Stage(runs_of([part.template for part in parts], strategies))
-        cost = stage.cost(work, ("F", "B"))
-        forward, backward = cost.duration_ps["F"], cost.duration_ps.get("B", 0) + saving.more_ps
+        cost = stage.cost(work, ("F", "I", "W") if split else ("F", "B"))
+        forward, backward = cost.duration_ps["F"], cost.duration_ps.get("I" if split else "B", 0) + saving.more_ps
         host = self._host_ps(parts)
+        late = host // 3 if split else 0
         return StageNumbers(
             max(forward, host // 3) // PS_PER_NS,
-            max(backward, host - host // 3) // PS_PER_NS,
+            max(backward, host - host // 3 - late) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
             stage.workspace_bytes(work) + most,
+            max(cost.duration_ps.get("W", 0), late) // PS_PER_NS,
+            cost.weight_gradient_bytes if split else 0,
         )
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
@@ -212,8 +220,8 @@ class StageCosts:
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
-        for i, parts in enumerate(self._parts(setup)):
-            mine[i % setup.num_ranks] += [part.template for part in parts if not part.shares]
+        for rank, parts in zip(setup.ranks, self._parts(setup), strict=True):
+            mine[rank] += [part.template for part in parts if not part.shares]
         with self._sizes_named():
             return tuple(map(self._rank, mine))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,12 @@ from pipeloom.io.stage_names import megatron_stages, megatron_text
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
+PipelineSchedule = Literal["1f1b", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min"]
+"""Order of a rank's tasks: 1F1B, interleaved if a rank has several stages; or a schedule that splits backwards. ``zb-1p``
+and ``zb-2p`` (Qi et al. 2024) hold p or 2 p microbatches on each of p ranks. The others have two stages a rank, in a V,
+and hold p microbatches, a half or a third of these (Qi et al. 2024, "Pipeline parallelism with controllable memory")."""
+IN_FLIGHT: Mapping[PipelineSchedule, float] = {"zb-1p": 1, "zb-2p": 2, "zb-v": 1, "v-half": 1 / 2, "v-min": 1 / 3}
+"""Microbatches on a rank under a schedule that splits backwards, for each rank."""
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Modules that selective recomputation supports."""
 
@@ -79,7 +86,7 @@ class PipelineSettings:
     ----------
     stages : tuple of str
         Letters of every virtual stage, in model order: ``E`` embedding, ``t`` layer, ``m`` multi-token prediction,
-        ``L`` loss. Stage i is on rank ``i % num_ranks``.
+        ``L`` loss.
     group_size : int
         Microbatches that a virtual stage runs in turn; by default the number of ranks.
     """
@@ -88,6 +95,27 @@ class PipelineSettings:
     num_ranks: int
     group_size: int
     recompute: Recompute = Recompute()
+    schedule: PipelineSchedule = "1f1b"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are separate tasks."""
+        return self.schedule != "1f1b"
+
+    @property
+    def in_flight(self) -> int:
+        """Maximum number of microbatches on a rank, if backwards are split."""
+        share = IN_FLIGHT[self.schedule]
+        # Fewer than p microbatches leave one to be replaced while another ends.
+        return math.ceil(self.num_ranks * share) + (share < 1)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of every stage: in turn, or in a V."""
+        p, count = self.num_ranks, len(self.stages)
+        if self.schedule in ("zb-v", "v-half", "v-min"):
+            return tuple(i if i < p else 2 * p - 1 - i for i in range(count))
+        return tuple(i % p for i in range(count))
 
     @property
     def virtual(self) -> int:
