@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
@@ -14,15 +15,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.errors import PipeloomError
-from pipeloom.integrations.megatron import Recompute
-from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.validation.express import express
+from pipeloom.validation.reasons import kind_of
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.unstated import complete
 
 LeaveOut = Literal["device", "source", "model"]
 COVERED = 0.8
 """Share of published runs that intervals are made to cover."""
-_FULL = Recompute("full", "uniform", 1)
 _LEAST = 20
 """Least number of runs of a device and kind of model that give an interval of their own."""
 
@@ -52,6 +52,8 @@ class Prediction:
         Whether a constant of the emulator was fitted to this run.
     reason : str
         Why the run cannot be expressed; empty if it can.
+    reason_kind : str
+        What the reason has in common with those of other runs.
     notes : tuple of str
         What the source leaves out, and what was assumed.
     """
@@ -63,6 +65,7 @@ class Prediction:
     peak_bytes: int = 0
     fitted: bool = False
     reason: str = ""
+    reason_kind: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -95,25 +98,22 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
         Runs with the same value do not count for the interval. Runs of the same source and model never do.
     """
     try:
-        expressed = express(run)
-        now = expressed.run.now
-        timing = Timing(expressed.run, expressed.cluster, expressed.trainer)
-        timed = timing.of(now)
-        times = [timed.iteration_s]
-        if run.recompute == "unknown":
-            # The published run recomputed nothing, everything, or a part.
-            times.append(timing.of(replace(now, recompute=_FULL)).iteration_s)
+        known = complete(run)
+        expressed = express(known.run)
+        seconds, peak_bytes = expressed.predict()
     except PipeloomError as error:
-        return Prediction(run, reason=_reason(error, run.id))
+        return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
+    times = [seconds, *_seconds_of(known.others)]
     low, high = interval(run, leave_out)
-    return Prediction(
-        run,
-        timed.iteration_s,
-        min(times) * math.exp(low),
-        max(times) * math.exp(high),
-        int(timed.peak_bytes.max()),
-        notes=expressed.notes,
-    )
+    notes = known.notes + expressed.notes
+    return Prediction(run, seconds, min(times) * math.exp(low), max(times) * math.exp(high), peak_bytes, notes=notes)
+
+
+def _seconds_of(others: Iterable[PublishedRun]) -> Iterator[float]:
+    """Return the times of a run with other assumed values. A value that contradicts what is stated does not count."""
+    for other in others:
+        with suppress(PipeloomError):
+            yield express(other).predict()[0]
 
 
 def _reason(error: PipeloomError, run: str) -> str:

@@ -71,7 +71,7 @@ def summarize(predictions: Sequence[Prediction]) -> Summary:
     for label, key in GROUPINGS:
         names = sorted({key(each.run) for each in known})
         errors += [errors_of(f"{label}: {n}", [each for each in known if key(each.run) == n]) for n in names]
-    reasons = Counter(_kind_of_reason(each.reason) for each in predictions if each.reason)
+    reasons = Counter(each.reason_kind for each in predictions if each.reason)
     return Summary(
         len(predictions),
         sum(not each.reason for each in predictions),
@@ -145,8 +145,3 @@ def _cost(prediction: Prediction, *, published: bool = False) -> float:
     run = prediction.run
     seconds = run.measured_s if published else prediction.seconds
     return (seconds or 0.0) * (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1))
-
-
-def _kind_of_reason(reason: str) -> str:
-    """Return a reason without the values of its run."""
-    return reason.partition(":")[0].partition(";")[0][:60] if reason.startswith("model ") else reason.partition(";")[0]

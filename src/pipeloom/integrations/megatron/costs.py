@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -14,11 +16,12 @@ from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.model import Block
-from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
+from pipeloom.integrations.megatron.model import Block, adapter_layers
+from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
+from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
 from pipeloom.spec import Strategy
+from pipeloom.spec.architecture import Layer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -59,6 +62,8 @@ class _Part(NamedTuple):
     block: Block | None = None
     shares: bool = False
     """Whether it shares the weights of another layer of the stage."""
+    adapts: bool = False
+    """Whether it is the adapter of a linear layer."""
 
 
 class StageCosts:
@@ -71,22 +76,55 @@ class StageCosts:
     a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
     weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
     of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
+
+    If the vocabulary is spread over all ranks, each stage has a p-th of embedding and loss, as tensor parallelism over
+    the pipeline's ranks would divide them. Low-rank adapters follow their block; their cost is that of a product to and
+    from their rank, and all other weights are frozen.
     """
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
         self.run, self.cluster = run, cluster
         self.placement = Placement(cluster, run.degrees, trainer)
-        model = run.model
-        head = msgspec.structs.replace(model.head, tied=False)
-        embedding = layer_template(model.embedding, self.placement, input_gradient=False)
-        self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
-        self._head = _Part(layer_template(head, self.placement))
-        self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), self.placement))
-        self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
-        self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
+        model, trains = run.model, not run.adapter_rank
+        self._embedding, self._head = self._ends(self.placement)
+        self._same_embedding = self._embedding._replace(shares=True)
+
+        def part(layer: Layer, block: Block | None = None) -> _Part:
+            return _Part(layer_template(layer, self.placement, trainable=trains), block)
+
+        self._joining = part(joining_layer(model.head.hidden, model.head.norm))
+        self._blocks = [part(block.whole, block) for block in model.blocks]
+        self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
         self._savings: dict[tuple[Block, tuple[str, ...]], Saving] = {}
+
+    def _ends(self, placement: Placement, multiple: int = 1) -> tuple[_Part, _Part]:
+        """Return embedding and loss, with the vocabulary padded to a multiple."""
+        model, trains = self.run.model, not self.run.adapter_rank
+        words = -(-model.head.vocabulary // multiple) * multiple
+        embedding = msgspec.structs.replace(model.embedding, vocabulary=words)
+        head = msgspec.structs.replace(model.head, vocabulary=words, tied=False)
+        return (
+            _Part(layer_template(embedding, placement, trainable=trains, input_gradient=False)),
+            _Part(layer_template(head, placement, trainable=trains)),
+        )
+
+    @functools.cached_property
+    def _shares(self) -> tuple[_Part, _Part]:
+        """One rank's part of embedding and loss, if the vocabulary is spread over the pipeline's ranks."""
+        degrees = self.run.degrees
+        number = degrees.tensor * degrees.pipeline
+        wide = msgspec.structs.replace(degrees, tensor=number, pipeline=1, expert=1, sequence_parallel=False)
+        return self._ends(replace(self.placement, degrees=wide), number)
+
+    @functools.cache  # noqa: B019  as long-lived as the costs
+    def _adapters(self, block: Block) -> tuple[_Part, ...]:
+        """Return the adapters of a block's linear layers; none for experts."""
+        if not self.run.adapter_rank:
+            return ()
+        layers = adapter_layers(block, self.run.adapter_rank)
+        return tuple(_Part(layer_template(layer, self.placement), adapts=True) for layer in layers)
 
     @property
     def boundary_bytes(self) -> int:
@@ -146,12 +184,16 @@ class StageCosts:
         blocks = iter(self._blocks)
         out = []
         for letters in setup.stages:
-            parts: list[_Part] = []
+            parts: list[_Part] = list(self._shares) if setup.spread_vocabulary else []
             for letter in letters:
+                if letter in "EL" and setup.spread_vocabulary:
+                    continue
                 if letter == "E":
                     parts.append(self._embedding)
                 elif letter == "t":
-                    parts.append(next(blocks))
+                    part = next(blocks)
+                    assert part.block is not None
+                    parts += [part, *self._adapters(part.block)]
                 elif letter == "m":
                     embedding = self._same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
@@ -204,7 +246,7 @@ class StageCosts:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
         routed = sum(part.block is not None and part.block.routed for part in parts)
-        dense = len(parts) - routed
+        dense = sum(not part.adapts for part in parts) - routed
         return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
@@ -214,7 +256,10 @@ class StageCosts:
             attention, feed_forward = (
                 layer_template(half, self.placement) for half in (block.attention, block.feed_forward)
             )
-            self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
+            if SELECTIVE_OPERATORS in modules:
+                self._savings[key] = operator_saving(block, attention, feed_forward, self.run.workload)
+            else:
+                self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
         return self._savings[key]
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
@@ -228,6 +273,7 @@ class StageCosts:
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
         key = tuple(map(id, templates))
         if key not in self._ranks:
-            static = static_bytes(templates, self.run.degrees)
+            host = self.placement.trainer.host_optimizer
+            static = static_bytes(templates, self.run.degrees, host_optimizer=host)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

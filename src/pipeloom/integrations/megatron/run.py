@@ -57,6 +57,8 @@ class MegatronRun:
         Setups that other arguments exclude.
     replaced : tuple of str
         Arguments of the current setup.
+    adapter_rank : int
+        Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
     is_recipe : bool
         Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
@@ -73,6 +75,7 @@ class MegatronRun:
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
+    adapter_rank: int = 0
     is_recipe: bool = False
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

@@ -15,11 +15,14 @@ from pipeloom.io.stage_names import megatron_stages, megatron_text
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 PipelineSchedule = Literal["1f1b", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min"]
-"""Order of a rank's tasks: 1F1B, interleaved if a rank has several stages; or a schedule that splits backwards. ``zb-1p``
-and ``zb-2p`` (Qi et al. 2024) hold p or 2 p microbatches on each of p ranks. The others have two stages a rank, in a V,
-and hold p microbatches, a half or a third of these (Qi et al. 2024, "Pipeline parallelism with controllable memory")."""
+"""Order of a rank's tasks: 1F1B, interleaved if a rank has several stages; or a schedule that splits backwards.
+``zb-1p`` and ``zb-2p`` hold p or 2 p microbatches on each of p ranks (Qi et al. 2024, "Zero bubble"). The others have two
+stages a rank, in a V, and hold p microbatches, a half or a third of them (Qi et al. 2024, "Controllable memory")."""
+V_SHAPED: frozenset[PipelineSchedule] = frozenset(("zb-v", "v-half", "v-min"))
 IN_FLIGHT: Mapping[PipelineSchedule, float] = {"zb-1p": 1, "zb-2p": 2, "zb-v": 1, "v-half": 1 / 2, "v-min": 1 / 3}
 """Microbatches on a rank under a schedule that splits backwards, for each rank."""
+SELECTIVE_OPERATORS = "selective_op"
+"""A module that stands for torch's selective checkpointing by operator, which Megatron does not have."""
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Modules that selective recomputation supports."""
 
@@ -89,6 +92,9 @@ class PipelineSettings:
         ``L`` loss.
     group_size : int
         Microbatches that a virtual stage runs in turn; by default the number of ranks.
+    spread_vocabulary : bool
+        Whether embedding and product with the vocabulary are divided over all ranks (Yeung et al. 2024). The letters
+        ``E`` and ``L`` then stand for nothing.
     """
 
     stages: tuple[str, ...]
@@ -96,6 +102,7 @@ class PipelineSettings:
     group_size: int
     recompute: Recompute = Recompute()
     schedule: PipelineSchedule = "1f1b"
+    spread_vocabulary: bool = False
 
     @property
     def splits_backward(self) -> bool:
@@ -113,7 +120,7 @@ class PipelineSettings:
     def ranks(self) -> tuple[int, ...]:
         """Rank of every stage: in turn, or in a V."""
         p, count = self.num_ranks, len(self.stages)
-        if self.schedule in ("zb-v", "v-half", "v-min"):
+        if self.schedule in V_SHAPED:
             return tuple(i if i < p else 2 * p - 1 - i for i in range(count))
         return tuple(i % p for i in range(count))
 

@@ -1,0 +1,146 @@
+"""Complete a published run: what its source leaves out becomes an assumed value, with the ends of a stated range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from pipeloom.validation.runs import PublishedRun
+
+MOST_SAMPLES = 8
+"""Largest microbatch that is assumed: published runs of large models have at most this many samples."""
+UNSTATED_DEVICES = "number of GPUs not stated"
+"""What the column ``reason`` says if the number of devices is a guess."""
+
+
+@dataclass(frozen=True)
+class CompleteRun:
+    """A run with assumed values in place of what its source leaves out.
+
+    Attributes
+    ----------
+    others : tuple of PublishedRun
+        The run with the other ends of the ranges, each value by itself.
+    notes : tuple of str
+        What was assumed, and the range.
+    """
+
+    run: PublishedRun
+    others: tuple[PublishedRun, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def complete(published: PublishedRun) -> CompleteRun:
+    """Return a run with assumed values in place of what its source leaves out."""
+    run, others, notes = published, [], []
+    for rule in _RULES:
+        for changed, rest, note in rule(run):
+            others = [replace(other, **changed) for other in others] + [replace(run, **each) for each in rest]
+            run = replace(run, **changed)
+            notes.append(note)
+    return CompleteRun(run, tuple(others), tuple(notes))
+
+
+_Change = tuple[dict[str, object], tuple[dict[str, object], ...], str]
+"""Assumed values, the other ends of their range, and a note."""
+
+
+def _devices(run: PublishedRun) -> Iterator[_Change]:
+    """Take as many devices as the degrees need, up to one microbatch each, if their number is not known."""
+    if not run.gpus:
+        return
+    one = (run.tp or 1) * (run.pp or 1) * (run.cp or 1)
+    replica = one * _least_replicas(run, one)
+    fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
+    if fits and UNSTATED_DEVICES not in run.reason:
+        return
+    least = run.gpus if fits else replica
+    replicas = max(1, (run.gbs or 1) // (run.mbs or 1))
+    most = max(least, replicas * one // replica * replica)
+    why = "the number of devices is not stated" if fits else f"{run.gpus} devices contradict the degrees"
+    yield (
+        {"gpus": least, "dp": least // one},
+        ({"gpus": most, "dp": most // one},) if most > least else (),
+        f"{why}, {least} to {most} are assumed",
+    )
+
+
+def _least_replicas(run: PublishedRun, one: int) -> int:
+    """Return the least number of replicas whose devices hold all experts once."""
+    inside, expert = one // (run.pp or 1), run.ep or 1
+    return expert // math.gcd(expert, inside)
+
+
+def _samples(run: PublishedRun) -> Iterator[_Change]:
+    """Take one sample a microbatch, up to `MOST_SAMPLES`, if their number is not stated."""
+    if run.mbs or not run.gbs or not run.gpus:
+        return
+    replicas = max(1, run.gpus // ((run.tp or 1) * (run.pp or 1) * (run.cp or 1)))
+    most = math.gcd(max(1, run.gbs // replicas), MOST_SAMPLES)
+    note = f"samples of a microbatch are not stated, 1 to {most} are assumed"
+    yield {"mbs": 1}, ({"mbs": most},) if most > 1 else (), note
+
+
+def _recompute(run: PublishedRun) -> Iterator[_Change]:
+    """Recompute nothing, or everything, if it is not stated."""
+    if run.recompute == "unknown":
+        note = "recomputation is not stated, none is assumed, up to all of it"
+        yield {"recompute": "none"}, ({"recompute": "full"},), note
+
+
+def _layers(run: PublishedRun) -> Iterator[_Change]:
+    """Divide layers over stages that do not divide them evenly: as many on each as on the first, the rest on the last.
+
+    Embedding and loss take the place of a layer where this makes the division even, which the arguments express.
+    """
+    pipeline = run.pp or 1
+    stages = pipeline * (run.vpp or 1 if pipeline > 1 else 1)
+    if run.layout or not run.layers or -run.layers % stages in (0, 1, 2):
+        return
+    each = -(-run.layers // stages)
+    counts = [min(each, max(0, run.layers - i * each)) for i in range(stages)]
+    note = f"the stages of {run.layers} layers on {stages} are not described, {each} each and the rest last are assumed"
+    yield {"layout": layout_of(counts, run.mtp or 0)}, (), note
+
+
+def _balanced(run: PublishedRun) -> Iterator[_Change]:
+    """Divide layers over stages by their operations, and those of the product with the vocabulary on the last."""
+    stages = run.pp or 1
+    if "by load" not in run.reason or run.layout or stages < 2 or not (run.layers and run.hidden and run.vocab):
+        return
+    length, width = run.seq_len or 0, run.hidden
+    inner = (3 if run.gated else 2) * (run.ffn or 4 * width)
+    keys = (run.kv_heads or run.heads or 1) / (run.heads or 1)
+    layer = width * width * (2 + 2 * keys) + width * inner + length * width
+    loss = run.vocab * width / layer
+    counts = balanced_layers(run.layers, stages, loss)
+    yield (
+        {"layout": layout_of(counts)},
+        (),
+        f"layers are divided over stages by operations: {counts[0]} to {counts[-1]}",
+    )
+
+
+def balanced_layers(layers: int, stages: int, loss: float) -> list[int]:
+    """Return the layers of each stage that make the longest stage shortest; the last has ``loss`` layers more.
+
+    The remainder of equal stages goes to the middle, since the first has the embedding.
+    """
+
+    def longest(last: int) -> float:
+        return max(last + loss, -(-(layers - last) // (stages - 1)))
+
+    last = min(range(layers + 1), key=lambda each: (longest(each), -each))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (stages - 1 - i <= more) for i in range(stages - 1)] + [last]
+
+
+def layout_of(counts: list[int], predictors: int = 0) -> str:
+    """Return Megatron's layout of stages with these numbers of layers."""
+    letters = ["t" * count for count in counts]
+    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "m" * predictors + "L"
+    return "|".join(letters)
+
+
+_RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (_devices, _samples, _recompute, _balanced, _layers)
