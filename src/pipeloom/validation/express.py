@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeloom.integrations.megatron import MegatronRun, PipelineSettings, Recompute, read_megatron
-from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, V_SHAPED, PipelineSchedule
+from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, V_SHAPED, PipelineSchedule, VocabularySplit
 from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.hardware import ClusterSpec
@@ -55,8 +55,8 @@ HIDDEN = 0.55
 """Share of overlapped collectives that computation hides: 0.5 to 0.6 of gradient reduction and parameter gathering, 0.5
 to 0.65 of tensor-parallel messages, in published runs."""
 MEGASCALE_TENSOR = 0.5
-"""Share of the tensor-parallel messages that MegaScale's parallel attention and MLP leave: one gather and one scatter for
-both (arXiv 2402.15627, section 3.1)."""
+"""Share of the tensor-parallel messages that MegaScale's parallel attention and MLP leave: one gather and one scatter
+for both (arXiv 2402.15627, section 3.1)."""
 ADAPTER_RANK = 32
 """Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -131,8 +131,17 @@ def _settings(published: PublishedRun, now: PipelineSettings) -> PipelineSetting
     """Return the settings of a pipeline with what Megatron itself does not have."""
     if published.recompute == "selective-op":
         now = replace(now, recompute=Recompute("selective", modules=(SELECTIVE_OPERATORS,)))
-    spread = "vocabulary parallelism" in published.reason.lower() and now.num_ranks > 1
-    return replace(now, schedule=_SCHEDULES[published.schedule.lower()], spread_vocabulary=spread)
+    return replace(now, schedule=_SCHEDULES[published.schedule.lower()], vocabulary=_vocabulary(published))
+
+
+def _vocabulary(published: PublishedRun) -> VocabularySplit:
+    """Return where the vocabulary is; two barriers, the first algorithm of the paper, if the variant is not named."""
+    words = f"{published.schedule} {published.how} {published.reason}".lower()
+    if (published.pp or 1) == 1 or not re.search(r"vocab(ulary)?[ -]?(parallel|[12])", words):
+        return "ends"
+    if "interlaced" in words:
+        return "interlaced"
+    return "one barrier" if re.search(r"vocab-?2", words) else "two barriers"
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
@@ -196,7 +205,8 @@ def precision(text: str) -> str:
 def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
     name = DEVICES.get(published.device)
     if name is None:
-        raise NotExpressible(published.id, "device", published.device or "not stated")
+        kind = "device" if published.device else "device not stated"
+        raise NotExpressible(published.id, kind, published.device)
     per_node = published.per_node or 8
     if published.device in _NVLINK_DOMAIN:
         # A rack of 72 is one NVLink domain; jobs of a power of two use 64 of them.

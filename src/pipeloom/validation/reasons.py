@@ -20,7 +20,8 @@ class NotExpressible(InputError):
 
     def __init__(self, run: str, kind: str, detail: str = "") -> None:
         self.kind, self.detail = kind, detail
-        super().__init__(run, f"{kind}: {detail}" if detail else kind)
+        between = ": " if " " in detail else " " if detail else ""
+        super().__init__(run, f"{kind}{between}{detail}")
 
     def __reduce__(self) -> tuple[type[NotExpressible], tuple[str, str, str]]:
         """Pickle the arguments."""

@@ -165,7 +165,13 @@ class StageCosts:
         """Return the numbers of every stage."""
         with self._sizes_named():
             split = setup.splits_backward
-            return tuple(self._stage(parts, setup.recompute, split=split) for parts in self._parts(setup))
+            found = tuple(self._stage(parts, setup.recompute, split=split) for parts in self._parts(setup))
+            return tuple(map(self._freed_early, found)) if setup.spreads_vocabulary else found
+
+    def _freed_early(self, stage: StageNumbers) -> StageNumbers:
+        """Return a stage whose part of the loss is held until its own backward alone, not until the layers' one."""
+        held = sum(part.template.on(self.run.workload).activation_bytes["keep"] for part in self._shares)
+        return stage._replace(held_bytes=stage.held_bytes - held, workspace_bytes=stage.workspace_bytes + held)
 
     @contextmanager
     def _sizes_named(self) -> Iterator[None]:
@@ -184,9 +190,9 @@ class StageCosts:
         blocks = iter(self._blocks)
         out = []
         for letters in setup.stages:
-            parts: list[_Part] = list(self._shares) if setup.spread_vocabulary else []
+            parts: list[_Part] = list(self._shares) if setup.spreads_vocabulary else []
             for letter in letters:
-                if letter in "EL" and setup.spread_vocabulary:
+                if letter in "EL" and setup.spreads_vocabulary:
                     continue
                 if letter == "E":
                     parts.append(self._embedding)

@@ -16,8 +16,12 @@ Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 PipelineSchedule = Literal["1f1b", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min"]
 """Order of a rank's tasks: 1F1B, interleaved if a rank has several stages; or a schedule that splits backwards.
-``zb-1p`` and ``zb-2p`` hold p or 2 p microbatches on each of p ranks (Qi et al. 2024, "Zero bubble"). The others have two
-stages a rank, in a V, and hold p microbatches, a half or a third of them (Qi et al. 2024, "Controllable memory")."""
+``zb-1p`` and ``zb-2p`` hold p or 2 p microbatches on each of p ranks (Qi et al., arXiv 2401.10241). The others
+have two stages a rank, in a V, and hold p microbatches, a half or a third of them (Qi et al., arXiv 2405.15362)."""
+VocabularySplit = Literal["ends", "one barrier", "two barriers", "interlaced"]
+"""Embedding and loss on the first stage and the last, or divided over all ranks (Yeung et al. 2024, arXiv 2411.05288).
+Ranks then wait for each other in each microbatch, once or twice. To hide this, 1F1B runs one or two more microbatches
+ahead, and ``interlaced`` half as many again (section 5.2 and table 2)."""
 V_SHAPED: frozenset[PipelineSchedule] = frozenset(("zb-v", "v-half", "v-min"))
 IN_FLIGHT: Mapping[PipelineSchedule, float] = {"zb-1p": 1, "zb-2p": 2, "zb-v": 1, "v-half": 1 / 2, "v-min": 1 / 3}
 """Microbatches on a rank under a schedule that splits backwards, for each rank."""
@@ -92,9 +96,8 @@ class PipelineSettings:
         ``L`` loss.
     group_size : int
         Microbatches that a virtual stage runs in turn; by default the number of ranks.
-    spread_vocabulary : bool
-        Whether embedding and product with the vocabulary are divided over all ranks (Yeung et al. 2024). The letters
-        ``E`` and ``L`` then stand for nothing.
+    vocabulary : VocabularySplit
+        Where embedding and loss are. If they are divided over all ranks, the letters ``E`` and ``L`` stand for nothing.
     """
 
     stages: tuple[str, ...]
@@ -102,12 +105,23 @@ class PipelineSettings:
     group_size: int
     recompute: Recompute = Recompute()
     schedule: PipelineSchedule = "1f1b"
-    spread_vocabulary: bool = False
+    vocabulary: VocabularySplit = "ends"
 
     @property
     def splits_backward(self) -> bool:
         """Whether input and weight gradients are separate tasks."""
         return self.schedule != "1f1b"
+
+    @property
+    def spreads_vocabulary(self) -> bool:
+        """Whether embedding and loss are divided over all ranks."""
+        return self.vocabulary != "ends"
+
+    def extra_microbatches(self, rank: int) -> int:
+        """Return the microbatches that a rank holds beyond those of 1F1B, because the vocabulary is spread."""
+        if self.vocabulary == "interlaced":
+            return (self.num_ranks - rank + 1) // 2
+        return {"one barrier": 1, "two barriers": 2}.get(self.vocabulary, 0)
 
     @property
     def in_flight(self) -> int:
@@ -286,7 +300,8 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
     if min(sizes) < 0:
         raise arguments.refuse("num-layers", f"{num_layers} are too few for {len(sizes)} stages", "use fewer stages")
     letters = ["t" * size for size in sizes]
-    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "m" * predictors + "L"
+    letters[0] = "E" + letters[0]
+    letters[-1] += "m" * predictors + "L"
     return tuple(letters)
 
 

@@ -160,6 +160,8 @@ class Timing:
         np.maximum.at(workspace, list(setup.ranks), [n.workspace_bytes for n in numbers])
         np.maximum.at(buffers, list(setup.ranks), messages)
         other_bytes = workspace + buffers
+        for rank, stage in zip(setup.ranks, numbers, strict=True):
+            other_bytes[rank] += setup.extra_microbatches(rank) * stage.held_bytes
         if setup.virtual > 1 and not setup.splits_backward:
             other_bytes[[0, -1]] += (setup.group_size - setup.num_ranks) * plain
         return other_bytes

@@ -1,0 +1,223 @@
+"""Published runs with parts that Megatron itself does not have, and with values that their source leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.validation import PublishedRun, predict
+from pipeloom.validation.express import express, trainer_of
+from pipeloom.validation.reasons import NotExpressible, kind_of
+from pipeloom.validation.unstated import balanced_layers, complete
+from tests.validation.test_runs import LLAMA
+
+GPT = replace(
+    LLAMA,
+    id="gpt",
+    device="A100-80",
+    gpus=8,
+    layers=30,
+    hidden=2048,
+    ffn=8192,
+    heads=16,
+    kv_heads=16,
+    vocab=51200,
+    seq_len=2048,
+    gated=False,
+    norm="layer",
+    pos="learned",
+    tp=1,
+    pp=8,
+    sp=False,
+    zero=0,
+    gbs=64,
+)
+"""A GPT of 30 layers on eight ranks; embedding and loss take the place of two layers."""
+
+
+def seconds(run: PublishedRun) -> float:
+    found = predict(run)
+    assert not found.reason
+    return found.seconds
+
+
+def peak(run: PublishedRun) -> int:
+    return predict(run).peak_bytes
+
+
+def test_zero_bubble_schedules_trade_memory_for_time() -> None:
+    plain, one, two, wave = (replace(GPT, schedule=name) for name in ("1f1b", "ZB-1p", "ZB-2p", "ZB-V"))
+    assert seconds(two) < seconds(one) < seconds(plain)
+    assert seconds(wave) < seconds(plain)
+    assert peak(two) > 1.3 * peak(one)
+    # Other spellings and fixed patterns with the same memory.
+    assert seconds(replace(GPT, schedule="zb-h2")) == seconds(two)
+    # All activations of a half or a third of the microbatches; weights and the vocabulary stay.
+    peaks = [peak(replace(GPT, schedule=name)) for name in ("V-Min", "V-Half", "V-ZB")]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < 0.9 * peaks[2]
+
+
+def test_a_v_has_two_stages_a_rank_in_both_directions() -> None:
+    now = express(replace(GPT, schedule="ZB-V")).run.now
+    assert now.virtual == 2
+    assert now.ranks == (*range(8), *reversed(range(8)))
+    assert sum(stage.count("t") for stage in now.stages) == 30
+
+
+@pytest.mark.parametrize("variant", ["vocab-1", "vocab-2", "interlaced"])
+def test_a_spread_vocabulary_evens_the_ranks_out(variant: str) -> None:
+    wide = replace(GPT, layers=32, vocab=256_000, tied=False)
+    spread = replace(wide, reason=f"vocabulary parallelism ({variant})")
+    assert seconds(spread) < 0.7 * seconds(wide)
+    # The last rank no longer has the whole vocabulary's weights and logits.
+    assert peak(spread) < peak(wide)
+    assert express(replace(wide, pp=1, gpus=1, reason=spread.reason)).run.now.vocabulary == "ends"
+
+
+def test_waiting_for_the_vocabulary_holds_more_microbatches() -> None:
+    small = replace(GPT, layers=32, vocab=32_768)
+    variants = (f"vocabulary parallelism ({name})" for name in ("vocab-2", "vocab-1", "interlaced"))
+    peaks = [peak(replace(small, reason=reason)) for reason in variants]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 3
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "sequence", "last"),
+    [
+        (256_000, 2048, 0),
+        (128_000, 2048, 2),
+        (64_000, 2048, 3),
+        (32_000, 2048, 4),
+        (128_000, 4096, 2),
+        (64_000, 4096, 3),
+    ],
+)
+def test_layers_are_divided_by_load_as_published(vocabulary: int, sequence: int, last: int) -> None:
+    """The numbers of layers on the last stage are those of the artifact of arXiv 2411.05288."""
+    run = replace(GPT, layers=32, hidden=3072, ffn=12288, heads=24, kv_heads=24, vocab=vocabulary, seq_len=sequence)
+    known = complete(replace(run, reason="layers dealt by load: the dealing is not published"))
+    stages = express(known.run).run.now.stages
+    assert stages[-1] == "t" * last + "L"
+    assert sum(stage.count("t") for stage in stages) == 32
+    assert known.notes
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3, 5.0, 1000.0])
+@pytest.mark.parametrize(("layers", "stages"), [(32, 8), (7, 2), (1, 4)])
+def test_divided_layers_are_all_there(layers: int, stages: int, loss: float) -> None:
+    counts = balanced_layers(layers, stages, loss)
+    assert len(counts) == stages
+    assert sum(counts) == layers
+    assert min(counts) >= 0
+
+
+def test_one_layer_is_a_share_of_an_iteration() -> None:
+    one = replace(LLAMA, layers=1, pp=1, gpus=2, gbs=1, schedule="one layer")
+    whole = replace(one, schedule="1f1b")
+    assert 0 < seconds(one) < seconds(whole)
+    # The vocabulary and the update do not count.
+    assert seconds(replace(one, vocab=2 * 128256)) == seconds(one)
+    assert seconds(replace(one, recompute="full")) > 1.2 * seconds(one)
+
+
+def test_adapters_leave_out_weight_gradients_and_state() -> None:
+    whole = replace(LLAMA, device="H200", gpus=2, tp=1, gbs=16)
+    tuned = replace(whole, task="lora")
+    assert 0.6 * seconds(whole) < seconds(tuned) < 0.8 * seconds(whole)
+    assert peak(tuned) < 0.7 * peak(whole)
+    assert any("adapters" in note for note in predict(tuned).notes)
+
+
+def test_an_encoder_attends_to_all_tokens() -> None:
+    decoder = replace(GPT, model="gpt-30x2048", seq_len=8192)
+    assert seconds(replace(decoder, model="bert-30x2048")) > 1.05 * seconds(decoder)
+
+
+def test_an_optimizer_on_the_host_frees_memory_and_takes_time() -> None:
+    sharded = replace(LLAMA, gpus=8, tp=1, pp=1, gbs=8, zero=3, schedule="zero", recompute="full")
+    offloaded = replace(sharded, reason="optimiser offloaded to the host")
+    state = 8.03e9 * 16 / 8
+    assert peak(sharded) - peak(offloaded) == pytest.approx(state, rel=0.02)
+    # Adam moves 30 bytes a parameter through memory of 75 GB/s a device.
+    assert seconds(offloaded) - seconds(sharded) == pytest.approx(8.03e9 / 8 * 30 / 75e9, rel=0.25)
+
+
+def test_checkpointing_by_operator_is_between_none_and_all() -> None:
+    sharded = replace(LLAMA, gpus=8, tp=1, pp=1, gbs=16, mbs=2, zero=3, schedule="fsdp")
+    none, some, full = (replace(sharded, recompute=how) for how in ("none", "selective-op", "full"))
+    assert seconds(none) < seconds(some) < seconds(full)
+    assert peak(none) > peak(some) > peak(full)
+    # All products but keys, projection and gate, attention and the collectives are kept.
+    assert seconds(some) - seconds(none) < 0.5 * (seconds(full) - seconds(none))
+    routed = replace(sharded, arch="moe", experts=8, topk=2, recompute="selective-op")
+    assert predict(routed).reason
+
+
+@pytest.mark.parametrize("words", ["torch.compile, async TP", "asynchronous tensor parallelism"])
+def test_asynchronous_tensor_parallelism_hides_messages(words: str) -> None:
+    assert trainer_of(replace(LLAMA, how=words)).hidden_tensor > 0
+    assert trainer_of(replace(LLAMA, how="vanilla TP")).hidden_tensor == 0
+    assert seconds(replace(LLAMA, how=words)) < seconds(LLAMA)
+
+
+def test_latent_attention_alone_is_no_experts() -> None:
+    run = replace(LLAMA, arch="mla-moe", mla="default", pp=1, gpus=2)
+    assert not express(run).run.model.blocks[0].routed
+    assert "experts is not stated" in predict(replace(run, topk=2)).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"mbs": None}, "samples of a microbatch"),
+        ({"recompute": "unknown"}, "recomputation"),
+        ({"gpus": 6}, "6 devices contradict the degrees"),
+        ({"reason": "number of GPUs not stated"}, "the number of devices is not stated"),
+    ],
+)
+def test_what_a_source_leaves_out_widens_the_interval(changes: dict[str, object], word: str) -> None:
+    found, stated = predict(replace(LLAMA, **changes)), predict(LLAMA)  # type: ignore[arg-type]
+    assert not found.reason
+    assert any(word in note for note in found.notes)
+    assert found.high_s / found.low_s > 1.05 * stated.high_s / stated.low_s
+
+
+def test_experts_need_as_many_devices_as_hold_them() -> None:
+    run = replace(LLAMA, arch="moe", experts=16, topk=2, ep=16, gpus=8, tp=2, pp=4, gbs=128, ffn=2048)
+    known = complete(run)
+    assert known.run.gpus == 2 * 4 * 8
+    assert [other.gpus for other in known.others] == [128 * 8]
+    assert express(known.run).run.degrees.expert == 16
+
+
+def test_unstated_stages_are_filled_in_turn() -> None:
+    known = complete(replace(LLAMA, layers=61, pp=16, gpus=32))
+    assert [stage.count("t") for stage in express(known.run).run.now.stages] == [4] * 15 + [1]
+    assert "61 layers on 16" in known.notes[0]
+    # Embedding and loss take the place of a layer where this evens the stages out, so nothing is assumed.
+    assert complete(replace(LLAMA, layers=30, pp=16, gpus=32)).notes == ()
+
+
+def test_a_run_that_states_everything_is_left_alone() -> None:
+    assert complete(LLAMA).run is LLAMA
+    assert complete(LLAMA).others == complete(LLAMA).notes == ()
+
+
+def test_reasons_are_counted_by_kind() -> None:
+    kinds = set()
+    for device in ("TPU", "MI300X"):
+        with pytest.raises(NotExpressible) as caught:
+            express(replace(LLAMA, device=device))
+        kinds.add(kind_of(caught.value))
+        assert device in str(caught.value)
+    assert kinds == {"device"}
+    assert kind_of(InputError("arguments: --seq-length", "7 is odd")) == "arguments: --seq-length"
+    assert predict(replace(LLAMA, device="TPU")).reason_kind == "device"
+
+
+def test_a_run_without_a_pipeline_has_its_embedding() -> None:
+    assert express(replace(LLAMA, gpus=2, pp=1)).run.now.stages == ("E" + "t" * 32 + "L",)
