@@ -175,8 +175,8 @@ def test_latent_attention_alone_is_no_experts() -> None:
     [
         ({"mbs": None}, "samples of a microbatch"),
         ({"recompute": "unknown"}, "recomputation"),
-        ({"gpus": 6}, "6 devices contradict the degrees"),
-        ({"reason": "number of GPUs not stated"}, "the number of devices is not stated"),
+        ({"gpus": 6}, "the degrees contradict 6 devices, 4 to 512"),
+        ({"mfu": 1.5}, "MFU above 1 contradicts 64 devices, 4 to 512"),
     ],
 )
 def test_what_a_source_leaves_out_widens_the_interval(changes: dict[str, object], word: str) -> None:
@@ -189,8 +189,9 @@ def test_what_a_source_leaves_out_widens_the_interval(changes: dict[str, object]
 def test_experts_need_as_many_devices_as_hold_them() -> None:
     run = replace(LLAMA, arch="moe", experts=16, topk=2, ep=16, gpus=8, tp=2, pp=4, gbs=128, ffn=2048)
     known = complete(run)
-    assert known.run.gpus == 2 * 4 * 8
-    assert [other.gpus for other in known.others] == [128 * 8]
+    # Sixteen experts over the two devices of a rank of eight replicas; up to one microbatch for each replica.
+    assert [other.gpus for other in known.others] == [8 * 8, 128 * 8]
+    assert known.run.gpus == 32 * 8
     assert express(known.run).run.degrees.expert == 16
 
 

@@ -35,7 +35,8 @@ def shards(degrees: Degrees) -> tuple[int, int]:
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_optimizer: bool = False) -> int:
     """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
-    If the optimizer runs on the host, gradients and state are there. With ZeRO-3, two layers at a time are whole: the one that runs and the one that is gathered ahead.
+    If the optimizer runs on the host, gradients and state are there. With ZeRO-3, two layers at a time are whole: the
+    one that runs and the one that is gathered ahead.
     """
     total, largest = 0.0, 0
     for layer in layers:

@@ -127,7 +127,7 @@ class _Greedy:
         self.missing = np.diff(graph.predecessor_start).tolist()
         self.arrival = [0] * graph.num_tasks
         self.ranks = [_Rank() for _ in range(graph.num_ranks)]
-        self.home = graph.rank.tolist()
+        self.home: list[int] = graph.rank.tolist()
         for rank, item in zip(self.home, self.items, strict=True):
             self.ranks[rank].left[item[0]] += 1
         self.events: list[tuple[int, int]] = []
@@ -145,9 +145,9 @@ class _Greedy:
             while self.events and self.events[0][0] == now:
                 touched.add(self._receive(heapq.heappop(self.events)[1], now))
             for rank in sorted(touched):
-                task = self._choice(self.ranks[rank], now)
-                if task is not None:
-                    self._start(rank, task, now, after[task])
+                chosen = self._choice(self.ranks[rank], now)
+                if chosen is not None:
+                    self._start(rank, chosen, now, after[chosen])
         return [rank.order for rank in self.ranks]
 
     def _after(self) -> list[list[tuple[int, int]]]:

@@ -180,6 +180,8 @@ def _check_kind(published: PublishedRun) -> None:
     if published.kind == "other":
         model = published.model or "not stated"
         raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
+    if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
+        raise NotExpressible(published.id, "iteration that generates samples", "reinforcement learning")
     if re.match(r"t5\b", published.model):
         raise NotExpressible(published.id, "model with encoder and decoder", published.model)
     if published.schedule.lower() not in _SCHEDULES:

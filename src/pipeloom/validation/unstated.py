@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom.validation.runs import PublishedRun
 
 MOST_SAMPLES = 8
 """Largest microbatch that is assumed: published runs of large models have at most this many samples."""
-UNSTATED_DEVICES = "number of GPUs not stated"
-"""What the column ``reason`` says if the number of devices is a guess."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class CompleteRun:
 
 def complete(published: PublishedRun) -> CompleteRun:
     """Return a run with assumed values in place of what its source leaves out."""
-    run, others, notes = published, [], []
+    run, notes = published, []
+    others: list[PublishedRun] = []
     for rule in _RULES:
         for changed, rest, note in rule(run):
             others = [replace(other, **changed) for other in others] + [replace(run, **each) for each in rest]
@@ -42,27 +42,32 @@ def complete(published: PublishedRun) -> CompleteRun:
     return CompleteRun(run, tuple(others), tuple(notes))
 
 
-_Change = tuple[dict[str, object], tuple[dict[str, object], ...], str]
+_Change = tuple[dict[str, Any], tuple[dict[str, Any], ...], str]
 """Assumed values, the other ends of their range, and a note."""
 
 
 def _devices(run: PublishedRun) -> Iterator[_Change]:
-    """Take as many devices as the degrees need, up to one microbatch each, if their number is not known."""
+    """Assume a number of devices if the degrees or the published time contradict the stated one.
+
+    The range is from the least that the degrees need to one microbatch a replica; the middle of it, by ratio, is
+    assumed.
+    """
     if not run.gpus:
         return
     one = (run.tp or 1) * (run.pp or 1) * (run.cp or 1)
-    replica = one * _least_replicas(run, one)
     fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
-    if fits and UNSTATED_DEVICES not in run.reason:
+    if fits and (run.mfu or 0.0) <= 1:
         return
-    least = run.gpus if fits else replica
-    replicas = max(1, (run.gbs or 1) // (run.mbs or 1))
-    most = max(least, replicas * one // replica * replica)
-    why = "the number of devices is not stated" if fits else f"{run.gpus} devices contradict the degrees"
+    least = _least_replicas(run, one)
+    batch = max(1, (run.gbs or 1) // (run.mbs or 1))
+    replicas = [n for n in range(least, batch + 1, least) if batch % n == 0] or [least]
+    assumed = min(replicas, key=lambda n: abs(math.log(n * n / replicas[0] / replicas[-1])))
+    others = {replicas[0], replicas[-1]} - {assumed}
+    why = "MFU above 1 contradicts" if fits else "the degrees contradict"
     yield (
-        {"gpus": least, "dp": least // one},
-        ({"gpus": most, "dp": most // one},) if most > least else (),
-        f"{why}, {least} to {most} are assumed",
+        {"gpus": assumed * one, "dp": assumed},
+        tuple({"gpus": n * one, "dp": n} for n in sorted(others)),
+        f"{why} {run.gpus} devices, {replicas[0] * one} to {replicas[-1] * one} are assumed",
     )
 
 
