@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.emulator.build import layer_module
+from pipeloom.emulator.tape import Context, Tape
 from pipeloom.errors import InputError
 from pipeloom.validation import PublishedRun, predict
 from pipeloom.validation.express import express, trainer_of
@@ -222,3 +224,28 @@ def test_reasons_are_counted_by_kind() -> None:
 
 def test_a_run_without_a_pipeline_has_its_embedding() -> None:
     assert express(replace(LLAMA, gpus=2, pp=1)).run.now.stages == ("E" + "t" * 32 + "L",)
+
+
+T5 = replace(GPT, model="t5-base", layers=None, hidden=768, ffn=3072, heads=12, kv_heads=12, pp=1, seq_len=None)
+
+
+def test_an_encoder_and_a_decoder_have_their_own_lengths() -> None:
+    run = express(complete(T5).run).run
+    assert len(run.model.encoder) == len(run.model.blocks) == 12
+    assert run.workload.lengths == (128,)
+    assert run.encoder_workload.lengths == (512,)
+    assert seconds(replace(T5, layers=24, seq_len=512)) > 1.7 * seconds(T5)
+    assert peak(replace(T5, layers=12, seq_len=2048)) > peak(T5)
+    assert "pipeline" in predict(replace(T5, pp=2)).reason
+
+
+def test_a_decoder_with_attention_to_an_encoder_has_more_weights() -> None:
+    model = express(complete(T5).run).run.model
+    encoder, decoder = (layer_module(blocks[0].whole)[0] for blocks in (model.encoder, model.blocks))
+    counts = []
+    for module in (encoder, decoder):
+        tape = Tape(Context())
+        module(tape.input(768))
+        counts.append(sum(each.total for each in tape.parameters))
+    # Queries, keys, values and the projection, with a norm and biases.
+    assert counts[1] - counts[0] == pytest.approx(4 * 768**2, rel=0.01)

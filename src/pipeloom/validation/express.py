@@ -57,6 +57,8 @@ to 0.65 of tensor-parallel messages, in published runs."""
 MEGASCALE_TENSOR = 0.5
 """Share of the tensor-parallel messages that MegaScale's parallel attention and MLP leave: one gather and one scatter
 for both (arXiv 2402.15627, section 3.1)."""
+DECODER_LENGTH = 128
+"""Tokens that the decoder of a T5 reads: the setting of Megatron-LM's examples and tests."""
 ADAPTER_RANK = 32
 """Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -102,6 +104,9 @@ def express(published: PublishedRun) -> ExpressedRun:
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
     run = read_megatron(arguments, num_devices=devices, one_rank=True)
+    if has_encoder(published):
+        length, layers = _stated(published, "seq_len"), _stated(published, "layers")
+        run = replace(run, model=run.model.with_encoder(layers, length), encoder_length=length)
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
@@ -121,6 +126,11 @@ def express(published: PublishedRun) -> ExpressedRun:
     return ExpressedRun(
         run, cluster, trainer_of(published), tuple(notes), one_layer=published.schedule.lower() == ONE_LAYER
     )
+
+
+def has_encoder(published: PublishedRun) -> bool:
+    """Return whether the model has an encoder and a decoder. Its columns then are those of each."""
+    return re.match(r"(m?t5|ul2)\b", published.model.lower()) is not None
 
 
 def _is_encoder(published: PublishedRun) -> bool:
@@ -182,8 +192,8 @@ def _check_kind(published: PublishedRun) -> None:
         raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
     if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
         raise NotExpressible(published.id, "iteration that generates samples", "reinforcement learning")
-    if re.match(r"t5\b", published.model):
-        raise NotExpressible(published.id, "model with encoder and decoder", published.model)
+    if has_encoder(published) and ((published.pp or 1) > 1 or published.kind != "dense" or published.mla):
+        raise NotExpressible(published.id, "encoder and decoder on a pipeline or with experts", published.model)
     if published.schedule.lower() not in _SCHEDULES:
         raise NotExpressible(published.id, "schedule", published.schedule)
     if precision(published.precision) != "bf16":
@@ -225,7 +235,7 @@ def _model(published: PublishedRun) -> list[str]:
         "num-attention-heads": _stated(published, "heads"),
         "kv-channels": published.head_dim,
         "vocab-size": _stated(published, "vocab"),
-        "seq-length": _stated(published, "seq_len"),
+        "seq-length": DECODER_LENGTH if has_encoder(published) else _stated(published, "seq_len"),
         "max-position-embeddings": _stated(published, "seq_len"),
         "mtp-num-layers": published.mtp,
     }

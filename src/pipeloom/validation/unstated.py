@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeloom.validation.express import has_encoder
 from pipeloom.validation.runs import PublishedRun
 
 MOST_SAMPLES = 8
@@ -75,6 +76,20 @@ def _least_replicas(run: PublishedRun, one: int) -> int:
     """Return the least number of replicas whose devices hold all experts once."""
     inside, expert = one // (run.pp or 1), run.ep or 1
     return expert // math.gcd(expert, inside)
+
+
+_T5_LAYERS = {512: 6, 768: 12, 1024: 24, 4096: 24}
+"""Layers of encoder and decoder by width: T5 small, base and large (Raffel et al. 2020, table 14), and the 11B model of
+Megatron-LM's functional tests."""
+ENCODER_LENGTH = 512
+
+
+def _encoder(run: PublishedRun) -> Iterator[_Change]:
+    """Take the published number of layers and length of a T5 of this width."""
+    layers = run.layers or _T5_LAYERS.get(run.hidden or 0)
+    if has_encoder(run) and layers and not (run.layers and run.seq_len):
+        note = f"{layers} layers each of encoder and decoder are assumed, and {ENCODER_LENGTH} tokens of the encoder"
+        yield {"layers": layers, "seq_len": run.seq_len or ENCODER_LENGTH}, (), note
 
 
 def _samples(run: PublishedRun) -> Iterator[_Change]:
@@ -147,4 +162,6 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
     return "|".join(letters)
 
 
-_RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (_devices, _samples, _recompute, _balanced, _layers)
+_RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
+    *(_encoder, _devices, _samples, _recompute, _balanced, _layers),
+)

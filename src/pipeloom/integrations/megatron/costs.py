@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeloom.emulator.build import Placement, joining_layer, layer_template
-from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.program import Part
+from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
@@ -20,7 +22,7 @@ from pipeloom.integrations.megatron.model import Block, adapter_layers
 from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
-from pipeloom.spec import Strategy
+from pipeloom.spec import Strategy, Workload
 from pipeloom.spec.architecture import Layer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import FUSED, TrainerSpec
@@ -64,6 +66,8 @@ class _Part(NamedTuple):
     """Whether it shares the weights of another layer of the stage."""
     adapts: bool = False
     """Whether it is the adapter of a linear layer."""
+    encodes: bool = False
+    """Whether it belongs to the encoder, which has its own workload."""
 
 
 class StageCosts:
@@ -87,13 +91,13 @@ class StageCosts:
         self.placement = Placement(cluster, run.degrees, trainer)
         model, trains = run.model, not run.adapter_rank
         self._embedding, self._head = self._ends(self.placement)
-        self._same_embedding = self._embedding._replace(shares=True)
 
         def part(layer: Layer, block: Block | None = None) -> _Part:
             return _Part(layer_template(layer, self.placement, trainable=trains), block)
 
         self._joining = part(joining_layer(model.head.hidden, model.head.norm))
         self._blocks = [part(block.whole, block) for block in model.blocks]
+        self._encoder = [part(block.whole, block)._replace(encodes=True) for block in model.encoder]
         self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
@@ -148,7 +152,7 @@ class StageCosts:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        blocks = sum(part.template.num_parameters for part in (*self._blocks, *self._predictors))
+        blocks = sum(part.template.num_parameters for part in (*self._encoder, *self._blocks, *self._predictors))
         joining = len(self._predictors) * self._joining.template.num_parameters
         head = layer_template(self.run.model.head, self.placement).num_parameters
         return self._embedding.template.num_parameters + blocks + joining + head
@@ -159,7 +163,8 @@ class StageCosts:
         parts = [*self._blocks, self._head]
         for part in self._predictors:
             parts += [part, self._joining]
-        return 3 * sum(part.template.on(work).model_flops for part in parts)
+        encoder = sum(part.template.on(self.run.encoder_workload).model_flops for part in self._encoder)
+        return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
         """Return the numbers of every stage."""
@@ -187,21 +192,23 @@ class StageCosts:
             raise InputError(f"{run.source}: sizes", problem, "lower the largest of them") from error
 
     def _parts(self, setup: PipelineSettings) -> list[list[_Part]]:
-        blocks = iter(self._blocks)
+        blocks, same_embedding = iter(self._blocks), self._embedding._replace(shares=True)
         out = []
         for letters in setup.stages:
             parts: list[_Part] = list(self._shares) if setup.spreads_vocabulary else []
             for letter in letters:
                 if letter in "EL" and setup.spreads_vocabulary:
                     continue
-                if letter == "E":
+                if letter == "E" and self._encoder:
+                    parts += [self._embedding._replace(encodes=True), *self._encoder, same_embedding]
+                elif letter == "E":
                     parts.append(self._embedding)
                 elif letter == "t":
                     part = next(blocks)
                     assert part.block is not None
                     parts += [part, *self._adapters(part.block)]
                 elif letter == "m":
-                    embedding = self._same_embedding if self._embedding in parts else self._embedding
+                    embedding = same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
                 else:
                     parts.append(self._head)
@@ -216,7 +223,7 @@ class StageCosts:
         if recompute.method == "block":
             # Megatron recomputes no multi-token prediction by blocks.
             again = min(again, sum(part.block is not None for part in parts) - predicts)
-        key = (tuple(id(part.template) for part in parts), again, recompute.modules, split)
+        key = (tuple((id(part.template), part.encodes) for part in parts), again, recompute.modules, split)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._numbers(parts, again, recompute.modules, split=split)
@@ -230,11 +237,9 @@ class StageCosts:
             strategies.append("recompute" if recomputed else "keep")
             again -= recomputed
             if part.block is not None and modules:
-                one = self.saving(part.block, modules)
+                one = self.saving(part.block, modules, self._workload(encodes=part.encodes))
                 saving, most = saving.and_(one), max(most, one.bytes)
-        work = self.run.workload
-        stage = Stage(runs_of([part.template for part in parts], strategies))
-        cost = stage.cost(work, ("F", "I", "W") if split else ("F", "B"))
+        cost, workspace = self._cost(parts, strategies, ("F", "I", "W") if split else ("F", "B"))
         forward, backward = cost.duration_ps["F"], cost.duration_ps.get("I" if split else "B", 0) + saving.more_ps
         host = self._host_ps(parts)
         late = host // 3 if split else 0
@@ -243,29 +248,49 @@ class StageCosts:
             max(backward, host - host // 3 - late) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
-            stage.workspace_bytes(work) + most,
+            workspace + most,
             max(cost.duration_ps.get("W", 0), late) // PS_PER_NS,
             cost.weight_gradient_bytes if split else 0,
         )
+
+    def _workload(self, *, encodes: bool) -> Workload:
+        return self.run.encoder_workload if encodes else self.run.workload
+
+    def _cost(
+        self, parts: Sequence[_Part], strategies: Sequence[Strategy], passes: Sequence[Part]
+    ) -> tuple[StageCost, int]:
+        """Return the cost of the layers of a stage, and the workspace of its largest pass."""
+        times: Counter[Part] = Counter()
+        held = late = workspace = 0
+        for encodes in {part.encodes for part in parts}:
+            pairs = [(p.template, s) for p, s in zip(parts, strategies, strict=True) if p.encodes == encodes]
+            stage, work = Stage(runs_of(*zip(*pairs, strict=True))), self._workload(encodes=encodes)
+            cost = stage.cost(work, passes)
+            times.update(cost.duration_ps)
+            held, late = held + cost.activation_bytes, late + cost.weight_gradient_bytes
+            workspace = max(workspace, stage.workspace_bytes(work))
+        return StageCost(dict(times), held, late, 0), workspace
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
         routed = sum(part.block is not None and part.block.routed for part in parts)
-        dense = sum(not part.adapts for part in parts) - routed
+        # A layer with attention to an encoder has half as many operators again.
+        dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
+        dense -= routed
         return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
 
-    def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
-        """Return the cost and the saved memory of recomputing modules of a block."""
-        key = (block, modules)
+    def saving(self, block: Block, modules: tuple[str, ...], workload: Workload | None = None) -> Saving:
+        """Return the cost and the saved memory of recomputing modules of a block, by default on the run's workload."""
+        key, workload = (block, modules), workload or self.run.workload
         if key not in self._savings:
             attention, feed_forward = (
                 layer_template(half, self.placement) for half in (block.attention, block.feed_forward)
             )
             if SELECTIVE_OPERATORS in modules:
-                self._savings[key] = operator_saving(block, attention, feed_forward, self.run.workload)
+                self._savings[key] = operator_saving(block, attention, feed_forward, workload)
             else:
-                self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
+                self._savings[key] = layer_saving(attention, feed_forward, modules, workload)
         return self._savings[key]
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:

@@ -10,6 +10,7 @@ from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.spec.architecture import (
     AdapterLayer,
     AttentionMixer,
+    CrossAttentionMixer,
     ExpertsMixer,
     LanguageHeadLayer,
     LatentAttentionMixer,
@@ -46,12 +47,26 @@ class Block:
 
 @dataclass(frozen=True)
 class GptModel:
-    """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers."""
+    """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers.
+
+    ``encoder`` has the blocks of an encoder to whose output all ``blocks`` attend, as in T5; empty: there is none.
+    """
 
     embedding: TokenEmbeddingLayer
     blocks: tuple[Block, ...]
     predictors: tuple[Block, ...]
     head: LanguageHeadLayer
+    encoder: tuple[Block, ...] = ()
+
+    def with_encoder(self, layers: int, tokens: int) -> GptModel:
+        """Return the model with an encoder of the same sizes, which reads ``tokens`` of each sample."""
+        blocks = []
+        for block in self.blocks:
+            own = block.attention.mixers[0]
+            assert isinstance(own, AttentionMixer)
+            across = CrossAttentionMixer(own.heads, own.head_width, tokens, block.attention.hidden, own.qkv_bias)
+            blocks.append(replace(block, attention=msgspec.structs.replace(block.attention, mixers=(own, across))))
+        return replace(self, blocks=tuple(blocks), encoder=(_bidirectional(self.blocks[0]),) * layers)
 
     def bidirectional(self) -> GptModel:
         """Return the model with attention to all tokens, as an encoder has it."""
