@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from pipeloom.errors import InputError
 from pipeloom.validation import PublishedRun, predict
 from pipeloom.validation.express import express, trainer_of
 from pipeloom.validation.reasons import NotExpressible, kind_of
+from pipeloom.validation.sizes import sizes_of
 from pipeloom.validation.unstated import balanced_layers, complete
 from tests.validation.test_runs import LLAMA
 
@@ -249,3 +251,55 @@ def test_a_decoder_with_attention_to_an_encoder_has_more_weights() -> None:
         counts.append(sum(each.total for each in tape.parameters))
     # Queries, keys, values and the projection, with a norm and biases.
     assert counts[1] - counts[0] == pytest.approx(4 * 768**2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "ffn", "kv_heads"),
+    [("Qwen2.5 7B", 28, 18944, 4), ("Qwen/Qwen2.5-32B-Instruct", 64, 27648, 8), ("llama-3.1-8b", 32, 14336, 8)],
+)
+def test_a_run_without_sizes_is_read_by_its_model(name: str, layers: int, ffn: int, kv_heads: int) -> None:
+    bare = PublishedRun(id="a", device="H100", gpus=8, model=name, seq_len=4096, tp=2, zero=3, mbs=1, gbs=32)
+    known = complete(bare)
+    assert (known.run.layers, known.run.ffn, known.run.kv_heads, known.run.kind) == (layers, ffn, kv_heads, "dense")
+    assert known.notes
+    assert predict(bare).seconds > 0
+
+
+def test_experts_are_read_by_the_model_too() -> None:
+    assert sizes_of("Qwen3-30B-A3B") | {"arch": "moe", "experts": 128, "topk": 8} == sizes_of("Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize("name", ["", "no such model", "nemotron-h-8b", "vlm-m", "qwen2.5_vl_7b", "a/b/(c"])
+def test_unknown_models_and_other_kinds_have_no_sizes(name: str) -> None:
+    assert sizes_of(name) == {}
+    assert predict(PublishedRun(id="a", device="H100", gpus=8, model=name, seq_len=4096, gbs=8)).reason
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_row_is_predicted_or_has_a_reason(seed: int) -> None:
+    """Nothing but a reason, in bounded time, whatever the cells say."""
+    random_ = random.Random(seed)
+    words = {
+        "schedule": ("", "1f1b", "interleaved", "fsdp", "zero", "one layer", "ZB-1p", "ZB-2p", "ZB-V", "V-Half", "?"),
+        "recompute": ("none", "full", "unknown", "selective-op", "core_attn", "block:2", "?"),
+        "reason": (
+            "",
+            "layers dealt by load",
+            "vocabulary parallelism (vocab-1)",
+            "optimiser offloaded",
+            "MegaScale's",
+        ),
+        "task": ("pretrain", "sft", "lora", "dpo"),
+        "model": ("", "bert-2x2", "t5-2x2", "gpt"),
+        "arch": ("dense", "moe", "mla-moe", ""),
+        "mla": ("", "default", "q1"),
+    }
+    sizes = ("gpus", "layers", "hidden", "heads", "vocab", "seq_len", "tp", "pp", "vpp", "cp", "ep", "mbs", "gbs")
+    changes: dict[str, object] = {name: random_.choice(choices) for name, choices in words.items()}
+    for name in random_.sample(sizes, 4):
+        changes[name] = random_.choice((None, 0, 1, 2, 3, 7, 8, 64, 1000))
+    changes |= {"experts": random_.choice((None, 8)), "topk": 2, "moe_ffn": 512, "seq_len": changes.get("seq_len", 512)}
+    found = predict(replace(GPT, **changes))  # type: ignore[arg-type]
+    assert bool(found.reason) != (found.seconds > 0)
+    assert bool(found.reason) == bool(found.reason_kind)
+    assert found.reason or found.low_s < found.high_s

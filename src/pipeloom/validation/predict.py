@@ -104,7 +104,7 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
     times = [seconds, *_seconds_of(known.others)]
-    low, high = interval(run, leave_out)
+    low, high = interval(known.run, leave_out)
     notes = known.notes + expressed.notes
     return Prediction(run, seconds, min(times) * math.exp(low), max(times) * math.exp(high), peak_bytes, notes=notes)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 from pipeloom.validation.express import has_encoder
 from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.sizes import sizes_of
 
+MOST_LAYERS = 10_000
+"""Largest number of layers and stages for which a layout is made."""
 MOST_SAMPLES = 8
 """Largest microbatch that is assumed: published runs of large models have at most this many samples."""
 
@@ -61,7 +64,8 @@ def _devices(run: PublishedRun) -> Iterator[_Change]:
         return
     least = _least_replicas(run, one)
     batch = max(1, (run.gbs or 1) // (run.mbs or 1))
-    replicas = [n for n in range(least, batch + 1, least) if batch % n == 0] or [least]
+    doubled = (least << power for power in range(batch.bit_length()))
+    replicas = [n for n in doubled if batch % n == 0] or [least]
     assumed = min(replicas, key=lambda n: abs(math.log(n * n / replicas[0] / replicas[-1])))
     others = {replicas[0], replicas[-1]} - {assumed}
     why = "MFU above 1 contradicts" if fits else "the degrees contradict"
@@ -76,6 +80,14 @@ def _least_replicas(run: PublishedRun, one: int) -> int:
     """Return the least number of replicas whose devices hold all experts once."""
     inside, expert = one // (run.pp or 1), run.ep or 1
     return expert // math.gcd(expert, inside)
+
+
+def _named(run: PublishedRun) -> Iterator[_Change]:
+    """Take the sizes of a public model if the source states its name alone."""
+    if not run.layers and not run.hidden and not run.arch:
+        sizes = sizes_of(run.model)
+        if sizes:
+            yield sizes, (), f"sizes are those of the published {run.model}"
 
 
 _T5_LAYERS = {512: 6, 768: 12, 1024: 24, 4096: 24}
@@ -116,7 +128,7 @@ def _layers(run: PublishedRun) -> Iterator[_Change]:
     """
     pipeline = run.pp or 1
     stages = pipeline * (run.vpp or 1 if pipeline > 1 else 1)
-    if run.layout or not run.layers or -run.layers % stages in (0, 1, 2):
+    if run.layout or not run.layers or -run.layers % stages in (0, 1, 2) or not stages <= run.layers <= MOST_LAYERS:
         return
     each = -(-run.layers // stages)
     counts = [min(each, max(0, run.layers - i * each)) for i in range(stages)]
@@ -132,6 +144,8 @@ def _balanced(run: PublishedRun) -> Iterator[_Change]:
     """
     stages = run.pp or 1
     if "by load" not in run.reason or run.layout or stages < 2 or not (run.layers and run.hidden and run.vocab):
+        return
+    if max(run.layers, stages) > MOST_LAYERS:
         return
     width = run.hidden
     inner = (3 if run.gated else 2) * (run.ffn or 4 * width)
@@ -163,5 +177,5 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
 
 
 _RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
-    *(_encoder, _devices, _samples, _recompute, _balanced, _layers),
+    *(_named, _encoder, _devices, _samples, _recompute, _balanced, _layers),
 )
