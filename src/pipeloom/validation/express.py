@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import msgspec
 
@@ -224,7 +225,13 @@ def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
         # A rack of 72 is one NVLink domain; jobs of a power of two use 64 of them.
         per_node = 64 if devices % 72 else 72
     nodes = -(-devices // per_node)
-    return load_cluster(f"{nodes}x{min(devices, per_node)}x{name}")
+    return _loaded(f"{nodes}x{min(devices, per_node)}x{name}")
+
+
+@cache
+def _loaded(name: str) -> ClusterSpec:
+    """Return a cluster, read once for all runs on it."""
+    return load_cluster(name)
 
 
 def _model(published: PublishedRun) -> list[str]:
