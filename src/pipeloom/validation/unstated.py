@@ -91,7 +91,7 @@ def _named(run: PublishedRun) -> Iterator[_Change]:
 
 
 _T5_LAYERS = {512: 6, 768: 12, 1024: 24, 4096: 24}
-"""Layers of encoder and decoder by width: T5 small, base and large (Raffel et al. 2020, table 14), and the 11B model of
+"""Layers of encoder and decoder by width: T5 small, base and large (Raffel et al. 2020), and the 11B model of
 Megatron-LM's functional tests."""
 ENCODER_LENGTH = 512
 

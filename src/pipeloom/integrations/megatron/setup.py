@@ -21,7 +21,7 @@ have two stages a rank, in a V, and hold p microbatches, a half or a third of th
 VocabularySplit = Literal["ends", "one barrier", "two barriers", "interlaced"]
 """Embedding and loss on the first stage and the last, or divided over all ranks (Yeung et al. 2024, arXiv 2411.05288).
 Ranks then wait for each other in each microbatch, once or twice. To hide this, 1F1B runs one or two more microbatches
-ahead, and ``interlaced`` half as many again (section 5.2 and table 2)."""
+ahead, and ``interlaced`` half as many again."""
 V_SHAPED: frozenset[PipelineSchedule] = frozenset(("zb-v", "v-half", "v-min"))
 IN_FLIGHT: Mapping[PipelineSchedule, float] = {"zb-1p": 1, "zb-2p": 2, "zb-v": 1, "v-half": 1 / 2, "v-min": 1 / 3}
 """Microbatches on a rank under a schedule that splits backwards, for each rank."""
