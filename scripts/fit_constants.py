@@ -27,8 +27,8 @@ from pipeloom.errors import PipeloomError
 from pipeloom.validation import PublishedRun, read_runs
 from pipeloom.validation.constants import Constant, FittedRun, Values, constants, refit, shipped, with_values
 from pipeloom.validation.express import ExpressedRun, express
-from pipeloom.validation.predict import emulate
 from pipeloom.validation.summary import kendall_tau_of
+from pipeloom.validation.unstated import complete
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "pipeloom"
 DATA, ZOO = SOURCE / "validation" / "data", SOURCE / "spec" / "zoo"
@@ -67,7 +67,7 @@ def counts(run: PublishedRun) -> bool:
 def try_express(run: PublishedRun) -> ExpressedRun | None:
     """Express a run, or return None."""
     try:
-        return express(run)
+        return express(complete(run).run)
     except PipeloomError:
         return None
 
@@ -100,7 +100,7 @@ def predictions(runs: Sequence[Run], values: Values) -> np.ndarray:
 
 def predicted(found: ExpressedRun) -> float:
     """Return the logarithm of the predicted time."""
-    return math.log(emulate(found)[0].iteration_s)
+    return math.log(found.predict()[0])
 
 
 def rounded(values: Values) -> dict[str, float]:

@@ -52,7 +52,7 @@ def test_an_interval_covers_four_fifths_and_weighs_sources_alike() -> None:
 
 def test_the_command_predicts_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = DATA.read_text().splitlines()
-    some = [row for row in rows if row.startswith(("dgxc-016,", "zero-bubble-012,", "zero-bubble-018,"))]
+    some = [row for row in rows if row.startswith(("dgxc-016,", "megatron-golden-596,", "zero-bubble-018,"))]
     assert len(some) == 3
     file = tmp_path / "mine.csv"
     file.write_text("\n".join([header, *some]) + "\n")
@@ -62,7 +62,8 @@ def test_the_command_predicts_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(found["dgxc-016"]) == {
         *("id", "predicted_s", "predicted_low_s", "predicted_high_s", "predicted_peak_bytes", "fitted")
     }
-    assert found["zero-bubble-012"] == {"id": "zero-bubble-012", "reason": "schedule ZB-2p"}
+    assert found["megatron-golden-596"] == {"id": "megatron-golden-596", "reason": "precision fp32"}
+    assert document["summary"]["reasons"] == {"precision": 1}
     assert document["summary"]["expressed"] == 2
     assert found["dgxc-016"]["fitted"]
     assert run(["validate", str(file), "--leave-out", "source", "--json"]) == 0

@@ -19,9 +19,13 @@ from pipeloom.emulator.size import ONE
 from pipeloom.emulator.tape import COMPUTE, Cost
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.totals import PS_PER_S
 
 WEIGHT_BYTES = 2
 """Bytes of a weight that no layer has quantized."""
+HOST_UPDATE_BYTES = 30
+"""Bytes of host memory that Adam moves for each parameter: reads weight, gradient and two moments in float32, writes
+weight and moments, and the new weight in bfloat16."""
 
 
 def shards(degrees: Degrees) -> tuple[int, int]:
@@ -30,18 +34,18 @@ def shards(degrees: Degrees) -> tuple[int, int]:
     return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
 
 
-def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:
+def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_optimizer: bool = False) -> int:
     """Return the bytes of weights, gradients and optimizer state of layers on one device.
 
-    With ZeRO-3, two layers at a time are whole: the one that runs and the one that is gathered ahead. Only these have
-    quantized copies.
+    If the optimizer runs on the host, gradients and state are there. With ZeRO-3, two layers at a time are whole: the
+    one that runs and the one that is gathered ahead. Only these have quantized copies.
     """
     total, largest = 0.0, 0.0
     for layer in layers:
         largest = max(largest, sum(layer.weight_bytes) + sum(layer.copied_bytes))
         per_kind = zip(layer.local_parameters, layer.weight_bytes, layer.copied_bytes, shards(degrees), strict=True)
         for count, weight, copied, peers in per_kind:
-            gradient, optimizer = degrees.state if layer.trainable else (0, 0)
+            gradient, optimizer = degrees.state if layer.trainable and not host_optimizer else (0, 0)
             if degrees.zero == 3:
                 total += (weight + count * (gradient + optimizer)) / peers
             else:
@@ -82,6 +86,8 @@ def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     costs = update_costs(layers, placement)
     if not costs:
         return 0
+    if placement.trainer.host_optimizer:
+        return _host_update_ps(layers, placement)
     table = RuleTable(
         placement.devices,
         tuple(c.rule for c in costs),
@@ -90,3 +96,17 @@ def update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
     )
     amounts = np.array([[c.flops.one, c.memory.one, c.network.one] for c in costs])
     return int(table.durations_ps(amounts).sum())
+
+
+def _host_update_ps(layers: Sequence[LayerTemplate], placement: Placement) -> int:
+    """Return the picoseconds of an update on the host: copy gradients there, run the optimizer, copy weights back.
+
+    All devices of a node share the bandwidth of its memory. Reading it again to clip gradients, and the host's
+    operations, are not counted.
+    """
+    cluster, degrees = placement.cluster, placement.degrees
+    counts = map(sum, zip(*(layer.local_parameters for layer in layers if layer.trainable), strict=True))
+    mine = sum(count / (peers if degrees.zero else 1) for count, peers in zip(counts, shards(degrees), strict=False))
+    copies = 2 * WEIGHT_BYTES / cluster.copy_bytes_per_s if cluster.copy_bytes_per_s else 0.0
+    share = cluster.host_bytes_per_s / cluster.devices_per_node
+    return round(mine * (copies + (HOST_UPDATE_BYTES / share if share else 0.0)) * PS_PER_S)

@@ -19,6 +19,7 @@ from pipeloom.search.static_orders import (
 from pipeloom.search.stopping import Before, Begun, Both, Deadline, Evaluations, Share, StoppingRule
 from pipeloom.search.strategies import Strategies, choose_strategies
 from pipeloom.search.uniform import uniform_settings
+from pipeloom.search.zero_bubble import zero_bubble_in_flight
 
 __all__ = [
     "METHODS",
@@ -55,4 +56,5 @@ __all__ = [
     "solve",
     "solve_assignable",
     "uniform_settings",
+    "zero_bubble_in_flight",
 ]

@@ -35,6 +35,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the gathering of updated parameters that computation hides, if the two overlap."""
     hidden_tensor: Share = 0.0
     """Share of the tensor-parallel collectives that computation hides, if the two overlap."""
+    host_optimizer: bool = False
+    """Whether the optimizer runs on the host, whose memory holds its state (DeepSpeed's optimizer offloading)."""
 
 
 FUSED = TrainerSpec()

@@ -1,18 +1,25 @@
-"""Express published runs as runs that the emulator can time."""
+"""Express published runs as runs that the emulator can time.
+
+`express` reads what a source states; `complete` (`unstated`) has filled in the rest.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import msgspec
 
-from pipeloom.errors import InputError
-from pipeloom.integrations.megatron import MegatronRun, read_megatron
+from pipeloom.integrations.megatron import MegatronRun, PipelineSettings, Recompute, read_megatron
+from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, V_SHAPED, PipelineSchedule, VocabularySplit
+from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import TrainerSpec
+from pipeloom.taskgraph import NS_PER_S
+from pipeloom.validation.reasons import NotExpressible
 from pipeloom.validation.runs import PublishedRun
 
 DEVICES = {
@@ -33,7 +40,16 @@ DEVICES = {
 }
 """Devices of the zoo by their name in tables of runs."""
 _NVLINK_DOMAIN = frozenset(("GB200", "GB300"))
-_SCHEDULES = frozenset(("", "1f1b", "interleaved", "fsdp", "zero"))
+ONE_LAYER = "one layer"
+_SCHEDULES: dict[str, PipelineSchedule] = {
+    **dict.fromkeys(("", "1f1b", "interleaved", "fsdp", "zero", ONE_LAYER), "1f1b"),
+    **dict.fromkeys(("zb-1p", "zb-h1"), "zb-1p"),
+    **dict.fromkeys(("zb-2p", "zb-h2"), "zb-2p"),
+    **dict.fromkeys(("zb-v", "v-zb"), "zb-v"),
+    "v-half": "v-half",
+    "v-min": "v-min",
+}
+"""Schedules by their name in tables of runs, in lower case."""
 _LATENT = {"q": "q-lora-rank", "kv": "kv-lora-rank", "nope": "qk-head-dim", "rope": "qk-pos-emb-head-dim"}
 _LATENT |= {"v": "v-head-dim"}
 _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
@@ -59,8 +75,13 @@ _QUANTIZED: dict[Precision, list[str]] = {
 }
 _BRIDGE = frozenset(("megatron-bridge", "bridge-docs", "bridge-cards"))
 """Sources whose runs have the mixed precision of Megatron Bridge (`training/mixed_precision.py` there)."""
-_UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
-"""Parts of a run that the table has in words only, in its column ``reason``."""
+MEGASCALE_TENSOR = 0.5
+"""Share of the tensor-parallel messages that MegaScale's parallel attention and MLP leave: one gather and one scatter
+for both (arXiv 2402.15627, section 3.1)."""
+DECODER_LENGTH = 128
+"""Tokens that the decoder of a T5 reads: the setting of Megatron-LM's examples and tests."""
+ADAPTER_RANK = 32
+"""Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
 
 
@@ -75,6 +96,17 @@ class ExpressedRun:
     cluster: ClusterSpec
     trainer: TrainerSpec
     notes: tuple[str, ...] = ()
+    one_layer: bool = False
+    """Whether the published time is that of forward and backward of one layer."""
+
+    def predict(self) -> tuple[float, int]:
+        """Return the seconds of an iteration, or of a layer, and the peak bytes of the fullest rank."""
+        timing, now = Timing(self.run, self.cluster, self.trainer), self.run.now
+        if not self.one_layer:
+            timed = timing.of(now)
+            return timed.iteration_s, int(timed.peak_bytes.max())
+        (layer,) = timing.costs.of(replace(now, stages=("t",), num_ranks=1, group_size=1))
+        return (layer.forward_ns + layer.backward_ns) / NS_PER_S, layer.held_bytes + layer.workspace_bytes
 
 
 def express(published: PublishedRun) -> ExpressedRun:
@@ -82,18 +114,21 @@ def express(published: PublishedRun) -> ExpressedRun:
 
     Raises
     ------
-    InputError
+    NotExpressible, InputError
         The run lacks a size, or has a part that the emulator does not know. The problem names one reason.
     """
     for fault in published.faults:
-        raise InputError(published.id, fault)
+        raise NotExpressible(published.id, *fault.split(": ", 1))
     _check_kind(published)
     notes: list[str] = []
-    arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
+    arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published)]
     arguments += _precision(published, notes)
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
     run = read_megatron(arguments, num_devices=devices, one_rank=True)
+    if has_encoder(published):
+        length, layers = _stated(published, "seq_len"), _stated(published, "layers")
+        run = replace(run, model=run.model.with_encoder(layers, length), encoder_length=length)
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
@@ -101,7 +136,44 @@ def express(published: PublishedRun) -> ExpressedRun:
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
-    return ExpressedRun(replace(run, degrees=degrees), cluster, trainer_of(published), tuple(notes))
+    run = replace(run, degrees=degrees, now=_settings(published, run.now))
+    if published.task == "lora":
+        run = replace(run, adapter_rank=ADAPTER_RANK)
+        notes.append(f"the rank of the adapters is not stated, {ADAPTER_RANK} is assumed")
+    if _is_encoder(published):
+        run = replace(run, model=run.model.bidirectional())
+        notes.append("the loss is that of a language model alone")
+    if "MegaScale" in published.reason:
+        notes.append("MegaScale's window of attention and its fused operators are not described, none are emulated")
+    return ExpressedRun(
+        run, cluster, trainer_of(published), tuple(notes), one_layer=published.schedule.lower() == ONE_LAYER
+    )
+
+
+def has_encoder(published: PublishedRun) -> bool:
+    """Return whether the model has an encoder and a decoder. Its columns then are those of each."""
+    return re.match(r"(m?t5|ul2)\b", published.model.lower()) is not None
+
+
+def _is_encoder(published: PublishedRun) -> bool:
+    return re.match(r"(bert|roberta)\b", published.model.lower()) is not None
+
+
+def _settings(published: PublishedRun, now: PipelineSettings) -> PipelineSettings:
+    """Return the settings of a pipeline with what Megatron itself does not have."""
+    if published.recompute == "selective-op":
+        now = replace(now, recompute=Recompute("selective", modules=(SELECTIVE_OPERATORS,)))
+    return replace(now, schedule=_SCHEDULES[published.schedule.lower()], vocabulary=_vocabulary(published))
+
+
+def _vocabulary(published: PublishedRun) -> VocabularySplit:
+    """Return where the vocabulary is; two barriers, the first algorithm of the paper, if the variant is not named."""
+    words = f"{published.schedule} {published.how} {published.reason}".lower()
+    if (published.pp or 1) == 1 or not re.search(r"vocab(ulary)?[ -]?(parallel|[12])", words):
+        return "ends"
+    if "interlaced" in words:
+        return "interlaced"
+    return "one barrier" if re.search(r"vocab-?2", words) else "two barriers"
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
@@ -109,6 +181,13 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     overlap = published.overlap
     eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.source in _EAGER_SOURCES
     trainer = load_trainer("torch" if eager else "megatron")
+    words = f"{overlap} {published.how} {published.reason}".lower()
+    asynchronous = re.search(r"async\w*[ -]t(p|ensor)", words) is not None
+    hides_tensor = asynchronous or "user buffers" in f"{overlap} {published.assumed}"
+    tensor = trainer.hidden_tensor if hides_tensor else 0.0
+    megascale = "megascale" in words
+    if megascale:
+        tensor = 1 - MEGASCALE_TENSOR * (1 - trainer.hidden_tensor)
     # Without FlashAttention, recomputing core attention alone is what the run is for.
     unstated = published.attention in ("", "unknown")
     if published.attention == "unfused" or (unstated and "core_attn" in published.recompute):
@@ -119,36 +198,35 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         trainer = msgspec.structs.replace(trainer, layer_host_s=0.0, expert_layer_host_s=0.0)
     return msgspec.structs.replace(
         trainer,
-        hidden_reduction=trainer.hidden_reduction if "grad reduce" in overlap else 0.0,
-        hidden_gather=trainer.hidden_gather if "param gather" in overlap else 0.0,
-        hidden_tensor=trainer.hidden_tensor if "user buffers" in f"{overlap} {published.assumed}" else 0.0,
+        hidden_reduction=trainer.hidden_reduction if "grad reduce" in overlap or megascale else 0.0,
+        hidden_gather=trainer.hidden_gather if "param gather" in overlap or megascale else 0.0,
+        hidden_tensor=tensor,
+        host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
 
 
 def _stated(published: PublishedRun, name: str) -> int:
     value = getattr(published, name)
     if not value:
-        raise InputError(published.id, f"{name} is not stated")
+        raise NotExpressible(published.id, f"{name} is not stated")
     assert isinstance(value, int)
     return value
 
 
 def _check_kind(published: PublishedRun) -> None:
     if published.kind == "other":
-        raise InputError(published.id, f"model {published.model or 'not stated'}: hybrid, multimodal or not described")
-    if re.match(r"(bert|t5)\b", published.model):
-        raise InputError(published.id, f"model {published.model}: not a decoder")
-    for words in _UNKNOWN_PARTS:
-        if words in published.reason:
-            raise InputError(published.id, words)
-    if "optimiser offloaded" in published.reason:
-        raise InputError(published.id, "optimizer offloaded to the host")
-    if published.schedule not in _SCHEDULES:
-        raise InputError(published.id, f"schedule {published.schedule}")
+        model = published.model or "not stated"
+        raise NotExpressible(published.id, "model that is hybrid, multimodal or not described", model)
+    if re.search(r"grpo|rlhf", f"{published.ref} {published.task}".lower()):
+        raise NotExpressible(published.id, "iteration that generates samples", "reinforcement learning")
+    if has_encoder(published) and ((published.pp or 1) > 1 or published.kind != "dense" or published.mla):
+        raise NotExpressible(published.id, "encoder and decoder on a pipeline or with experts", published.model)
+    if published.schedule.lower() not in _SCHEDULES:
+        raise NotExpressible(published.id, "schedule", published.schedule)
     if precision(published.precision) is None:
-        raise InputError(published.id, f"precision {published.precision}")
-    if published.task not in ("", "pretrain", "sft"):
-        raise InputError(published.id, f"task {published.task}")
+        raise NotExpressible(published.id, "precision", published.precision)
+    if published.task not in ("", "pretrain", "sft", "lora"):
+        raise NotExpressible(published.id, "task", published.task)
 
 
 def precision(text: str) -> Precision | None:
@@ -176,13 +254,20 @@ def _precision(published: PublishedRun, notes: list[str]) -> list[str]:
 def _cluster(published: PublishedRun, devices: int) -> ClusterSpec:
     name = DEVICES.get(published.device)
     if name is None:
-        raise InputError(published.id, f"device {published.device or 'not stated'}")
+        kind = "device" if published.device else "device not stated"
+        raise NotExpressible(published.id, kind, published.device)
     per_node = published.per_node or 8
     if published.device in _NVLINK_DOMAIN:
         # A rack of 72 is one NVLink domain; jobs of a power of two use 64 of them.
         per_node = 64 if devices % 72 else 72
     nodes = -(-devices // per_node)
-    return load_cluster(f"{nodes}x{min(devices, per_node)}x{name}")
+    return _loaded(f"{nodes}x{min(devices, per_node)}x{name}")
+
+
+@cache
+def _loaded(name: str) -> ClusterSpec:
+    """Return a cluster, read once for all runs on it."""
+    return load_cluster(name)
 
 
 def _model(published: PublishedRun) -> list[str]:
@@ -193,7 +278,7 @@ def _model(published: PublishedRun) -> list[str]:
         "num-attention-heads": _stated(published, "heads"),
         "kv-channels": published.head_dim,
         "vocab-size": _stated(published, "vocab"),
-        "seq-length": _stated(published, "seq_len"),
+        "seq-length": DECODER_LENGTH if has_encoder(published) else _stated(published, "seq_len"),
         "max-position-embeddings": _stated(published, "seq_len"),
         "mtp-num-layers": published.mtp,
     }
@@ -216,7 +301,7 @@ def _attention(published: PublishedRun) -> list[str]:
     if published.window:
         found = re.fullmatch(r"(\d+)/(\d+)", published.window)
         if found is None:
-            raise InputError(published.id, f"window: {published.window!r} is not like 128/2")
+            raise NotExpressible(published.id, "window", f"{published.window!r} is not like 128/2")
         words += [f"--window-size=({int(found[1]) - 1},0)", f"--window-attn-skip-freq={found[2]}"]
     if published.mla:
         text = _DEEPSEEK_V3 if published.mla == "default" else published.mla
@@ -224,13 +309,13 @@ def _attention(published: PublishedRun) -> list[str]:
         for part in text.split(","):
             named = re.fullmatch(r"([a-z]+)(\d+)", part)
             if named is None or named[1] not in _LATENT:
-                raise InputError(published.id, f"mla: {part!r} is not a width such as kv512")
+                raise NotExpressible(published.id, "mla", f"{part!r} is not a width such as kv512")
             words.append(f"--{_LATENT[named[1]]}={named[2]}")
     return words
 
 
 def _experts(published: PublishedRun) -> list[str]:
-    if published.kind != "experts":
+    if not published.has_experts:
         return []
     words = [
         f"--num-experts={_stated(published, 'experts')}",
@@ -248,6 +333,8 @@ def _experts(published: PublishedRun) -> list[str]:
 
 def _parallel(published: PublishedRun) -> list[str]:
     tensor, pipeline, virtual = published.tp or 1, published.pp or 1, published.vpp or 1
+    if _SCHEDULES[published.schedule.lower()] in V_SHAPED:
+        virtual = 2
     words = [
         f"--tensor-model-parallel-size={tensor}",
         f"--pipeline-model-parallel-size={pipeline}",
@@ -266,7 +353,7 @@ def _parallel(published: PublishedRun) -> list[str]:
         # Embedding and loss then take the place of a layer, together or one of them.
         ends = {2: (True, True), 1: (False, True)}.get(-layers % stages)
         if ends is None:
-            raise InputError(published.id, f"layout: {layers} layers on {stages} stages are not described")
+            raise NotExpressible(published.id, "layout", f"{layers} layers on {stages} stages are not described")
         words += _flags(account_for_embedding_in_pipeline_split=ends[0], account_for_loss_in_pipeline_split=ends[1])
     return words
 
@@ -275,12 +362,9 @@ def _batch(published: PublishedRun) -> list[str]:
     return [f"--micro-batch-size={_stated(published, 'mbs')}", f"--global-batch-size={_stated(published, 'gbs')}"]
 
 
-def _recompute(published: PublishedRun, notes: list[str]) -> list[str]:
+def _recompute(published: PublishedRun) -> list[str]:
     text = published.recompute
-    if text in ("", "none"):
-        return []
-    if text == "unknown":
-        notes.append("recomputation is not stated, none is assumed")
+    if text in ("", "none", "selective-op"):
         return []
     if text == "full":
         return ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
@@ -288,7 +372,7 @@ def _recompute(published: PublishedRun, notes: list[str]) -> list[str]:
         return ["--recompute-granularity=full", "--recompute-method=block", f"--recompute-num-layers={block[1]}"]
     modules = ["shared_experts" if module == "shared_expert" else module for module in text.split(",")]
     if not set(modules) <= _RECOMPUTABLE:
-        raise InputError(published.id, f"recomputation {text}")
+        raise NotExpressible(published.id, "recomputation", text)
     return ["--recompute-granularity=selective", "--recompute-modules", *modules]
 
 

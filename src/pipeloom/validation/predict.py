@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 from pipeloom.errors import PipeloomError
-from pipeloom.integrations.megatron import Recompute
-from pipeloom.integrations.megatron.timing import Timed, Timing
 from pipeloom.validation.confidence import LeaveOut, Residual, interval
-from pipeloom.validation.constants import fitted_ids, shipped, values_without, with_values
-from pipeloom.validation.express import ExpressedRun, express
+from pipeloom.validation.constants import Values, fitted_ids, shipped, values_without, with_values
+from pipeloom.validation.express import express
+from pipeloom.validation.reasons import kind_of
 from pipeloom.validation.runs import PublishedRun
-
-_FULL = Recompute("full", "uniform", 1)
+from pipeloom.validation.unstated import complete
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Prediction:
         Whether a constant of the emulator was fitted to this run.
     reason : str
         Why the run cannot be expressed; empty if it can.
+    reason_kind : str
+        What the reason has in common with those of other runs.
     notes : tuple of str
         What the source leaves out, and what was assumed.
     """
@@ -40,6 +42,7 @@ class Prediction:
     peak_bytes: int = 0
     fitted: bool = False
     reason: str = ""
+    reason_kind: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -73,37 +76,36 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
         interval, runs of the same source and model never count.
     """
     try:
-        expressed = express(run)
+        known = complete(run)
+        expressed = express(known.run)
         values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
-        timed, timing = emulate(with_values(expressed, values))
-        times = [timed.iteration_s]
-        if run.recompute == "unknown":
-            # The published run recomputed nothing, everything, or a part.
-            times.append(timing.of(replace(expressed.run.now, recompute=_FULL)).iteration_s)
+        seconds, peak_bytes = with_values(expressed, values).predict()
     except PipeloomError as error:
-        return Prediction(run, reason=_reason(error, run.id))
+        return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
+    times = [seconds, *_seconds_of(known.others, values)]
     trust = interval(run.device, run.kind, lambda one: _counts(one, run, leave_out), unseen=leave_out == "device")
     return Prediction(
         run,
-        timed.iteration_s,
+        seconds,
         trust.of(min(times))[0],
         trust.of(max(times))[1],
-        int(timed.peak_bytes.max()),
+        peak_bytes,
         fitted=leave_out is None and run.id in fitted_ids(),
-        notes=expressed.notes,
+        notes=known.notes + expressed.notes,
     )
+
+
+def _seconds_of(others: Iterable[PublishedRun], values: Values) -> Iterator[float]:
+    """Return the times of a run with other assumed values. A value that contradicts what is stated does not count."""
+    for other in others:
+        with suppress(PipeloomError):
+            yield with_values(express(other), values).predict()[0]
 
 
 def _counts(residual: Residual, run: PublishedRun, leave_out: LeaveOut | None) -> bool:
     """Return whether the error on another run tells something about this one."""
     same = residual.source == run.source and residual.model == run.model
     return not same and (leave_out is None or getattr(residual, leave_out) != getattr(run, leave_out))
-
-
-def emulate(expressed: ExpressedRun) -> tuple[Timed, Timing]:
-    """Emulate an iteration of a run. Also return the timing, for variants of the run."""
-    timing = Timing(expressed.run, expressed.cluster, expressed.trainer)
-    return timing.of(expressed.run.now), timing
 
 
 def _reason(error: PipeloomError, run: str) -> str:

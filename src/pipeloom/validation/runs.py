@@ -74,6 +74,7 @@ class PublishedRun:
     mfu: float | None = None
     mem_bytes: float | None = None
     mem_kind: str = ""
+    how: str = ""
     reason: str = ""
     assumed: str = ""
     flag: str = ""
@@ -88,6 +89,11 @@ class PublishedRun:
         if self.tokens_s_gpu and self.gbs and self.seq_len and self.gpus:
             return self.gbs * self.seq_len / (self.tokens_s_gpu * self.gpus)
         return None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts. Latent attention alone does not mean that."""
+        return self.arch == "moe" or (self.arch == "mla-moe" and any((self.experts, self.topk, self.moe_ffn)))
 
     @property
     def kind(self) -> str:

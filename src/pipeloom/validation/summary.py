@@ -71,7 +71,7 @@ def summarize(predictions: Sequence[Prediction]) -> Summary:
     for label, key in GROUPINGS:
         names = sorted({key(each.run) for each in known})
         errors += [errors_of(f"{label}: {n}", [each for each in known if key(each.run) == n]) for n in names]
-    reasons = Counter(_kind_of_reason(each.reason) for each in predictions if each.reason)
+    reasons = Counter(each.reason_kind for each in predictions if each.reason)
     return Summary(
         len(predictions),
         sum(not each.reason for each in predictions),
@@ -149,8 +149,3 @@ def _groups(predictions: Iterable[Prediction], key: Callable[[PublishedRun], Has
     for each in predictions:
         groups.setdefault(key(each.run), []).append(each)
     return groups.values()
-
-
-def _kind_of_reason(reason: str) -> str:
-    """Return a reason without the values of its run."""
-    return reason.partition(":")[0].partition(";")[0][:60] if reason.startswith("model ") else reason.partition(";")[0]

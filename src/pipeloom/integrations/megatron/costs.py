@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,15 +13,17 @@ from typing import NamedTuple
 import msgspec
 
 from pipeloom.emulator.build import Placement, joining_layer, layer_template
-from pipeloom.emulator.stage import Stage, runs_of
+from pipeloom.emulator.program import Part
+from pipeloom.emulator.stage import Stage, StageCost, runs_of
 from pipeloom.emulator.static import static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
-from pipeloom.integrations.megatron.model import Block
-from pipeloom.integrations.megatron.recomputing import Saving, layer_saving
+from pipeloom.integrations.megatron.model import Block, adapter_layers
+from pipeloom.integrations.megatron.recomputing import Saving, layer_saving, operator_saving
 from pipeloom.integrations.megatron.run import MegatronRun
-from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
-from pipeloom.spec import Strategy
+from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSettings, Recompute
+from pipeloom.spec import Strategy, Workload
+from pipeloom.spec.architecture import Layer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.totals import PS_PER_S
@@ -30,13 +34,17 @@ PS_PER_NS = PS_PER_S // 1_000_000_000
 class StageNumbers(NamedTuple):
     """Time and memory of one virtual stage for one microbatch.
 
-    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass.
+    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass. If the backward
+    is split, ``backward_ns`` is the time of the input gradients, ``weight_ns`` that of the weight gradients, and
+    ``weight_bytes`` are kept between them.
     """
 
     forward_ns: int
     backward_ns: int
     held_bytes: int
     workspace_bytes: int
+    weight_ns: int = 0
+    weight_bytes: int = 0
 
 
 class RankNumbers(NamedTuple):
@@ -58,11 +66,10 @@ class _Part(NamedTuple):
     """Whether it shares the weights of another layer of the stage."""
     placement: Placement | None = None
     """Where a decoder layer runs, and in which precision."""
-
-    @classmethod
-    def of(cls, block: Block, placement: Placement) -> _Part:
-        """Return the part of a decoder layer."""
-        return cls(layer_template(block.whole, placement), block, placement=placement)
+    adapts: bool = False
+    """Whether it is the adapter of a linear layer."""
+    encodes: bool = False
+    """Whether it belongs to the encoder, which has its own workload."""
 
 
 class StageCosts:
@@ -75,25 +82,57 @@ class StageCosts:
     a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
     weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
     of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
+
+    If the vocabulary is spread over all ranks, each stage has a p-th of embedding and loss, as tensor parallelism over
+    the pipeline's ranks would divide them. Low-rank adapters follow their block; their cost is that of a product to and
+    from their rank, and all other weights are frozen.
     """
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
         self.run, self.cluster = run, cluster
-        precision = run.precision
+        precision, model, trains = run.precision, run.model, not run.adapter_rank
         plain = self.placement = Placement(cluster, run.degrees, trainer)
         quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
-        model = run.model
-        head = msgspec.structs.replace(model.head, tied=False)
-        embedding = layer_template(model.embedding, self.placement, input_gradient=False)
-        self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
-        self._head = _Part(layer_template(head, self.placement))
-        self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), quantized))
+        self._embedding, self._head = self._ends(plain)
+
+        def part(layer: Layer, placement: Placement, block: Block | None = None) -> _Part:
+            return _Part(layer_template(layer, placement, trainable=trains), block, placement=placement)
+
         places = [plain if each == "bf16" else quantized for each in precision.of_layers(len(model.blocks))]
-        self._blocks = [_Part.of(block, place) for block, place in zip(model.blocks, places, strict=True)]
-        self._predictors = [_Part.of(block, quantized) for block in model.predictors]
+        self._joining = part(joining_layer(model.head.hidden, model.head.norm), quantized)
+        self._blocks = [part(block.whole, place, block) for block, place in zip(model.blocks, places, strict=True)]
+        self._encoder = [part(block.whole, quantized, block)._replace(encodes=True) for block in model.encoder]
+        self._predictors = [part(block.whole, quantized, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
         self._savings: dict[tuple[int, tuple[str, ...]], Saving] = {}
+
+    def _ends(self, placement: Placement, multiple: int = 1) -> tuple[_Part, _Part]:
+        """Return embedding and loss, with the vocabulary padded to a multiple."""
+        model, trains = self.run.model, not self.run.adapter_rank
+        words = -(-model.head.vocabulary // multiple) * multiple
+        embedding = msgspec.structs.replace(model.embedding, vocabulary=words)
+        head = msgspec.structs.replace(model.head, vocabulary=words, tied=False)
+        return (
+            _Part(layer_template(embedding, placement, trainable=trains, input_gradient=False)),
+            _Part(layer_template(head, placement, trainable=trains)),
+        )
+
+    @functools.cached_property
+    def _shares(self) -> tuple[_Part, _Part]:
+        """One rank's part of embedding and loss, if the vocabulary is spread over the pipeline's ranks."""
+        degrees = self.run.degrees
+        number = degrees.tensor * degrees.pipeline
+        wide = msgspec.structs.replace(degrees, tensor=number, pipeline=1, expert=1, sequence_parallel=False)
+        return self._ends(replace(self.placement, degrees=wide), number)
+
+    @functools.cache  # noqa: B019  as long-lived as the costs
+    def _adapters(self, block: Block) -> tuple[_Part, ...]:
+        """Return the adapters of a block's linear layers; none for experts."""
+        if not self.run.adapter_rank:
+            return ()
+        layers = adapter_layers(block, self.run.adapter_rank)
+        return tuple(_Part(layer_template(layer, self.placement), adapts=True) for layer in layers)
 
     @property
     def boundary_bytes(self) -> int:
@@ -117,7 +156,7 @@ class StageCosts:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        blocks = sum(part.template.num_parameters for part in (*self._blocks, *self._predictors))
+        blocks = sum(part.template.num_parameters for part in (*self._encoder, *self._blocks, *self._predictors))
         joining = len(self._predictors) * self._joining.template.num_parameters
         head = layer_template(self.run.model.head, self.placement).num_parameters
         return self._embedding.template.num_parameters + blocks + joining + head
@@ -128,12 +167,20 @@ class StageCosts:
         parts = [*self._blocks, self._head]
         for part in self._predictors:
             parts += [part, self._joining]
-        return 3 * sum(part.template.on(work).model_flops for part in parts)
+        encoder = sum(part.template.on(self.run.encoder_workload).model_flops for part in self._encoder)
+        return 3 * (encoder + sum(part.template.on(work).model_flops for part in parts))
 
     def of(self, setup: PipelineSettings) -> tuple[StageNumbers, ...]:
         """Return the numbers of every stage."""
         with self._sizes_named():
-            return tuple(self._stage(parts, setup.recompute) for parts in self._parts(setup))
+            split = setup.splits_backward
+            found = tuple(self._stage(parts, setup.recompute, split=split) for parts in self._parts(setup))
+            return tuple(map(self._freed_early, found)) if setup.spreads_vocabulary else found
+
+    def _freed_early(self, stage: StageNumbers) -> StageNumbers:
+        """Return a stage whose part of the loss is held until its own backward alone, not until the layers' one."""
+        held = sum(part.template.on(self.run.workload).activation_bytes["keep"] for part in self._shares)
+        return stage._replace(held_bytes=stage.held_bytes - held, workspace_bytes=stage.workspace_bytes + held)
 
     @contextmanager
     def _sizes_named(self) -> Iterator[None]:
@@ -149,24 +196,30 @@ class StageCosts:
             raise InputError(f"{run.source}: sizes", problem, "lower the largest of them") from error
 
     def _parts(self, setup: PipelineSettings) -> list[list[_Part]]:
-        blocks = iter(self._blocks)
+        blocks, same_embedding = iter(self._blocks), self._embedding._replace(shares=True)
         out = []
         for letters in setup.stages:
-            parts: list[_Part] = []
+            parts: list[_Part] = list(self._shares) if setup.spreads_vocabulary else []
             for letter in letters:
-                if letter == "E":
+                if letter in "EL" and setup.spreads_vocabulary:
+                    continue
+                if letter == "E" and self._encoder:
+                    parts += [self._embedding._replace(encodes=True), *self._encoder, same_embedding]
+                elif letter == "E":
                     parts.append(self._embedding)
                 elif letter == "t":
-                    parts.append(next(blocks))
+                    part = next(blocks)
+                    assert part.block is not None
+                    parts += [part, *self._adapters(part.block)]
                 elif letter == "m":
-                    embedding = self._same_embedding if self._embedding in parts else self._embedding
+                    embedding = same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
                 else:
                     parts.append(self._head)
             out.append(parts)
         return out
 
-    def _stage(self, parts: Sequence[_Part], recompute: Recompute) -> StageNumbers:
+    def _stage(self, parts: Sequence[_Part], recompute: Recompute, *, split: bool) -> StageNumbers:
         if not parts:
             return StageNumbers(0, 0, 0, 0)
         again = recompute.recomputed(sum(part.block is not None for part in parts))
@@ -174,13 +227,13 @@ class StageCosts:
         if recompute.method == "block":
             # Megatron recomputes no multi-token prediction by blocks.
             again = min(again, sum(part.block is not None for part in parts) - predicts)
-        key = (tuple(id(part.template) for part in parts), again, recompute.modules)
+        key = (tuple((id(part.template), part.encodes) for part in parts), again, recompute.modules, split)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._numbers(parts, again, recompute.modules)
+            known = self._known[key] = self._numbers(parts, again, recompute.modules, split=split)
         return known
 
-    def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...]) -> StageNumbers:
+    def _numbers(self, parts: Sequence[_Part], again: int, modules: tuple[str, ...], *, split: bool) -> StageNumbers:
         strategies: list[Strategy] = []
         saving, most = Saving(), 0
         for part in parts:
@@ -190,29 +243,50 @@ class StageCosts:
             if part.block is not None and modules:
                 one = self._saving(part, modules)
                 saving, most = saving.and_(one), max(most, one.bytes)
-        work = self.run.workload
-        stage = Stage(runs_of([part.template for part in parts], strategies))
-        cost = stage.cost(work, ("F", "B"))
-        forward, backward = cost.duration_ps["F"], cost.duration_ps.get("B", 0) + saving.more_ps
+        cost, workspace = self._cost(parts, strategies, ("F", "I", "W") if split else ("F", "B"))
+        forward, backward = cost.duration_ps["F"], cost.duration_ps.get("I" if split else "B", 0) + saving.more_ps
         host = self._host_ps(parts)
+        late = host // 3 if split else 0
         return StageNumbers(
             max(forward, host // 3) // PS_PER_NS,
-            max(backward, host - host // 3) // PS_PER_NS,
+            max(backward, host - host // 3 - late) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
-            stage.workspace_bytes(work) + most,
+            workspace + most,
+            max(cost.duration_ps.get("W", 0), late) // PS_PER_NS,
+            cost.weight_gradient_bytes if split else 0,
         )
+
+    def _workload(self, *, encodes: bool) -> Workload:
+        return self.run.encoder_workload if encodes else self.run.workload
+
+    def _cost(
+        self, parts: Sequence[_Part], strategies: Sequence[Strategy], passes: Sequence[Part]
+    ) -> tuple[StageCost, int]:
+        """Return the cost of the layers of a stage, and the workspace of its largest pass."""
+        times: Counter[Part] = Counter()
+        held = late = workspace = 0
+        for encodes in {part.encodes for part in parts}:
+            pairs = [(p.template, s) for p, s in zip(parts, strategies, strict=True) if p.encodes == encodes]
+            stage, work = Stage(runs_of(*zip(*pairs, strict=True))), self._workload(encodes=encodes)
+            cost = stage.cost(work, passes)
+            times.update(cost.duration_ps)
+            held, late = held + cost.activation_bytes, late + cost.weight_gradient_bytes
+            workspace = max(workspace, stage.workspace_bytes(work))
+        return StageCost(dict(times), held, late, 0), workspace
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
         routed = sum(part.block is not None and part.block.routed for part in parts)
-        dense = len(parts) - routed
+        # A layer with attention to an encoder has half as many operators again.
+        dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
+        dense -= routed
         return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""
-        alike = [part for part in (*self._blocks, *self._predictors) if part.block == block]
+        alike = [part for part in (*self._blocks, *self._encoder, *self._predictors) if part.block == block]
         return self._saving(alike[len(alike) // 2], modules)
 
     def _saving(self, part: _Part, modules: tuple[str, ...]) -> Saving:
@@ -222,20 +296,25 @@ class StageCosts:
             assert part.placement is not None
             attention = layer_template(part.block.attention, part.placement)
             feed_forward = layer_template(part.block.feed_forward, part.placement)
-            self._savings[key] = layer_saving(attention, feed_forward, modules, self.run.workload)
+            workload = self._workload(encodes=part.encodes)
+            if SELECTIVE_OPERATORS in modules:
+                self._savings[key] = operator_saving(part.block, attention, feed_forward, workload)
+            else:
+                self._savings[key] = layer_saving(attention, feed_forward, modules, workload)
         return self._savings[key]
 
     def of_ranks(self, setup: PipelineSettings) -> tuple[RankNumbers, ...]:
         """Return the numbers of every rank."""
         mine: list[list[LayerTemplate]] = [[] for _ in range(setup.num_ranks)]
-        for i, parts in enumerate(self._parts(setup)):
-            mine[i % setup.num_ranks] += [part.template for part in parts if not part.shares]
+        for rank, parts in zip(setup.ranks, self._parts(setup), strict=True):
+            mine[rank] += [part.template for part in parts if not part.shares]
         with self._sizes_named():
             return tuple(map(self._rank, mine))
 
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
         key = tuple(map(id, templates))
         if key not in self._ranks:
-            static = static_bytes(templates, self.run.degrees)
+            host = self.placement.trainer.host_optimizer
+            static = static_bytes(templates, self.run.degrees, host_optimizer=host)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

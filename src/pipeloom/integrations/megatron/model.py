@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.spec.architecture import (
+    AdapterLayer,
     AttentionMixer,
+    CrossAttentionMixer,
     ExpertsMixer,
     LanguageHeadLayer,
     LatentAttentionMixer,
+    LinearStep,
     MLPMixer,
     Norm,
     ResidualLayer,
@@ -44,12 +47,38 @@ class Block:
 
 @dataclass(frozen=True)
 class GptModel:
-    """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers."""
+    """Parts of a GPT model; ``predictors`` are the blocks of the multi-token prediction layers.
+
+    ``encoder`` has the blocks of an encoder to whose output all ``blocks`` attend, as in T5; empty: there is none.
+    """
 
     embedding: TokenEmbeddingLayer
     blocks: tuple[Block, ...]
     predictors: tuple[Block, ...]
     head: LanguageHeadLayer
+    encoder: tuple[Block, ...] = ()
+
+    def with_encoder(self, layers: int, tokens: int) -> GptModel:
+        """Return the model with an encoder of the same sizes, which reads ``tokens`` of each sample."""
+        blocks = []
+        for block in self.blocks:
+            own = block.attention.mixers[0]
+            assert isinstance(own, AttentionMixer)
+            across = CrossAttentionMixer(own.heads, own.head_width, tokens, block.attention.hidden, own.qkv_bias)
+            blocks.append(replace(block, attention=msgspec.structs.replace(block.attention, mixers=(own, across))))
+        return replace(self, blocks=tuple(blocks), encoder=(_bidirectional(self.blocks[0]),) * layers)
+
+    def bidirectional(self) -> GptModel:
+        """Return the model with attention to all tokens, as an encoder has it."""
+        return replace(self, blocks=tuple(map(_bidirectional, self.blocks)))
+
+
+def _bidirectional(block: Block) -> Block:
+    mixers = tuple(
+        msgspec.structs.replace(mixer, causal=False) if isinstance(mixer, AttentionMixer) else mixer
+        for mixer in block.attention.mixers
+    )
+    return replace(block, attention=msgspec.structs.replace(block.attention, mixers=mixers))
 
 
 def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
@@ -89,6 +118,32 @@ def gpt_model(arguments: Arguments, tensor: int) -> GptModel:
         (blocks[-1],) * predictors,
         LanguageHeadLayer(hidden, words, tied, norm, predictors),
     )
+
+
+def products(block: Block) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the widths of a dense block's linear layers, in and out, as a framework without fused ones has them.
+
+    Layers that read the same input are together: queries, keys and values; their projection; gate and inner layer; the
+    layer back. Latent attention has none, and experts have none.
+    """
+    hidden, attention, feed_forward = block.attention.hidden, block.attention.mixers[0], block.feed_forward.mixers[0]
+    found: list[tuple[tuple[int, int], ...]] = []
+    if isinstance(attention, AttentionMixer):
+        queries, keys = attention.heads * attention.head_width, attention.kv_heads * attention.head_width
+        found += [((hidden, queries), (hidden, keys), (hidden, keys)), ((queries, hidden),)]
+    if isinstance(feed_forward, MLPMixer):
+        inner = feed_forward.inner
+        found += [((hidden, inner),) * (2 if feed_forward.gated else 1), ((inner, hidden),)]
+    return tuple(found)
+
+
+def adapter_layers(block: Block, rank: int) -> list[AdapterLayer]:
+    """Return low-rank adapters of a block's linear layers, one for layers with the same input."""
+    layers = []
+    for group in products(block):
+        width, out = group[0][0], sum(each[1] for each in group)
+        layers.append(AdapterLayer(width, (LinearStep(rank, bias=False), LinearStep(out, bias=False))))
+    return layers
 
 
 def _normalization(arguments: Arguments) -> str:

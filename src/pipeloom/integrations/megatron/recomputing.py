@@ -14,8 +14,10 @@ import numpy as np
 from pipeloom.emulator.program import kept_tensors
 from pipeloom.emulator.rules import RuleTable
 from pipeloom.emulator.stage import Stage, runs_of
-from pipeloom.emulator.tape import Record, Tensor
+from pipeloom.emulator.tape import COMPUTE, Record, Tensor
 from pipeloom.emulator.template import LayerTemplate
+from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.model import Block, products
 from pipeloom.spec import Workload
 
 _ATTENTION = ("attention", "causal_attention")
@@ -68,6 +70,55 @@ def layer_saving(
     return found
 
 
+def operator_saving(block: Block, attention: LayerTemplate, feed_forward: LayerTemplate, workload: Workload) -> Saving:
+    """Return the saving of torch's selective checkpointing by operator, as torchtitan configures it.
+
+    Results of every second product are kept, from the first, and those of attention and of collectives. All other
+    operators run again up to the last product.
+
+    Raises
+    ------
+    InputError
+        The block has latent attention or experts, whose products are not counted here.
+    """
+    groups = products(block)
+    if len(groups) < 4:
+        raise InputError("recomputation by operator", "is known for dense blocks without latent attention alone")
+    again = _shares_again(groups)
+    more, stored = 0, 0.0
+    for half in (attention, feed_forward):
+        records = half.tape.records
+        ends = max(i for i, record in enumerate(records) if record.forward.kind == "matmul")
+        for i, record in enumerate(records):
+            kind, size = record.forward.kind, sum(tensor.num_bytes.of(workload) for tensor in record.outputs)
+            if kind in _ATTENTION:
+                stored += size
+            elif kind == "matmul":
+                share = again.pop(0)
+                stored += size * (1 - share)
+                more += round(_forward_ps(half, [record], workload) * share)
+            elif record.forward.device == COMPUTE and (i < ends or half is attention):
+                more += _forward_ps(half, [record], workload)
+    kept = sum(tensor.num_bytes.of(workload) for half in (attention, feed_forward) for tensor in _kept(half))
+    entry = attention.tape.records[0].inputs[0].num_bytes.of(workload)
+    return Saving(more, round(kept - stored - entry))
+
+
+def _shares_again(groups: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
+    """Return the share of each fused product that every second product is. Nothing needs the result of the last."""
+    number, shares = 0, []
+    for group in groups:
+        work = again = 0
+        for width, out in group:
+            number += 1
+            work += width * out
+            again += width * out * (number % 2 == 0)
+        shares.append(again / work)
+    if number % 2 == 0:
+        shares[-1] = 0.0
+    return shares
+
+
 def _core(attention: LayerTemplate) -> list[Record]:
     """Return the operators of core attention: one, or two products and the softmax between them."""
     records = attention.tape.records
@@ -106,6 +157,17 @@ def _dropped_with_casts(half: LayerTemplate, record: Record, workload: Workload)
 
 def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[Tensor], workload: Workload) -> Saving:
     """Return the saving if operators run again and tensors are not held."""
+    kept = _kept(half)
+    freed = sum(tensor.num_bytes.of(workload) for tensor in tensors if tensor in kept)
+    return Saving(_forward_ps(half, records, workload), round(freed))
+
+
+def _kept(half: LayerTemplate) -> list[Tensor]:
+    return kept_tensors(half.tape, "keep")
+
+
+def _forward_ps(half: LayerTemplate, records: Sequence[Record], workload: Workload) -> int:
+    """Return the picoseconds in which operators of the forward run."""
     costs = [record.forward for record in records]
     table = RuleTable(
         half.devices,
@@ -114,6 +176,4 @@ def _dropped(half: LayerTemplate, records: Sequence[Record], tensors: Sequence[T
         np.array([float(cost.steps) for cost in costs]),
     )
     amounts = np.array([[size.of(workload) for size in (c.flops, c.memory, c.network)] for c in costs])
-    kept = kept_tensors(half.tape, "keep")
-    freed = sum(tensor.num_bytes.of(workload) for tensor in tensors if tensor in kept)
-    return Saving(int(table.durations_ps(amounts).sum()), round(freed))
+    return int(table.durations_ps(amounts).sum())

@@ -60,6 +60,10 @@ class MegatronRun:
         Setups that other arguments exclude.
     replaced : tuple of str
         Arguments of the current setup.
+    encoder_length : int
+        Tokens of every sequence that the encoder of the model reads; 0: there is no encoder.
+    adapter_rank : int
+        Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
     is_recipe : bool
         Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
@@ -77,6 +81,8 @@ class MegatronRun:
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
+    encoder_length: int = 0
+    adapter_rank: int = 0
     is_recipe: bool = False
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -91,6 +97,11 @@ class MegatronRun:
     def workload(self) -> Workload:
         """Workload of one microbatch."""
         return Workload((self.seq_length,) * self.micro_batch_size)
+
+    @property
+    def encoder_workload(self) -> Workload:
+        """Workload of the encoder for one microbatch."""
+        return Workload((self.encoder_length,) * self.micro_batch_size)
 
     @property
     def num_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,19 @@ from pipeloom.io.stage_names import megatron_stages, megatron_text
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
+PipelineSchedule = Literal["1f1b", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min"]
+"""Order of a rank's tasks: 1F1B, interleaved if a rank has several stages; or a schedule that splits backwards.
+``zb-1p`` and ``zb-2p`` hold p or 2 p microbatches on each of p ranks (Qi et al., arXiv 2401.10241). The others
+have two stages a rank, in a V, and hold p microbatches, a half or a third of them (Qi et al., arXiv 2405.15362)."""
+VocabularySplit = Literal["ends", "one barrier", "two barriers", "interlaced"]
+"""Embedding and loss on the first stage and the last, or divided over all ranks (Yeung et al. 2024, arXiv 2411.05288).
+Ranks then wait for each other in each microbatch, once or twice. To hide this, 1F1B runs one or two more microbatches
+ahead, and ``interlaced`` half as many again."""
+V_SHAPED: frozenset[PipelineSchedule] = frozenset(("zb-v", "v-half", "v-min"))
+IN_FLIGHT: Mapping[PipelineSchedule, float] = {"zb-1p": 1, "zb-2p": 2, "zb-v": 1, "v-half": 1 / 2, "v-min": 1 / 3}
+"""Microbatches on a rank under a schedule that splits backwards, for each rank."""
+SELECTIVE_OPERATORS = "selective_op"
+"""A module that stands for torch's selective checkpointing by operator, which Megatron does not have."""
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Modules that selective recomputation supports."""
 
@@ -79,15 +93,50 @@ class PipelineSettings:
     ----------
     stages : tuple of str
         Letters of every virtual stage, in model order: ``E`` embedding, ``t`` layer, ``m`` multi-token prediction,
-        ``L`` loss. Stage i is on rank ``i % num_ranks``.
+        ``L`` loss.
     group_size : int
         Microbatches that a virtual stage runs in turn; by default the number of ranks.
+    vocabulary : VocabularySplit
+        Where embedding and loss are. If they are divided over all ranks, the letters ``E`` and ``L`` stand for nothing.
     """
 
     stages: tuple[str, ...]
     num_ranks: int
     group_size: int
     recompute: Recompute = Recompute()
+    schedule: PipelineSchedule = "1f1b"
+    vocabulary: VocabularySplit = "ends"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are separate tasks."""
+        return self.schedule != "1f1b"
+
+    @property
+    def spreads_vocabulary(self) -> bool:
+        """Whether embedding and loss are divided over all ranks."""
+        return self.vocabulary != "ends"
+
+    def extra_microbatches(self, rank: int) -> int:
+        """Return the microbatches that a rank holds beyond those of 1F1B, because the vocabulary is spread."""
+        if self.vocabulary == "interlaced":
+            return (self.num_ranks - rank + 1) // 2
+        return {"one barrier": 1, "two barriers": 2}.get(self.vocabulary, 0)
+
+    @property
+    def in_flight(self) -> int:
+        """Maximum number of microbatches on a rank, if backwards are split."""
+        share = IN_FLIGHT[self.schedule]
+        # Fewer than p microbatches leave one to be replaced while another ends.
+        return math.ceil(self.num_ranks * share) + (share < 1)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of every stage: in turn, or in a V."""
+        p, count = self.num_ranks, len(self.stages)
+        if self.schedule in V_SHAPED:
+            return tuple(i if i < p else 2 * p - 1 - i for i in range(count))
+        return tuple(i % p for i in range(count))
 
     @property
     def virtual(self) -> int:
@@ -251,7 +300,8 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
     if min(sizes) < 0:
         raise arguments.refuse("num-layers", f"{num_layers} are too few for {len(sizes)} stages", "use fewer stages")
     letters = ["t" * size for size in sizes]
-    letters[0], letters[-1] = "E" + letters[0], letters[-1] + "m" * predictors + "L"
+    letters[0] = "E" + letters[0]
+    letters[-1] += "m" * predictors + "L"
     return tuple(letters)
 
 

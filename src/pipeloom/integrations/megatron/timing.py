@@ -12,7 +12,7 @@ from pipeloom.integrations.megatron.costs import StageCosts, StageNumbers
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
-from pipeloom.search import interleaved_one_f_one_b, one_f_one_b
+from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
@@ -66,7 +66,7 @@ class Timing:
         self.run, self.cluster = run, cluster
         self.costs = StageCosts(run, cluster, trainer)
         self.evaluations = 0
-        self._graphs: dict[tuple[int, ...], TaskGraph] = {}
+        self._graphs: dict[tuple[object, ...], TaskGraph] = {}
         self._orders: dict[tuple[int, int], Schedule] = {}
 
     def of(self, setup: PipelineSettings) -> Timed:
@@ -81,7 +81,7 @@ class Timing:
         end = [
             int(timeline.end_ns[tasks[-1]]) + rank.update_ns for tasks, rank in zip(schedule.order, ranks, strict=True)
         ]
-        work = m * sum(n.forward_ns + n.backward_ns for n in numbers)
+        work = m * sum(n.forward_ns + n.backward_ns + n.weight_ns for n in numbers)
         pipeline = timeline.makespan_ns
         return Timed(
             setup,
@@ -106,8 +106,9 @@ class Timing:
 
     def _graph(self, setup: PipelineSettings, numbers: Sequence[StageNumbers], static: IntArray) -> TaskGraph:
         m, count, sent = self.run.num_microbatches, len(numbers), self.costs.sent_bytes(setup)
-        forward, backward, held = (np.array([n[i] for n in numbers], np.int64) for i in range(3))
-        if sent not in self._graphs:
+        forward, backward, held, _, weight, late = (np.array(column, np.int64) for column in zip(*numbers, strict=True))
+        key = (sent, setup.ranks, setup.splits_backward)
+        if key not in self._graphs:
             column = np.zeros((count, 1), np.int64)
             chain = LayerChain(
                 name="megatron",
@@ -117,25 +118,28 @@ class Timing:
                 delay_ns=0,
                 forward_ns=forward[:, None],
                 backward_ns=backward[:, None],
-                weight_ns=column,
+                weight_ns=column + setup.splits_backward,
                 activation_bytes=held[:, None],
                 gradient_bytes=held[:, None],
                 static_bytes=column[:, 0],
                 strategies=(("keep",),) * count,
             )
-            ranks = tuple(i % setup.num_ranks for i in range(count))
-            self._graphs[sent] = graph_of(
-                chain, PartitionPlacement(tuple(range(count + 1)), ranks), delays_ns=[*map(self.costs.message_ns, sent)]
-            )
+            placement = PartitionPlacement(tuple(range(count + 1)), setup.ranks)
+            self._graphs[key] = graph_of(chain, placement, delays_ns=[*map(self.costs.message_ns, sent)])
+        passes = [forward, backward, weight] if setup.splits_backward else [forward, backward]
         return replace(
-            self._graphs[sent],
-            duration_ns=np.concatenate([forward, backward]).repeat(m),
+            self._graphs[key],
+            duration_ns=np.concatenate(passes).repeat(m),
             activation_bytes=held.repeat(m),
-            weight_gradient_bytes=held.repeat(m),
+            weight_gradient_bytes=(late if setup.splits_backward else held).repeat(m),
             static_bytes=static,
         )
 
     def _order(self, setup: PipelineSettings, graph: TaskGraph) -> Schedule:
+        if setup.splits_backward:
+            # The published schedules are the fastest of a search over when weight gradients fill gaps.
+            orders = [zero_bubble_in_flight(graph, setup.in_flight, waits=waits) for waits in (False, True)]
+            return min(orders, key=lambda order: simulate(graph, order).makespan_ns)
         key = (len(setup.stages), setup.group_size if setup.virtual > 1 else 0)
         if key not in self._orders:
             interleaved = setup.virtual > 1
@@ -149,11 +153,15 @@ class Timing:
         If groups are larger than the number of ranks, the first rank receives outputs of the last rank before it needs
         them, and the last rank gradients of the first.
         """
-        p, plain, sent = setup.num_ranks, self.costs.boundary_bytes, self.costs.sent_bytes(setup)
+        plain, sent = self.costs.boundary_bytes, self.costs.sent_bytes(setup)
         # The first stage and the last count a message of hidden states, for gradients.
         messages = [received + out for received, out in itertools.pairwise((plain, *sent, plain))]
-        other_bytes = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
-        other_bytes += np.array([max(messages[r::p]) for r in range(p)], np.int64)
-        if setup.virtual > 1:
-            other_bytes[[0, -1]] += (setup.group_size - p) * plain
+        workspace, buffers = (np.zeros(setup.num_ranks, np.int64) for _ in range(2))
+        np.maximum.at(workspace, list(setup.ranks), [n.workspace_bytes for n in numbers])
+        np.maximum.at(buffers, list(setup.ranks), messages)
+        other_bytes = workspace + buffers
+        for rank, stage in zip(setup.ranks, numbers, strict=True):
+            other_bytes[rank] += setup.extra_microbatches(rank) * stage.held_bytes
+        if setup.virtual > 1 and not setup.splits_backward:
+            other_bytes[[0, -1]] += (setup.group_size - setup.num_ranks) * plain
         return other_bytes
