@@ -276,12 +276,22 @@ class Placement:
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
         """Local devices of one accelerator."""
-        return cluster_devices(self.cluster, self.trainer)
+        return _devices(self.cluster_key, self.trainer)
+
+    @functools.cached_property
+    def cluster_key(self) -> bytes:
+        """The cluster as a key of caches."""
+        return msgspec.json.encode(self.cluster)
 
     def send_ps(self, num_bytes: int, link: int) -> int:
         """Return the picoseconds of one message over a link."""
         table = RuleTable(self.devices, ("send",), np.array([link]), np.array([1.0]))
         return int(table.durations_ps(np.array([[0.0, 0.0, float(num_bytes)]]))[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _devices(cluster: bytes, trainer: TrainerSpec) -> tuple[Device, ...]:
+    return cluster_devices(msgspec.json.decode(cluster, type=ClusterSpec), trainer)
 
 
 @functools.lru_cache(maxsize=512)
@@ -290,12 +300,7 @@ def _template(
 ) -> LayerTemplate:
     module, width = layer_module(layer)
     return LayerTemplate(
-        module,
-        width,
-        context,
-        cluster_devices(msgspec.json.decode(cluster, type=ClusterSpec), trainer),
-        trainable=trainable,
-        input_gradient=input_gradient,
+        module, width, context, _devices(cluster, trainer), trainable=trainable, input_gradient=input_gradient
     )
 
 
@@ -332,9 +337,7 @@ def layer_template(
     context = placement.context
     if not isinstance(layer, (ResidualLayer, PredictionLayer)):
         context = replace(context, quantization=None)
-    return _template(
-        unnamed(layer), context, msgspec.json.encode(placement.cluster), placement.trainer, trainable, input_gradient
-    )
+    return _template(unnamed(layer), context, placement.cluster_key, placement.trainer, trainable, input_gradient)
 
 
 def module_templates(

@@ -95,14 +95,16 @@ class StageCosts:
         quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
         self._embedding, self._head = self._ends(plain)
 
-        def part(layer: Layer, placement: Placement, block: Block | None = None) -> _Part:
+        @functools.cache
+        def part(layer: Layer, block: Block | None = None, *, bf16: bool = False) -> _Part:
+            placement = plain if bf16 else quantized
             return _Part(layer_template(layer, placement, trainable=trains), block, placement=placement)
 
-        places = [plain if each == "bf16" else quantized for each in precision.of_layers(len(model.blocks))]
-        self._joining = part(joining_layer(model.head.hidden, model.head.norm), quantized)
-        self._blocks = [part(block.whole, place, block) for block, place in zip(model.blocks, places, strict=True)]
-        self._encoder = [part(block.whole, quantized, block)._replace(encodes=True) for block in model.encoder]
-        self._predictors = [part(block.whole, quantized, block) for block in model.predictors]
+        in_bf16 = [each == "bf16" for each in precision.of_layers(len(model.blocks))]
+        self._joining = part(joining_layer(model.head.hidden, model.head.norm))
+        self._blocks = [part(block.whole, block, bf16=each) for block, each in zip(model.blocks, in_bf16, strict=True)]
+        self._encoder = [part(block.whole, block)._replace(encodes=True) for block in model.encoder]
+        self._predictors = [part(block.whole, block) for block in model.predictors]
         self._known: dict[tuple[object, ...], StageNumbers] = {}
         self._ranks: dict[tuple[int, ...], RankNumbers] = {}
         self._savings: dict[tuple[int, tuple[str, ...]], Saving] = {}
