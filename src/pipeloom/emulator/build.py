@@ -226,6 +226,9 @@ class Placement:
             shard_group=self.group(d.data, d.tensor * d.context),
             unfused_attention=self.trainer.attention == "unfused",
             hidden_tensor=self.trainer.hidden_tensor,
+            dropout=self.trainer.dropout,
+            loss_in_place=self.trainer.loss_in_place,
+            output_twice=self.trainer.output_twice,
         )
 
     def group(self, peers: int, stride: int = 1) -> Group:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pipeloom.emulator.size import ZERO, Size
+from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import NVLINK, Backward, Context, Cost, Group, Tensor
 
 NormKind = Literal["layer", "rms"]
@@ -33,6 +33,7 @@ def linear(
     weight = in_width * out_width
     biases = out_width if bias is True else int(bias)
     tape.parameter((weight + biases) * split, split)
+    tape.products.add((in_width, out_width))
     flops = x.rows * (2 * weight)
     moved = x.rows * ((in_width + out_width) * dtype)
     return tape.record(
@@ -54,6 +55,7 @@ def grouped_linear(
     tape, dtype = x.tape, x.dtype_bytes
     weight = in_width * out_width
     tape.parameter(weight * split * groups, split * groups // local_groups, expert=True)
+    tape.products.add((in_width, out_width))
     flops = x.rows * (2 * weight)
     moved = x.rows * ((in_width + out_width) * dtype)
     return tape.record(
@@ -113,6 +115,18 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
         (x.rows, x.width),
         backward=Backward(saved=[x, y], input_gradient=Cost("multiply", elements * 2, x.num_bytes * 5)),
         again="cheap",
+    )
+
+
+def dropout(x: Tensor) -> Tensor:
+    """Drop numbers at random, in the kernel of the addition behind it. Saves a mask of a byte a number."""
+    elements = x.rows * x.width
+    return x.tape.record(
+        Cost("add", elements, elements),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(input_gradient=Cost("add", elements, x.num_bytes * 2 + elements)),
+        extra=[(x.rows, x.width, 1)],
     )
 
 
@@ -211,12 +225,15 @@ def attention(
     for tensor in inputs:
         moved = moved + tensor.num_bytes
     backward = Cost(f"{kind}_backward", flops * 2.5, moved * 2, variant=query_key_width, flops_per_key=more * 2.5)
+    extra = [(rows, heads, STATISTIC_BYTES)]
+    if first.context.context > 1 and first.context.output_twice:
+        extra.append((rows, width, first.dtype_bytes))
     return first.tape.record(
         Cost(kind, flops, moved, variant=query_key_width, flops_per_key=more),
         inputs,
         (rows, width),
         backward=Backward(saved=inputs, saves_output=True, input_gradient=backward),
-        extra=[(rows, heads, STATISTIC_BYTES)],
+        extra=extra,
     )
 
 
@@ -293,11 +310,15 @@ def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Ten
 
 
 def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
-    """Look up rows of a table that is divided over tensor-parallel devices. Saves the indices."""
+    """Look up rows of a table that is divided over tensor-parallel devices. Saves the indices.
+
+    PyTorch makes the gradient of the whole table before it is added to the accumulated one.
+    """
     context = indices.context
     context.share("vocabulary", vocabulary)  # raises if it does not divide
     indices.tape.parameter(vocabulary * width, context.tensor)
     moved = indices.rows * (width * context.dtype_bytes)
+    table = ONE * (vocabulary // context.tensor * width * context.dtype_bytes)
     return indices.tape.record(
         Cost("embedding", ZERO, moved * 2),
         [indices],
@@ -305,14 +326,29 @@ def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
         backward=Backward(
             saved_for_weight=[indices],
             weight_gradient=Cost("embedding", ZERO, moved + indices.rows * (width * 2 * context.gradient_bytes)),
+            temporary=table,
         ),
         dtype_bytes=context.dtype_bytes,
     )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
-    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets."""
+    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets.
+
+    A loss in place computes the gradient of the logits in the forward and writes it over them. It saves nothing else.
+    """
     elements = logits.rows * logits.width
+    if logits.context.loss_in_place:
+        moved = logits.num_bytes
+        return logits.tape.record(
+            Cost("cross_entropy", elements * 9, moved * 3),
+            [logits, targets],
+            (logits.rows, 1),
+            backward=Backward(
+                saved=[logits, targets], input_gradient=Cost("cross_entropy", elements, moved * 2), in_place=True
+            ),
+            dtype_bytes=loss_bytes,
+        )
     full = elements * loss_bytes
     return logits.tape.record(
         Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2),

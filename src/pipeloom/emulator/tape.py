@@ -62,6 +62,12 @@ class Context:
         Whether attention computes and keeps the scores of all pairs.
     hidden_tensor : float
         Share of the tensor-parallel collectives that computation hides.
+    dropout : bool
+        Whether layers drop out the outputs of their mixers, and keep a mask of a byte a number for the backward.
+    loss_in_place : bool
+        Whether the gradient of the logits takes the logits' memory (Transformer Engine's fused loss).
+    output_twice : bool
+        Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine).
     """
 
     tensor: int = 1
@@ -77,6 +83,9 @@ class Context:
     shard_group: Group = BETWEEN
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
+    dropout: bool = False
+    loss_in_place: bool = False
+    output_twice: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
@@ -169,6 +178,10 @@ class Record:
         A memory-bound operator whose inputs are kept anyway. Selective recomputation drops its result.
     transient : bool
         The result is never kept, but always recomputed in the backward (gathered shards).
+    in_place : bool
+        The gradient of the first input takes the memory of that input.
+    temporary : Size
+        Bytes that the gradient to the weights needs while it runs.
     """
 
     forward: Cost
@@ -181,6 +194,8 @@ class Record:
     passes_gradient: bool = False
     cheap: bool = False
     transient: bool = False
+    in_place: bool = False
+    temporary: Size = ZERO
 
 
 Again = Literal["as kept", "cheap", "always"]
@@ -201,6 +216,10 @@ class Backward(NamedTuple):
         Whether the gradient to the inputs also reads the result.
     passes_gradient : bool
         The gradient of the output is the gradient of each input, without an operator.
+    in_place : bool
+        The gradient of the first input takes the memory of that input, which must be saved.
+    temporary : Size
+        Bytes that the gradient to the weights needs while it runs.
     """
 
     input_gradient: Cost | None = None
@@ -209,6 +228,8 @@ class Backward(NamedTuple):
     saved_for_weight: Sequence[Tensor] = ()
     saves_output: bool = False
     passes_gradient: bool = False
+    in_place: bool = False
+    temporary: Size = ZERO
 
 
 class Parameters(NamedTuple):
@@ -226,6 +247,8 @@ class Tape:
     context: Context
     records: list[Record] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
+    products: set[tuple[int, int]] = field(default_factory=set)
+    """Rows and columns, on one device, of the weights of matrix products."""
 
     def input(self, width: float, rows: Size | None = None, *, needs_gradient: bool = True) -> Tensor:
         """Return an input activation. Its rows default to this device's share of the tokens."""
@@ -275,6 +298,8 @@ class Tape:
             passes_gradient=backward.passes_gradient,
             cheap=again == "cheap",
             transient=again == "always",
+            in_place=backward.in_place,
+            temporary=backward.temporary,
         )
         flows = backward.weight_gradient is not None or any(t.needs_gradient for t in inputs)
         size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from pipeloom.bounds import Factor, Latency, Share
+from pipeloom.bounds import Factor, Latency, NumBytes, Share
+
+_MIB = 1 << 20
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,16 +36,30 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the gathering of updated parameters that computation hides."""
     hidden_tensor: Share = 0.0
     """Share of the tensor-parallel collectives that computation hides."""
+    dropout: bool = False
+    """Whether layers drop out the outputs of their mixers and keep the masks, of one byte a number."""
+    loss_in_place: bool = False
+    """Whether the loss overwrites the logits with their gradient. Otherwise it keeps the softmax in float32."""
+    output_twice: bool = False
+    """Whether context parallelism exchanges heads and keeps attention's output before and after."""
+    gradient_buffers: bool = False
+    """Whether every shape of a weight has a buffer in the place of its gradient, which is accumulated elsewhere."""
+    library_bytes: NumBytes = 0
+    """Bytes that libraries of matrix products keep."""
 
 
 FUSED = TrainerSpec()
 MEGATRON = TrainerSpec(
     name="megatron",
     source="published runs: Megatron-LM's loss moves 43 bytes a logit, 16 if fused; forward and backward of a dense "
-    "layer take 4 ms of host time on hosts of H100, those of a layer of experts 10 to 19 ms",
+    "layer take 4 ms of host time on hosts of H100, those of a layer of experts 10 to 19 ms. Transformer Engine from "
+    "version 2.3 on returns a cached buffer as the gradient of every shape of weight (module/base.py, get_dummy_wgrad), "
+    "and keeps 32 MiB for cuBLAS on Hopper and Blackwell, as PyTorch does",
     cross_entropy=2.7,
     layer_host_s=4e-3,
     expert_layer_host_s=12e-3,
+    gradient_buffers=True,
+    library_bytes=64 * _MIB,
 )
 """Megatron-LM with Transformer Engine."""
 EAGER = TrainerSpec(
@@ -52,5 +68,6 @@ EAGER = TrainerSpec(
     elementwise=2.0,
     layer_host_s=4e-3,
     expert_layer_host_s=12e-3,
+    library_bytes=32 * _MIB,
 )
 """Eager PyTorch, such as FSDP."""

@@ -90,8 +90,17 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     # Without FlashAttention, recomputing core attention alone is what the run is for.
     unstated = published.attention in ("", "unknown")
     unfused = published.attention == "unfused" or (unstated and "core_attn" in published.recompute)
+    engine = not eager and published.attention in ("te", "", "unknown")
+    base = EAGER if eager else MEGATRON
     return msgspec.structs.replace(
-        EAGER if eager else MEGATRON,
+        base,
+        gradient_buffers=engine,
+        library_bytes=base.library_bytes if engine or eager else EAGER.library_bytes,
+        # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
+        dropout=not eager and published.norm == "layer",
+        # SimuMax names its runs with Transformer Engine's fused cross entropy so.
+        loss_in_place=published.ref.endswith("_cef"),
+        output_twice="all-to-all" in published.assumed,
         attention="unfused" if unfused else "flash",
         hidden_reduction=HIDDEN if "grad reduce" in overlap else 0.0,
         hidden_gather=HIDDEN if "param gather" in overlap else 0.0,

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeloom.emulator.build import Placement, joining_layer, layer_template
 from pipeloom.emulator.stage import Stage, runs_of
-from pipeloom.emulator.static import static_bytes, update_ps
+from pipeloom.emulator.static import WEIGHT_BYTES, static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block
@@ -29,7 +29,7 @@ PS_PER_NS = PS_PER_S // 1_000_000_000
 class StageNumbers(NamedTuple):
     """Time and memory of one virtual stage for one microbatch.
 
-    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass.
+    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed beyond them during a pass.
     """
 
     forward_ns: int
@@ -39,7 +39,7 @@ class StageNumbers(NamedTuple):
 
 
 class RankNumbers(NamedTuple):
-    """Static memory of a rank (weights, gradients, optimizer state), and time of the update.
+    """Static memory of a rank (weights, gradients, optimizer state, buffers of libraries), and time of the update.
 
     The update reduces gradients over the replicas, updates weights, and gathers them if they are sharded.
     """
@@ -189,8 +189,16 @@ class StageCosts:
             max(backward, host - host // 3) // PS_PER_NS,
             cost.activation_bytes - saving.bytes,
             # Recomputed activations are in memory while one layer's backward runs.
-            stage.workspace_bytes(work) + most,
+            stage.peak_bytes(work) + most,
         )
+
+    def _buffer_bytes(self, templates: Sequence[LayerTemplate]) -> int:
+        """Return the bytes that libraries keep on a rank: for products, and in the place of weights' gradients."""
+        trainer = self.placement.trainer
+        if not trainer.gradient_buffers:
+            return trainer.library_bytes
+        shapes = {shape for template in templates for shape in template.products}
+        return trainer.library_bytes + WEIGHT_BYTES * sum(rows * columns for rows, columns in shapes)
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
@@ -220,6 +228,6 @@ class StageCosts:
     def _rank(self, templates: Sequence[LayerTemplate]) -> RankNumbers:
         key = tuple(map(id, templates))
         if key not in self._ranks:
-            static = static_bytes(templates, self.run.degrees)
+            static = static_bytes(templates, self.run.degrees) + self._buffer_bytes(templates)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -146,14 +145,15 @@ class Timing:
     def _other_bytes(self, setup: PipelineSettings, numbers: Sequence[StageNumbers]) -> IntArray:
         """Return the bytes of every rank beside held activations: its largest pass, and messages.
 
-        If groups are larger than the number of ranks, the first rank receives outputs of the last rank before it needs
-        them, and the last rank gradients of the first.
+        The gradient that a rank has sent stays until it has the next one. With virtual stages, the next input and the
+        next gradient are received ahead. If groups are larger than the number of ranks, the first rank receives outputs
+        of the last rank before it needs them, and the last rank gradients of the first.
         """
         p, plain, sent = setup.num_ranks, self.costs.boundary_bytes, self.costs.sent_bytes(setup)
-        # The first stage and the last count a message of hidden states, for gradients.
-        messages = [received + out for received, out in itertools.pairwise((plain, *sent, plain))]
         other_bytes = np.array([max(n.workspace_bytes for n in numbers[r::p]) for r in range(p)], np.int64)
-        other_bytes += np.array([max(messages[r::p]) for r in range(p)], np.int64)
+        received = (0, *sent)
+        other_bytes += np.array([max(received[r::p]) for r in range(p)], np.int64)
         if setup.virtual > 1:
+            other_bytes += 2 * plain
             other_bytes[[0, -1]] += (setup.group_size - p) * plain
         return other_bytes
