@@ -39,6 +39,9 @@ _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
 HIDDEN = 0.55
 """Share of overlapped collectives that computation hides: 0.5 to 0.6 of gradient reduction and parameter gathering, 0.5
 to 0.65 of tensor-parallel messages, in published runs."""
+_OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
+"""Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
+other tests have ``_te_``."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -88,9 +91,10 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     overlap = published.overlap
     eager = published.schedule in ("fsdp", "zero") or published.zero == 3
     # Without FlashAttention, recomputing core attention alone is what the run is for.
+    own = _OWN_LAYERS.match(published.ref) is not None
     unstated = published.attention in ("", "unknown")
-    unfused = published.attention == "unfused" or (unstated and "core_attn" in published.recompute)
-    engine = not eager and published.attention in ("te", "", "unknown")
+    unfused = published.attention == "unfused" or own or (unstated and "core_attn" in published.recompute)
+    engine = not eager and not own and published.attention in ("te", "", "unknown")
     base = EAGER if eager else MEGATRON
     return msgspec.structs.replace(
         base,

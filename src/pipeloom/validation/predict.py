@@ -46,8 +46,10 @@ class Prediction:
     ----------
     seconds, low_s, high_s : float
         Predicted time of an iteration, and its 80 % interval. 0 if the run cannot be expressed.
-    peak_bytes : int
-        Predicted peak memory of the fullest rank.
+    rank_bytes : tuple of int
+        Predicted peak memory of every rank.
+    attention : "flash", "unfused" or ""
+        Whether the emulated attention keeps its scores; empty if the run cannot be expressed.
     fitted : bool
         Whether a constant of the emulator was fitted to this run.
     reason : str
@@ -60,10 +62,16 @@ class Prediction:
     seconds: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
-    peak_bytes: int = 0
+    rank_bytes: tuple[int, ...] = ()
+    attention: Literal["flash", "unfused", ""] = ""
     fitted: bool = False
     reason: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak memory of the fullest rank."""
+        return max(self.rank_bytes, default=0)
 
     @property
     def error(self) -> float | None:
@@ -111,7 +119,8 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
         timed.iteration_s,
         min(times) * math.exp(low),
         max(times) * math.exp(high),
-        int(timed.peak_bytes.max()),
+        tuple(timed.peak_bytes.tolist()),
+        expressed.trainer.attention,
         notes=expressed.notes,
     )
 

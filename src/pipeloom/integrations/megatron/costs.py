@@ -62,8 +62,8 @@ class StageCosts:
 
     Notes
     -----
-    Embedding and loss are never recomputed. The last stage has its own weights for the product with the vocabulary,
-    even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is an embedding,
+    Embedding and loss are never recomputed. With several ranks, the last stage has its own weights for the product with
+    the vocabulary, even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is an embedding,
     a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
     weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
     of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
@@ -73,10 +73,11 @@ class StageCosts:
         self.run, self.cluster = run, cluster
         self.placement = Placement(cluster, run.degrees, trainer)
         model = run.model
-        head = msgspec.structs.replace(model.head, tied=False)
+        own = msgspec.structs.replace(model.head, tied=False)
         embedding = layer_template(model.embedding, self.placement, input_gradient=False)
         self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
-        self._head = _Part(layer_template(head, self.placement))
+        self._head = _Part(layer_template(own, self.placement))
+        self._same_head = _Part(layer_template(model.head, self.placement))
         self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), self.placement))
         self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
         self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
@@ -151,7 +152,7 @@ class StageCosts:
                     embedding = self._same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
                 else:
-                    parts.append(self._head)
+                    parts.append(self._same_head if setup.num_ranks == 1 else self._head)
             out.append(parts)
         return out
 
