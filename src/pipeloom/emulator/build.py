@@ -229,6 +229,7 @@ class Placement:
             dropout=self.trainer.dropout,
             loss_in_place=self.trainer.loss_in_place,
             output_twice=self.trainer.output_twice,
+            eager=self.trainer.eager,
         )
 
     def group(self, peers: int, stride: int = 1) -> Group:

@@ -44,6 +44,7 @@ def linear(
             saved_for_weight=[x],
             input_gradient=Cost(name, flops, moved + weight * dtype),
             weight_gradient=Cost(name, flops, moved + 2 * weight * x.context.gradient_bytes),
+            temporary=ONE * (weight * dtype) if x.context.eager else ZERO,
         ),
     )
 
@@ -75,23 +76,45 @@ def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
 
     ``split`` is the number of devices over which the width is divided.
     """
-    tape, elements = x.tape, x.rows * x.width
     num_weights = x.width * (2 if kind == "layer" else 1)
-    tape.parameter(num_weights * split, split)
-    statistics = 2 if kind == "layer" else 1
-    return tape.record(
-        Cost("norm", elements * 6, x.num_bytes * 2),
+    x.tape.parameter(num_weights * split, split)
+    return _norm(x, kind, x.width, 1)
+
+
+def norm_heads(x: Tensor, heads: int, head_width: int, num_weights: int) -> Tensor:
+    """Apply RMSNorm to each of the first ``heads`` heads in the columns. All heads share weights."""
+    x.tape.parameter(num_weights)
+    return _norm(x, "rms", heads * head_width, heads)
+
+
+def _norm(x: Tensor, kind: NormKind, width: float, groups: int) -> Tensor:
+    """Apply a norm to ``groups`` groups of ``width`` columns in all.
+
+    Eager PyTorch computes RMSNorm operator by operator. It saves the input in float32 and the result before its weights
+    in the place of the input.
+    """
+    elements, eager = x.rows * width, x.context.eager and kind == "rms"
+    num_bytes = elements * x.dtype_bytes
+    extra = [(x.rows, groups * (2.0 if kind == "layer" else 1.0), STATISTIC_BYTES)]
+    if eager:
+        extra += [(x.rows, width, STATISTIC_BYTES), (x.rows, width, x.dtype_bytes)]
+    y = x.tape.record(
+        Cost("norm", elements * 6, num_bytes * 2),
         [x],
         (x.rows, x.width),
         backward=Backward(
-            saved=[x],
-            saved_for_weight=[x],
-            input_gradient=Cost("norm", elements * 10, x.num_bytes * 3),
-            weight_gradient=Cost("norm", elements * 4, x.num_bytes * 2),
+            saved=[] if eager else [x],
+            saved_for_weight=[] if eager else [x],
+            input_gradient=Cost("norm", elements * 10, num_bytes * 3),
+            weight_gradient=Cost("norm", elements * 4, num_bytes * 2),
         ),
-        extra=[(x.rows, statistics, STATISTIC_BYTES)],
+        extra=extra,
         again="cheap",
     )
+    if eager:
+        assert y.producer is not None
+        y.producer.saved_for_weight = y.producer.outputs[-1:]
+    return y
 
 
 def activation(x: Tensor) -> Tensor:
@@ -153,7 +176,7 @@ def hand_on(x: Tensor, feature: Tensor) -> Tensor:
 
 
 def gated_activation(x: Tensor) -> Tensor:
-    """Apply SwiGLU as one kernel to the two halves of ``x``. Saves only ``x``."""
+    """Apply SwiGLU to the two halves of ``x``. As one kernel, it saves only ``x``; eager, also the activation."""
     width = x.width / 2
     elements = x.rows * width
     return x.tape.record(
@@ -161,6 +184,7 @@ def gated_activation(x: Tensor) -> Tensor:
         [x],
         (x.rows, width),
         backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5)),
+        extra=[(x.rows, width, x.dtype_bytes)] if x.context.eager else (),
         again="cheap",
     )
 
@@ -337,24 +361,28 @@ def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
 
     A loss in place computes the gradient of the logits in the forward and writes it over them. It saves nothing else.
     """
-    elements = logits.rows * logits.width
+    elements, narrow = logits.rows * logits.width, logits.num_bytes
     if logits.context.loss_in_place:
-        moved = logits.num_bytes
         return logits.tape.record(
-            Cost("cross_entropy", elements * 9, moved * 3),
+            Cost("cross_entropy", elements * 9, narrow * 3),
             [logits, targets],
             (logits.rows, 1),
             backward=Backward(
-                saved=[logits, targets], input_gradient=Cost("cross_entropy", elements, moved * 2), in_place=True
+                saved=[logits, targets], input_gradient=Cost("cross_entropy", elements, narrow * 2), in_place=True
             ),
             dtype_bytes=loss_bytes,
         )
+    if logits.context.eager and logits.dtype_bytes < loss_bytes:
+        cast = Backward(input_gradient=Cost("view"))
+        logits = logits.tape.record(
+            Cost("view"), [logits], (logits.rows, logits.width), backward=cast, dtype_bytes=loss_bytes
+        )
     full = elements * loss_bytes
     return logits.tape.record(
-        Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2),
+        Cost("cross_entropy", elements * 6, narrow + full * 2),
         [logits, targets],
         (logits.rows, 1),
-        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, logits.num_bytes + full)),
+        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, narrow + full)),
         dtype_bytes=loss_bytes,
         extra=[(logits.rows, logits.width, loss_bytes)],
     )

@@ -68,6 +68,8 @@ class Context:
         Whether the gradient of the logits takes the logits' memory (Transformer Engine's fused loss).
     output_twice : bool
         Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine).
+    eager : bool
+        Whether layers are those of a library in eager PyTorch, which keep the intermediates of norms and gates.
     """
 
     tensor: int = 1
@@ -86,6 +88,7 @@ class Context:
     dropout: bool = False
     loss_in_place: bool = False
     output_twice: bool = False
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
