@@ -476,7 +476,7 @@ def _tensor_group(context: Context) -> Group:
 def enter_tensor_parallel(x: Tensor) -> Tensor:
     """Gather all rows on every tensor-parallel peer. Without sequence parallelism, they are there already.
 
-    The gathered tensor is not kept: the backward gathers again, as in Megatron.
+    The gathered tensor is not kept: the backward gathers again, as in Megatron. Eager PyTorch keeps it.
     """
     context = x.context
     if context.tensor == 1:
@@ -490,7 +490,7 @@ def enter_tensor_parallel(x: Tensor) -> Tensor:
             [x],
             (rows, x.width),
             backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, group)),
-            again="always",
+            again="as kept" if context.eager else "always",
         )
     return x.tape.record(
         Cost("view"),

@@ -87,9 +87,9 @@ def express(published: PublishedRun) -> ExpressedRun:
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
-    """Return the trainer of a run: eager PyTorch for FSDP and ZeRO, else Megatron, with the overlap that is stated."""
+    """Return the trainer of a run: eager PyTorch for FSDP, ZeRO and nanotron, else Megatron, with the stated overlap."""
     overlap = published.overlap
-    eager = published.schedule in ("fsdp", "zero") or published.zero == 3
+    eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.ref.startswith("nanotron")
     # Without FlashAttention, recomputing core attention alone is what the run is for.
     own = _OWN_LAYERS.match(published.ref) is not None
     unstated = published.attention in ("", "unknown")
