@@ -72,7 +72,9 @@ def express(published: PublishedRun) -> ExpressedRun:
         raise InputError(published.id, fault)
     _check_kind(published)
     notes: list[str] = []
-    arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
+    # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
+    plain = [] if published.norm == "layer" else ["--hidden-dropout=0"]
+    arguments = [*plain, *_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
     run = read_megatron(arguments, num_devices=devices, one_rank=True)
@@ -100,8 +102,6 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         base,
         gradient_buffers=engine,
         library_bytes=base.library_bytes if engine or eager else EAGER.library_bytes,
-        # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
-        dropout=not eager and published.norm == "layer",
         # SimuMax names its runs with Transformer Engine's fused cross entropy so.
         loss_in_place=published.ref.endswith("_cef"),
         output_twice="all-to-all" in published.assumed,

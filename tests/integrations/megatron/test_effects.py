@@ -121,7 +121,7 @@ MODELED = [
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     {"recompute_activations": True, "recompute_modules": "core_attn", "tensor_model_parallel_size": 1},
     {"num_experts": 8, "expert_model_parallel_size": 1, "context_parallel_size": 1, "make_vocab_size_divisible_by": 64},
-    {"padded_vocab_size": 512},
+    {"padded_vocab_size": 512, "hidden_dropout": 0.0},
     {"no_pad_vocab_size": True},
     {"disable_pad_vocab_size": True},
     {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"},

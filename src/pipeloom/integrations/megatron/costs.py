@@ -71,7 +71,7 @@ class StageCosts:
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
         self.run, self.cluster = run, cluster
-        self.placement = Placement(cluster, run.degrees, trainer)
+        self.placement = Placement(cluster, run.degrees, msgspec.structs.replace(trainer, dropout=run.dropout))
         model = run.model
         own = msgspec.structs.replace(model.head, tied=False)
         embedding = layer_template(model.embedding, self.placement, input_gradient=False)

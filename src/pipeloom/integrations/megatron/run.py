@@ -49,6 +49,8 @@ class MegatronRun:
         Sequences of a microbatch, and of an iteration on all replicas.
     seq_length : int
         Tokens of every sequence.
+    dropout : bool
+        Whether layers drop out the outputs of attention and perceptron.
     now : PipelineSettings
         The current setup of the pipeline.
     recomputable : tuple of str
@@ -70,6 +72,7 @@ class MegatronRun:
     global_batch_size: int
     seq_length: int
     now: PipelineSettings
+    dropout: bool = False
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
@@ -172,6 +175,7 @@ def read_megatron(
         batch,
         length,
         now,
+        _dropout(arguments),
         modules,
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
@@ -180,6 +184,14 @@ def read_megatron(
         ignored=arguments.ignored,
         notes=notes,
     )
+
+
+def _dropout(arguments: Arguments) -> bool:
+    text = arguments.text("hidden-dropout")
+    try:
+        return text is None or float(text) > 0  # the default is 0.1
+    except ValueError:
+        raise arguments.refuse("hidden-dropout", f"{text!r} is not a number") from None
 
 
 def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
