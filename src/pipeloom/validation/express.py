@@ -41,7 +41,7 @@ HIDDEN = 0.55
 to 0.65 of tensor-parallel messages, in published runs."""
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
 """Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
-other tests have ``_te_``."""
+others have ``_te_``, for Transformer Engine."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -96,7 +96,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     own = _OWN_LAYERS.match(published.ref) is not None
     unstated = published.attention in ("", "unknown")
     unfused = published.attention == "unfused" or own or (unstated and "core_attn" in published.recompute)
-    engine = not eager and not own and published.attention in ("te", "", "unknown")
+    engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     base = EAGER if eager else MEGATRON
     return msgspec.structs.replace(
         base,
