@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -81,3 +82,23 @@ def test_the_fullest_rank_is_the_predicted_peak() -> None:
     found = predict(LLAMA)
     assert found.peak_bytes == max(found.rank_bytes)
     assert len(found.rank_bytes) == 2
+
+
+OTHER_MEMORY = re.compile("grpo|cross_entropy|multi_dist|modelopt|defer_emb|uninstall")
+"""Tests of Megatron-LM whose names say what the table does not: inference beside training, a teacher, an optimizer
+divided over fewer replicas; and those whose memory is that of unfused attention."""
+
+
+def test_memory_of_megatrons_tests_with_fused_attention() -> None:
+    errors = []
+    for run in read_runs(DATA):
+        test, _, container = run.ref.partition(" ")
+        if test.startswith("gpt/") and "_te_" in test and container.endswith("dev") and run.attention != "unfused":
+            found = predict(run)
+            if not (found.reason or OTHER_MEMORY.search(test)) and run.mem_bytes:
+                errors.append(memory_error(found))
+    error = np.array(errors, float)
+    assert len(error) > 90
+    assert np.median(np.abs(error)) < 0.02
+    assert np.quantile(error, 0.05) > -0.03
+    assert error.min() > -0.05

@@ -56,9 +56,9 @@ MEGATRON = TrainerSpec(
     name="megatron",
     source="published runs: Megatron-LM's loss moves 43 bytes a logit, 16 if fused; forward and backward of a dense "
     "layer take 4 ms of host time on hosts of H100, those of a layer of experts 10 to 19 ms. Transformer Engine from "
-    "version 2.3 on returns a cached buffer as the gradient of every shape of weight (module/base.py, get_dummy_wgrad), "
-    "and keeps 32 MiB for cuBLAS on Hopper and Blackwell; PyTorch as much for the thread of the forward and that of the "
-    "backward (CUDABlas.cpp; less on A100, unless CUBLAS_WORKSPACE_CONFIG is :4096:8)",
+    "version 2.3 on returns a cached buffer as the gradient of every shape of weight (module/base.py: get_dummy_wgrad) "
+    "and keeps 32 MiB for cuBLAS on Hopper and Blackwell; PyTorch as much for each of the threads of the forward and "
+    "the backward (CUDABlas.cpp; less on A100, unless CUBLAS_WORKSPACE_CONFIG is :4096:8)",
     cross_entropy=2.7,
     layer_host_s=4e-3,
     expert_layer_host_s=12e-3,
@@ -66,6 +66,13 @@ MEGATRON = TrainerSpec(
     library_bytes=96 * _MIB,
 )
 """Megatron-LM with Transformer Engine."""
+MEGATRON_KERNELS = TrainerSpec(
+    name="megatron, kernels alone",
+    source=MEGATRON.source,
+    gradient_buffers=MEGATRON.gradient_buffers,
+    library_bytes=MEGATRON.library_bytes,
+)
+"""Megatron-LM's memory, with the times of fused kernels alone: for comparing setups of one run."""
 EAGER = TrainerSpec(
     name="torch",
     source="published runs: memory-bound operators of eager PyTorch take 1.6 to 2.7 times as long as fused ones. "

@@ -89,7 +89,7 @@ def express(published: PublishedRun) -> ExpressedRun:
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
-    """Return the trainer of a run: eager PyTorch for FSDP, ZeRO and nanotron, else Megatron, with the stated overlap."""
+    """Return the trainer of a run, with the stated overlap: eager PyTorch for FSDP and nanotron, else Megatron."""
     overlap = published.overlap
     eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.ref.startswith("nanotron")
     # Without FlashAttention, recomputing core attention alone is what the run is for.

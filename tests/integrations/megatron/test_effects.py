@@ -23,6 +23,7 @@ from pipeloom.integrations.models import load_model
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.parallelism import MIXED_PRECISION, StateBytes
+from pipeloom.spec.trainer import FUSED
 from tests.integrations.megatron.cases import beside_defaults, listed
 
 FILES = ("arguments", "fields")
@@ -213,7 +214,7 @@ def test_data_types_count_in_memory() -> None:
     cluster = load_cluster("h100-8")
     static = []
     for changes in ({"use_distributed_optimizer": True}, both | dtypes):
-        timing = Timing(read_megatron(listed(changes), num_devices=8), cluster)
+        timing = Timing(read_megatron(listed(changes), num_devices=8), cluster, FUSED)
         static.append([rank.static_bytes for rank in timing.costs.of_ranks(timing.run.now)])
     for plain, small in zip(*static, strict=True):
         assert plain / small == pytest.approx((2 + 4 + 12 / 2) / (2 + 2 + 8 / 2))

@@ -77,7 +77,6 @@ class Attention:
         y = ops.linear(y, heads * self.head_width, self.hidden, bias=self.output_bias, split=context.tensor)
         return ops.leave_tensor_parallel(y)
 
-
     def _norm_heads(self, inputs: list[Tensor], heads: int, kv_heads: int) -> list[Tensor]:
         """Normalize queries and keys, which have weights of their own."""
         width = self.head_width

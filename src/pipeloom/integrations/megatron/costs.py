@@ -20,7 +20,7 @@ from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.spec import Strategy
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import FUSED, TrainerSpec
+from pipeloom.spec.trainer import MEGATRON_KERNELS, TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
@@ -63,21 +63,21 @@ class StageCosts:
     Notes
     -----
     Embedding and loss are never recomputed. With several ranks, the last stage has its own weights for the product with
-    the vocabulary, even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is an embedding,
-    a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
-    weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
-    of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
+    the vocabulary, even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is
+    an embedding, a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the
+    embedding's weights and sends the states of all prediction layers beside the hidden states. The stage of the loss
+    multiplies all of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = MEGATRON_KERNELS) -> None:
         self.run, self.cluster = run, cluster
         self.placement = Placement(cluster, run.degrees, msgspec.structs.replace(trainer, dropout=run.dropout))
         model = run.model
         own = msgspec.structs.replace(model.head, tied=False)
         embedding = layer_template(model.embedding, self.placement, input_gradient=False)
         self._embedding, self._same_embedding = _Part(embedding), _Part(embedding, shares=True)
-        self._head = _Part(layer_template(own, self.placement))
-        self._same_head = _Part(layer_template(model.head, self.placement))
+        # The stage of the loss, beside the embedding or on another rank.
+        self._heads = tuple(_Part(layer_template(head, self.placement)) for head in (own, model.head))
         self._joining = _Part(layer_template(joining_layer(model.head.hidden, model.head.norm), self.placement))
         self._blocks = [_Part(layer_template(block.whole, self.placement), block) for block in model.blocks]
         self._predictors = [_Part(layer_template(block.whole, self.placement), block) for block in model.predictors]
@@ -115,7 +115,7 @@ class StageCosts:
     def model_flops(self) -> float:
         """Return the FLOPs of matrix products for one microbatch on one device, without recomputation."""
         work = self.run.workload
-        parts = [*self._blocks, self._head]
+        parts = [*self._blocks, self._heads[0]]
         for part in self._predictors:
             parts += [part, self._joining]
         return 3 * sum(part.template.on(work).model_flops for part in parts)
@@ -152,7 +152,7 @@ class StageCosts:
                     embedding = self._same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
                 else:
-                    parts.append(self._same_head if setup.num_ranks == 1 else self._head)
+                    parts.append(self._heads[setup.num_ranks == 1])
             out.append(parts)
         return out
 
@@ -196,6 +196,8 @@ class StageCosts:
     def _buffer_bytes(self, templates: Sequence[LayerTemplate]) -> int:
         """Return the bytes that libraries keep on a rank: for products, and in the place of weights' gradients."""
         trainer = self.placement.trainer
+        if not templates:
+            return 0
         if not trainer.gradient_buffers:
             return trainer.library_bytes
         shapes = {shape for template in templates for shape in template.products}
