@@ -531,6 +531,27 @@ def exchange(x: Tensor) -> Tensor:
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
+def enter_expert_tensor(x: Tensor) -> Tensor:
+    """Gather the rows of the devices that share an expert. The gathered rows are kept for its weights' gradient."""
+    context = x.context
+    rows = x.rows * context.expert_tensor
+    whole, peers, group = rows * (x.width * x.dtype_bytes), context.expert_tensor, context.expert_tensor_group
+    if peers == 1:
+        return x
+    back = Backward(input_gradient=ring("reduce_scatter", whole, peers, group))
+    return x.tape.record(ring("all_gather", whole, peers, group), [x], (rows, x.width), backward=back)
+
+
+def leave_expert_tensor(x: Tensor) -> Tensor:
+    """Sum partial results over the devices that share an expert. Each keeps its rows."""
+    peers, group = x.context.expert_tensor, x.context.expert_tensor_group
+    if peers == 1:
+        return x
+    back = Backward(input_gradient=ring("all_gather", x.num_bytes, peers, group))
+    cost = ring("reduce_scatter", x.num_bytes, peers, group)
+    return x.tape.record(cost, [x], (x.rows / peers, x.width), backward=back)
+
+
 def share_keys(x: Tensor, width: float) -> Tensor:
     """Send ``width`` columns (keys and values) around the context-parallel ring."""
     context = x.context

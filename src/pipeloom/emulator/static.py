@@ -25,7 +25,7 @@ WEIGHT_BYTES = 2
 def shards(degrees: Degrees) -> tuple[int, int]:
     """Return the number of devices over which the state of dense weights and of experts is divided."""
     dense = degrees.data * degrees.context
-    return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
+    return dense, max(1, degrees.expert_data) if degrees.expert > 1 else dense
 
 
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees) -> int:

@@ -48,13 +48,13 @@ class Context:
 
     Attributes
     ----------
-    tensor, context, expert : int
-        Degrees of parallelism.
+    tensor, context, expert, expert_tensor : int
+        Degrees of parallelism. With expert parallelism, ``expert_tensor`` divides each expert.
     sequence_parallel : bool
         Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1.
     dtype_bytes, gradient_bytes : int
         Bytes of an activation or weight, and of an accumulated weight gradient.
-    tensor_group, context_group, expert_group : Group
+    tensor_group, context_group, expert_group, expert_tensor_group : Group
         Links of the groups.
     shard, shard_group : int, Group
         Data-parallel devices over which weights are sharded between uses (ZeRO-3), and their link.
@@ -75,12 +75,14 @@ class Context:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence_parallel: bool = True
     dtype_bytes: int = 2
     gradient_bytes: int = 4
     tensor_group: Group = INSIDE
     context_group: Group = BETWEEN
     expert_group: Group = INSIDE
+    expert_tensor_group: Group = INSIDE
     shard: int = 1
     shard_group: Group = BETWEEN
     unfused_attention: bool = False
@@ -91,7 +93,7 @@ class Context:
     eager: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
+        for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes", "shard"):
             check_count(f"context.{name}", getattr(self, name))
 
     @property

@@ -42,6 +42,8 @@ to 0.65 of tensor-parallel messages, in published runs."""
 _OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
 """Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
 others have ``_te_``, for Transformer Engine."""
+_OF_ARGUMENTS = ("megatron-golden", "loongforge")
+"""Sources whose runs have Megatron-LM's defaults where the table says nothing."""
 _UNKNOWN_PARTS = ("vocabulary parallelism", "layers dealt by load", "MegaScale's own changes", "asynchronous tensor")
 """Parts of a run that the table has in words only, in its column ``reason``."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
@@ -232,6 +234,8 @@ def _parallel(published: PublishedRun) -> list[str]:
         f"--context-parallel-size={published.cp or 1}",
         f"--expert-model-parallel-size={published.ep or 1}",
     ]
+    if (published.ep or 1) > 1 and (wide := _expert_tensor(published)) is not None:
+        words.append(f"--expert-tensor-parallel-size={wide}")
     words += _flags(
         sequence_parallel=bool(published.sp) and tensor > 1, use_distributed_optimizer=(published.zero or 0) > 0
     )
@@ -247,6 +251,17 @@ def _parallel(published: PublishedRun) -> list[str]:
             raise InputError(published.id, f"layout: {layers} layers on {stages} stages are not described")
         words += _flags(account_for_embedding_in_pipeline_split=ends[0], account_for_loss_in_pipeline_split=ends[1])
     return words
+
+
+def _expert_tensor(published: PublishedRun) -> int | None:
+    """Return the devices among which each expert is divided; None: Megatron's default, which is tensor parallelism.
+
+    Names of Megatron-LM's tests have it. Runs of recipes (Megatron Bridge, NeMo, dgxc) leave each expert whole.
+    """
+    found = re.search(r"etp(\d+)", published.ref)
+    if found is not None:
+        return int(found[1])
+    return None if published.source in _OF_ARGUMENTS else 1
 
 
 def _batch(published: PublishedRun) -> list[str]:

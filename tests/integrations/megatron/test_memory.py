@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import read_megatron
 from pipeloom.integrations.megatron.costs import StageCosts
 from pipeloom.integrations.megatron.timing import Timing
@@ -121,3 +122,24 @@ def test_eager_sequence_parallelism_keeps_gathered_inputs() -> None:
     without = held(*arguments) - held(*arguments, "--num-layers=3")
     # Two gathered inputs of a layer in the place of their shards.
     assert layers - without == 2 * TOKENS * HIDDEN * (4 + 2 - 2) / 2 + TOKENS * INNER * 2 / 2 + 2 * STREAM / 2
+
+
+EXPERTS = (
+    *("--num-experts=8", "--moe-router-topk=2", f"--moe-ffn-hidden-size={INNER}", "--moe-grouped-gemm"),
+    *("--tensor-model-parallel-size=2", "--sequence-parallel", "--expert-model-parallel-size=2", APART),
+)
+
+
+def test_tensor_parallelism_divides_experts_by_default() -> None:
+    whole = (*EXPERTS, "--expert-tensor-parallel-size=1")
+    weights = 4 * 8 * 3 * HIDDEN * INNER
+    # A quarter of the experts' weights in the place of a half, 18 bytes each without a distributed optimizer.
+    assert static(*whole) - static(*EXPERTS) == weights / 4 * 18
+    # Every device holds the rows of both, each with half of the gate and its result, and the input twice as long.
+    more = held(*EXPERTS) - held(*whole)
+    assert more == pytest.approx(4 * 2 * STREAM / 2, rel=0.01)
+
+
+def test_experts_that_the_devices_cannot_hold_are_refused() -> None:
+    with pytest.raises(InputError, match="expert-tensor-parallel-size"):
+        costs_of(*EXPERTS, "--expert-model-parallel-size=8")

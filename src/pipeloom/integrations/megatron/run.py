@@ -166,7 +166,7 @@ def read_megatron(
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
-    notes = arguments.notes + _notes(arguments, degrees)
+    notes = arguments.notes + _notes(arguments)
     return MegatronRun(
         arguments.source,
         model,
@@ -237,6 +237,14 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
             f"{expert} does not divide data {data} x context {context} x tensor {tensor}",
             "lower it, or use more devices",
         )
+    # By default Megatron divides experts like other layers.
+    wide = arguments.size("expert-tensor-parallel-size", tensor)
+    if expert > 1 and (data * context * tensor) % (expert * wide):
+        raise arguments.refuse(
+            "expert-tensor-parallel-size",
+            f"{wide} x expert {expert} does not divide data {data} x context {context} x tensor {tensor}",
+            "lower it, or use more devices",
+        )
     zero: Literal[0, 1] = 1 if arguments.flag("use-distributed-optimizer") else 0
     return Degrees(
         tensor=tensor,
@@ -244,6 +252,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
         data=data,
         context=context,
         expert=expert,
+        expert_tensor=wide if expert > 1 else 1,
         sequence_parallel=arguments.flag("sequence-parallel"),
         zero=zero,
         state=_state(arguments),
@@ -310,7 +319,7 @@ def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, n
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 
 
-def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
+def _notes(arguments: Arguments) -> tuple[str, ...]:
     found = notes_of(arguments)
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if method == "uniform" and number is not None and number > 1:
@@ -326,11 +335,5 @@ def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
         found.append(
             "without --bf16 or --fp16 Megatron trains in float32, bfloat16 is emulated; "
             "the emulated time and memory are too low"
-        )
-    wide = arguments.size("expert-tensor-parallel-size", degrees.tensor)
-    if degrees.expert > 1 and wide > 1:
-        found.append(
-            "experts are emulated whole on each device, without tensor parallelism inside them; "
-            "the emulated memory is too high"
         )
     return tuple(found)
