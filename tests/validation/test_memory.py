@@ -43,6 +43,8 @@ def test_the_summary_of_memory_names_the_extremes_and_counts_what_is_below() -> 
     assert found[0].highest == pytest.approx(0.2)
     assert found[0].num_below == 2
     assert summarize([replace(measured("peak", 1.0, 2), rank_bytes=())]).memory == ()
+    unstated = measured("peak", 1.0, 2)
+    assert memory_error(replace(unstated, run=replace(unstated.run, recompute="unknown"))) is None
 
 
 def published(source: str) -> Iterator[Prediction]:

@@ -76,6 +76,8 @@ def express(published: PublishedRun) -> ExpressedRun:
     notes: list[str] = []
     # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
     plain = [] if published.norm == "layer" else ["--hidden-dropout=0"]
+    if not plain:
+        notes.append("dropout is not stated, 0.1 is assumed")
     arguments = [*plain, *_model(published), *_parallel(published), *_batch(published), *_recompute(published, notes)]
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)

@@ -72,9 +72,12 @@ def memory_kind(run: PublishedRun) -> MemoryKind:
 
 
 def comparable_bytes(prediction: Prediction) -> float | None:
-    """Return the predicted bytes of the rank and kind that the run's memory is of; None if either is unknown."""
+    """Return the predicted bytes of the rank and kind that the run's memory is of; None if either is unknown.
+
+    Without the recomputation, memory is unknown.
+    """
     peaks = prediction.rank_bytes
-    if not peaks or not prediction.run.mem_bytes:
+    if not peaks or not prediction.run.mem_bytes or prediction.run.recompute == "unknown":
         return None
     rank, kind = memory_kind(prediction.run)
     value = float({"fullest": max(peaks), "last": peaks[-1], "mean": sum(peaks) / len(peaks)}[rank])
