@@ -41,6 +41,7 @@ from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, Res
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 CACHE_SIZE = 16384
@@ -81,6 +82,9 @@ class EmulatedCosts:
     pareto_steps : ParetoSteps, optional
         Number of mixtures to offer instead of ``strategies``. In a mixture, each layer of a chunk has its own strategy
         (`pipeloom.cost.mixtures`). ``keep`` is always the first.
+    trainer : TrainerSpec
+        The framework that runs the model: what its operators take and keep. The zoo's ``torch`` keeps what layers of a
+        library keep in eager PyTorch.
 
     Notes
     -----
@@ -97,10 +101,11 @@ class EmulatedCosts:
         *,
         split: bool = True,
         pareto_steps: ParetoSteps | None = None,
+        trainer: TrainerSpec = FUSED,
     ) -> None:
         self.architecture = load_architecture(architecture) if isinstance(architecture, str) else architecture
         self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
-        self.placement = Placement(self.cluster, degrees)
+        self.placement = Placement(self.cluster, degrees, trainer)
         if not strategies:
             raise InputError("strategies", "is empty", "give at least the base")
         self.strategies = tuple(map(chunk_strategy, strategies))
@@ -137,7 +142,13 @@ class EmulatedCosts:
         alone = msgspec.structs.replace(self.placement.degrees, tensor=1, expert=1)
         pareto_steps, split = self.pareto_steps, self.split_backward
         return type(self)(
-            self.architecture, self.cluster, alone, self.strategies, split=split, pareto_steps=pareto_steps
+            self.architecture,
+            self.cluster,
+            alone,
+            self.strategies,
+            split=split,
+            pareto_steps=pareto_steps,
+            trainer=self.placement.trainer,
         )
 
     def uncorrected(self) -> EmulatedCosts:

@@ -1,6 +1,7 @@
 """Predict published training runs, fit constants to them, and say how far predictions can be trusted."""
 
 from pipeloom.validation.confidence import Chance, Interval, chance, interval, published_device
+from pipeloom.validation.memory import MemoryErrors
 from pipeloom.validation.predict import Prediction, predict
 from pipeloom.validation.runs import PublishedRun, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
@@ -9,6 +10,7 @@ __all__ = [
     "Chance",
     "Errors",
     "Interval",
+    "MemoryErrors",
     "Prediction",
     "PublishedRun",
     "Regret",
