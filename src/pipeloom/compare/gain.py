@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeloom.compare.baseline import SIZES, System, in_turn, replica_seconds, searched_system, sized
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, batch_of, pack_microbatches
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
 from pipeloom.compare.now import run_costs, static_graph, under_static_order
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.iteration import batch_of
 from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide, least_bound
