@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class TimedIteration:
     other_bytes: IntArray
     capacity_bytes: int
 
-    @property
+    @cached_property
     def iteration_s(self) -> float:
         """Seconds of the iteration. A rank updates its weights as soon as its last task ends."""
         end = np.zeros(self.graph.num_ranks, np.int64)
