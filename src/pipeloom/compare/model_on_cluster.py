@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.errors import InputError
-from pipeloom.iteration import Draw, Microbatches, draw_microbatches, emulate
+from pipeloom.iteration import Microbatches, TimedIteration, draw_microbatches
 from pipeloom.iteration import pack_microbatches as pack_groups
 from pipeloom.iteration.emulation import model_flops as flops_of
 from pipeloom.iteration.microbatches import default_data
@@ -22,7 +23,7 @@ from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.taskgraph import Assignable, TaskGraph
+from pipeloom.taskgraph import Assignable, IntArray, TaskGraph, to_ns
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace_bytes
 
 LEVELS = (
@@ -43,8 +44,8 @@ class ModelOnCluster:
         Costs with the strategies that a planner chooses for every pair, and with those that other systems choose once.
     capacity_bytes : int
         Memory of each device for static bytes and activations. Workspace is subtracted per layout.
-    update_s : float
-        Time of gradient reduction and optimizer step after the pipeline, the same for every system.
+    update : bool
+        Whether iterations end with gradient reduction and weight update.
     """
 
     architecture: Architecture
@@ -54,12 +55,25 @@ class ModelOnCluster:
     levels: EmulatedCosts
     model: ModelSpec
     capacity_bytes: int
-    update_s: float
+    update: bool
 
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return self.degrees.pipeline
+
+    def update_ns(self, layout: Layout) -> IntArray:
+        """Return the time that each rank of a layout needs to reduce gradients and update weights."""
+        ranks = [[chunk for chunk in layout.chunks if chunk.rank == rank] for rank in range(layout.num_ranks)]
+        seconds = [self.costs.update_s(chunks) if self.update else 0.0 for chunks in ranks]
+        return np.array([to_ns(each, "update_s") for each in seconds], np.int64)
+
+    def iteration_s(self, result: BaselineResult) -> float:
+        """Return the seconds of an iteration with the updates of all ranks."""
+        update = self.update_ns(result.layout) if result.update_ns is None else result.update_ns
+        none = np.zeros_like(update)
+        whole = TimedIteration(result.graph, result.schedule, result.timeline, update, none, self.capacity_bytes)
+        return whole.iteration_s + result.after_s
 
     @property
     def memory(self) -> MemoryLimit:
@@ -89,13 +103,8 @@ def put_on_cluster(
         )
     costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps())
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False)
-    update_s = 0.0
-    if update:
-        # The update does not depend on the iteration's data.
-        end = emulate(architecture, hardware, degrees, batch=Draw(1), strategy="recompute", sub_microbatch={})
-        update_s = end.iteration_s - end.pipeline_s
     return ModelOnCluster(
-        architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update_s
+        architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update
     )
 
 
