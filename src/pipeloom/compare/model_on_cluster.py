@@ -12,7 +12,8 @@ from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.encoder_dp import EncoderDpCosts
 from pipeloom.errors import InputError
-from pipeloom.iteration import Microbatches, TimedIteration, draw_microbatches
+from pipeloom.iteration import Microbatches as Microbatches
+from pipeloom.iteration import TimedIteration, draw_microbatches
 from pipeloom.iteration import pack_microbatches as pack_groups
 from pipeloom.iteration.emulation import model_flops as flops_of
 from pipeloom.iteration.microbatches import default_data

@@ -113,10 +113,6 @@ class Stage:
             sum(layer.host_bytes[run.strategy] * run.count for run, layer in layers),
         )
 
-    def output_bytes(self, workload: Workload) -> int:
-        """Return the bytes of the stage's output on one device."""
-        return self.runs[-1].layer.on(workload).output_bytes
-
     def model_flops(self, workload: Workload) -> float:
         """Return the operations of the forward's matrix products on one device."""
         return sum(run.layer.on(workload).model_flops * run.count for run in self.runs)

@@ -41,8 +41,8 @@ def with_edges(
         summable("edges.delay_s", np.concatenate([graph.edge_delay_ns, delay])),
     )
     held = np.concatenate([graph.edge_bytes, np.zeros(len(more_source), np.int64)])
-    names = ("edge_source", "edge_target", "edge_delay_ns")
-    changed = replace(graph, edge_bytes=held, **dict(zip(names, edges, strict=True)), **_rows(graph, edges))
+    columns: dict[str, Any] = dict(zip(("edge_source", "edge_target", "edge_delay_ns"), edges, strict=True))
+    changed = replace(graph, edge_bytes=held, **columns, **_rows(graph, edges))
     topological_order(changed)
     return changed
 
@@ -84,7 +84,7 @@ def with_microbatch(graph: TaskGraph, number: int, one: TaskGraph) -> TaskGraph:
         column[where] = getattr(one, name)
         return column
 
-    columns = {name: put(name, pairs) for name in ("activation_bytes", "weight_gradient_bytes")}
+    columns: dict[str, Any] = {name: put(name, pairs) for name in ("activation_bytes", "weight_gradient_bytes")}
     columns |= {"duration_ns": put("duration_ns", tasks), "edge_bytes": put("edge_bytes", edges)}
     for name, column in columns.items():
         summable(name, column, "ns" if name == "duration_ns" else "bytes")
