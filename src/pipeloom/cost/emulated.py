@@ -290,7 +290,7 @@ class EmulatedCosts:
             ),
         )
 
-    @property
+    @functools.cached_property
     def model_spec(self) -> ModelSpec:
         """The planner's view of the model. Shapes are those of whole activations."""
         modules = []

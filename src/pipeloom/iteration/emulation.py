@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import IntArray, TaskGraph, build_graph, to_ns
 from pipeloom.taskgraph.iteration import workspace_bytes
-from pipeloom.timeline import Schedule, memory_changes, simulate
+from pipeloom.timeline import Schedule, Timeline, memory_changes, simulate
 from pipeloom.units import size_text
 
 DEFAULT_STRATEGIES = (
@@ -191,32 +193,39 @@ def fastest_step(
     packing = pack_microbatches(costs.model_spec, layout, microbatches)
     usable = costs.cluster.device.usable_bytes
     graph = build_graph(layout, packing, costs, name=costs.architecture.name, capacity_bytes=usable)
-    best: EmulatedStep | None = None
-    last = len(costs.strategies) - 1
+    best: _Timed | None = None
     for number, strategy in enumerate(costs.strategies):
         work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), num_messages=0)[0]
         chosen = graph.with_candidates(None if graph.candidates is None else np.full(graph.num_pairs, number))
         chosen = replace(chosen, capacity_bytes=usable - work)
         if best is not None and _work_ns(chosen) >= best.timeline.makespan_ns:
             continue
-        try:
+        with suppress(InfeasibleError):
             schedule = _ordered(chosen)
-        except InfeasibleError:
-            if number < last or best is not None:
-                continue
-            more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
-            schedule = _ordered(more)
-            if not or_beyond_memory:
-                least = simulate(more, schedule).peak_bytes + work
-                raise InfeasibleError(
-                    f"needs {size_text(int(least.max()))} on a device at best, {size_text(usable)} are usable; "
-                    "raise tensor or pipeline parallelism"
-                ) from None
-        step = _step(costs, layout, packing, (chosen, schedule, work), str(strategy))
-        if best is None or step.timeline.makespan_ns < best.timeline.makespan_ns:
-            best = step
-    assert best is not None
-    return best
+            timeline = simulate(chosen, schedule)
+            if best is None or timeline.makespan_ns < best.timeline.makespan_ns:
+                best = _Timed(chosen, schedule, timeline, work, strategy)
+    if best is None:
+        more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
+        schedule = _ordered(more)
+        best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy)
+        if not or_beyond_memory:
+            least = int((best.timeline.peak_bytes + work).max())
+            raise InfeasibleError(
+                f"needs {size_text(least)} on a device at best, {size_text(usable)} are usable; "
+                "raise tensor or pipeline parallelism"
+            )
+    return _step(costs, layout, packing, best)
+
+
+class _Timed(NamedTuple):
+    """A graph under one strategy, its best schedule, and the workspace of every rank."""
+
+    graph: TaskGraph
+    schedule: Schedule
+    timeline: Timeline
+    work_bytes: IntArray
+    strategy: ChunkStrategy
 
 
 def _ordered(graph: TaskGraph) -> Schedule:
@@ -248,21 +257,18 @@ def _needed_bytes(graph: TaskGraph, in_flight: int) -> IntArray:
     return graph.static_bytes + largest
 
 
-def _step(
-    costs: EmulatedCosts, layout: Layout, packing: Packing, timed: tuple[TaskGraph, Schedule, IntArray], strategy: str
-) -> EmulatedStep:
-    graph, schedule, work = timed
+def _step(costs: EmulatedCosts, layout: Layout, packing: Packing, best: _Timed) -> EmulatedStep:
     chunks: list[list[Chunk]] = [[c for c in layout.chunks if c.rank == rank] for rank in range(layout.num_ranks)]
     degrees, device = costs.placement.degrees, costs.cluster.device
     return EmulatedStep(
-        graph=graph,
-        schedule=schedule,
-        timeline=simulate(graph, schedule),
+        graph=best.graph,
+        schedule=best.schedule,
+        timeline=best.timeline,
         update_ns=np.array([to_ns(costs.update_s(each), "update_s") for each in chunks], np.int64),
-        other_bytes=work,
+        other_bytes=best.work_bytes,
         capacity_bytes=device.usable_bytes,
         layout=layout,
-        strategy=strategy,
+        strategy=str(best.strategy),
         flops=model_flops(costs, layout, packing),
         num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
         num_devices=degrees.pipeline * degrees.tensor * degrees.context,
