@@ -257,7 +257,7 @@ def _sweeps() -> list[SweepEntry]:
     entries = []
     for model in _MODELS:
         for devices in (4, 8, 16, 32, 64, 128, 256):
-            points = Points(num_devices=devices)
+            points = Points(num_devices=devices, strategies=("selective", "recompute"))
             entries += sweep(model, "dip-h100-16k", batch=Draw(32), points=points, sub_microbatch=_TWELVE)
     return entries
 
@@ -274,7 +274,8 @@ def _many() -> str:
     assert times[0] == times[1]
     run = sum(each.result is not None for each in found[0])
     return (
-        f"Sweeps of {', '.join(_MODELS)} on 4 to 256 H100 with 32 microbatches, {len(found[0])} configurations, of "
+        f"Sweeps of {', '.join(_MODELS)} on 4 to 256 H100 with 32 microbatches and two memory strategies, "
+        f"{len(found[0])} configurations, of "
         f"which {run} run: {fast:.0f} s with reuse, {slow:.0f} s without ({counted[0] / 1e6:.0f} million operators), "
         f"{slow / fast:.0f} times as long. All times are equal."
     )
