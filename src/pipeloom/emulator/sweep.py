@@ -20,6 +20,7 @@ from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixtu
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 GIB = 2**30
 _RETRY_FACTOR = 1.2
@@ -125,6 +126,7 @@ def emulate(
     strategy: ChunkStrategy | str | None = None,
     sub_microbatch: Mapping[str, int] | None = None,
     shape: PipelineShape = PipelineShape(),
+    trainer: TrainerSpec = FUSED,
 ) -> EmulatedStep:
     """Emulate one iteration of one pipeline replica.
 
@@ -136,6 +138,7 @@ def emulate(
         Strategy of every chunk; None: the fastest that fits.
     sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
     shape : chunks per rank by module, and microbatches in flight
+    trainer : framework that runs the model
 
     Raises
     ------
@@ -147,7 +150,7 @@ def emulate(
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
     microbatches = batch.of(architecture) if isinstance(batch, Draw) else batch
-    placement = Placement(hardware, degrees)
+    placement = Placement(hardware, degrees, trainer)
     if sub_microbatch is None:
         sub_microbatch = image_sizes(architecture, placement, microbatches)
     works = [work_of(architecture, samples, sub_microbatch) for samples in microbatches]
@@ -233,6 +236,7 @@ def sweep(
     points: Points = Points(),
     sub_microbatch: Mapping[str, int] | None = None,
     progress: Callable[[SweepEntry], None] | None = None,
+    trainer: TrainerSpec = FUSED,
 ) -> list[SweepEntry]:
     """Emulate every combination of degrees on the same global batch. Return the results, fastest first.
 
@@ -250,7 +254,7 @@ def sweep(
     @cache
     def sizes(tensor: int) -> Mapping[str, int]:
         # Efficient sizes depend only on tensor parallelism.
-        return image_sizes(architecture, Placement(hardware, Degrees(tensor=tensor)), drawn)
+        return image_sizes(architecture, Placement(hardware, Degrees(tensor=tensor), trainer), drawn)
 
     @cache
     def works(tensor: int, times: int) -> list[Work]:
@@ -261,7 +265,8 @@ def sweep(
 
     entries = []
     for degrees in grid(devices, min(points.max_tensor, hardware.devices_per_node)):
-        entry = _entry(architecture, hardware, degrees, partial(works, degrees.tensor, 1), points.strategies)
+        parts = partial(works, degrees.tensor, 1)
+        entry = _entry(architecture, Placement(hardware, degrees, trainer), parts, points.strategies)
         entries.append(entry)
         if progress is not None:
             progress(entry)
@@ -270,25 +275,26 @@ def sweep(
         for i, entry in enumerate(entries):
             if entry.result is not None and entry.iteration_s <= threshold:
                 parts = partial(works, entry.degrees.tensor, 2)
-                larger = _entry(architecture, hardware, entry.degrees, parts, (entry.result.strategy,))
+                placement = Placement(hardware, entry.degrees, trainer)
+                larger = _entry(architecture, placement, parts, (entry.result.strategy,))
                 entries[i] = min(entry, larger, key=lambda e: e.iteration_s)
     return sorted(entries, key=lambda e: e.iteration_s)
 
 
 def _entry(
     architecture: Architecture,
-    hardware: ClusterSpec,
-    degrees: Degrees,
+    placement: Placement,
     find_works: Callable[[], Sequence[Work]],
     strategies: Sequence[ChunkStrategy | str],
 ) -> SweepEntry:
+    degrees = placement.degrees
     try:
         works = find_works()
         if degrees.data > len(works):
             return SweepEntry(degrees, None, f"{len(works)} microbatches for {degrees.data} replicas")
         replicas = [works[r :: degrees.data] for r in range(degrees.data)]
         largest = max(replicas, key=lambda r: sum(w.num_tokens for work in r for parts in work.values() for w in parts))
-        pipeline = PipelineModel(architecture, Placement(hardware, degrees), _typical(works))
+        pipeline = PipelineModel(architecture, placement, _typical(works))
         return SweepEntry(degrees, fastest_step(pipeline, largest, strategies))
     except (InputError, InfeasibleError) as error:
         return SweepEntry(degrees, None, str(error))

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pipeloom.bounds import Factor, Latency, Share
+from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
+
+HOST_SHARE = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+"""Share of a layer's launches in each pass: the backward has two products for each of the forward."""
+
+
+class Overlap(NamedTuple):
+    """What a run overlaps with computation, by its flags."""
+
+    reduction: bool = False
+    """Reduction of gradients."""
+    gather: bool = False
+    """Gathering of updated parameters."""
+    tensor: bool = False
+    """Messages of tensor parallelism."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +52,35 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the tensor-parallel collectives that computation hides, if the two overlap."""
     host_optimizer: bool = False
     """Whether the optimizer runs on the host, whose memory holds its state (DeepSpeed's optimizer offloading)."""
+
+    def host_s(self, layer: Layer) -> float:
+        """Return the seconds in which the host launches forward and backward of one layer. Only blocks count."""
+        mixers = layer_mixers(layer)
+        if not mixers:
+            return 0.0
+        routed = any(isinstance(mixer, ExpertsMixer) for mixer in mixers)
+        blocks = layer.depth if isinstance(layer, PredictionLayer) else 1
+        return blocks * (self.expert_layer_host_s if routed else self.layer_host_s)
+
+    def overlapping(self, overlap: Overlap) -> TrainerSpec:
+        """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""
+        return msgspec.structs.replace(
+            self,
+            hidden_reduction=self.hidden_reduction if overlap.reduction else 0.0,
+            hidden_gather=self.hidden_gather if overlap.gather else 0.0,
+            hidden_tensor=self.hidden_tensor if overlap.tensor else 0.0,
+        )
+
+    @property
+    def text(self) -> str:
+        """The name, and what is overlapped with computation."""
+        parts = {
+            "gradient reduction": self.hidden_reduction,
+            "parameter gathering": self.hidden_gather,
+            "tensor messages": self.hidden_tensor,
+        }
+        hidden = ", ".join(name for name, share in parts.items() if share)
+        return f"{self.name} ({f'overlaps {hidden}' if hidden else 'no overlap'})"
 
 
 FUSED = TrainerSpec()

@@ -71,8 +71,8 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         whole = _whole(setting, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
-        update_s = put_on_cluster(setting.architecture, setting.cluster, degrees).update_s
-        return _timeline(setting, whole, devices, level, update_s - setting.update_s)
+        own = put_on_cluster(setting.architecture, setting.cluster, degrees, trainer=setting.trainer)
+        return _timeline(setting, whole, devices, level, own.update_s - setting.update_s)
 
     modules = setting.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
@@ -81,7 +81,7 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
 
 def _whole(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
     degrees = Degrees(data=num_replicas, zero=3, state=setting.degrees.state)
-    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False, trainer=setting.trainer)
     modules = setting.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)

@@ -63,7 +63,7 @@ class Timing:
     """
 
     def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
-        self.run, self.cluster = run, cluster
+        self.run, self.cluster, self.trainer = run, cluster, trainer
         self.costs = StageCosts(run, cluster, trainer)
         self.evaluations = 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
