@@ -143,6 +143,41 @@ def test_transformer_layers(strategy, heads, kv_heads, causal, gated, norm):
     assert emulated_bytes(module, hidden, Workload((tokens,)), strategy) == pytest.approx(expected, rel=0.01)
 
 
+class LibraryNorm(nn.Module):
+    """RMSNorm as the transformers library writes it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+def test_eager_layers_of_a_library():
+    hidden, inner, tokens = 64, 160, 96
+
+    class Perceptron(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = LibraryNorm(hidden)
+            self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=torch.bfloat16) for _ in range(2))
+            self.down = nn.Linear(inner, hidden, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    module = m.Residual(m.MLP(hidden, inner), "rms")
+    layer = LayerTemplate(module, hidden, Context(eager=True), DEVICES).on(Workload((tokens,)))
+    assert layer.activation_bytes["keep"] == pytest.approx(saved_bytes(Perceptron(), x, "keep"), rel=0.001)
+    fused = LayerTemplate(module, hidden, Context(), DEVICES).on(Workload((tokens,)))
+    assert layer.activation_bytes["keep"] > 1.35 * fused.activation_bytes["keep"]
+
+
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
 def test_language_head(strategy):
     hidden, vocabulary, tokens = 32, 1000, 50

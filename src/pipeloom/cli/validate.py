@@ -65,6 +65,7 @@ def _document(summary: Summary) -> dict[str, Any]:
         "errors": [each._asdict() for each in summary.errors],
         "tau": summary.tau,
         "regret": None if summary.regret is None else summary.regret._asdict(),
+        "memory": [each._asdict() for each in summary.memory],
         "reasons": summary.reasons,
     }
 
@@ -116,7 +117,22 @@ def _print_summary(summary: Summary) -> None:
                 f"Regret of the predicted best over {regret.groups} groups of configurations: median "
                 f"{share_text(regret.median)}, 90th percentile {share_text(regret.ninth)}."
             )
+    if summary.memory:
+        _print_memory(summary)
     if summary.reasons:
         print_line("Runs that cannot be expressed, by reason:")
         for reason, count in summary.reasons.items():
             print_line(f"  {count:4}  {reason}")
+
+
+def _print_memory(summary: Summary) -> None:
+    from pipeloom.report.any_width import Table
+
+    table = Table(title="Memory: predicted over published peak, less 1", title_justify="left")
+    for name in ("", "runs", "median", "absolute", "90th percentile", "lowest", "highest", "below by 2 %"):
+        table.add_column(name, justify="left" if not name else "right")
+    for each in summary.memory:
+        extremes = (f"{each.lowest:+.1%}", f"{each.highest:+.1%}", str(each.num_below))
+        shares = map(share_text, (each.absolute, each.ninth))
+        table.add_row(each.name, str(each.num_runs), f"{each.median:+.1%}", *shares, *extremes)
+    stdout().print(table)

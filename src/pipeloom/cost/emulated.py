@@ -83,7 +83,8 @@ class EmulatedCosts:
         Number of mixtures to offer instead of ``strategies``. In a mixture, each layer of a chunk has its own strategy
         (`pipeloom.cost.mixtures`). ``keep`` is always the first.
     trainer : TrainerSpec
-        The framework that runs the model.
+        The framework that runs the model: what its operators take and keep. The zoo's ``pipeloom`` keeps what layers of
+        a library keep in eager PyTorch.
 
     Notes
     -----

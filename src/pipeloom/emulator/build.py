@@ -227,16 +227,22 @@ class Placement:
             tensor=d.tensor,
             context=d.context,
             expert=d.expert,
+            expert_tensor=d.expert_tensor,
             sequence_parallel=d.sequence_parallel,
             tensor_group=self.group(d.tensor),
             context_group=self.group(d.context, d.tensor),
-            expert_group=self.group(d.expert),
+            expert_group=self.group(d.expert, d.expert_tensor),
+            expert_tensor_group=self.group(d.expert_tensor),
             shard=d.data if d.zero == 3 else 1,
             shard_group=self.group(d.data, d.tensor * d.context),
             unfused_attention=self.trainer.attention == "unfused",
             hidden_tensor=self.trainer.hidden_tensor,
             quantization=quantization(self.precision, self.cluster.device),
             quantized_weights=self.quantized_weights,
+            dropout=self.trainer.dropout,
+            loss_in_place=self.trainer.loss_in_place,
+            output_twice=self.trainer.output_twice,
+            eager=self.trainer.eager,
         )
 
     def group(self, peers: int, stride: int = 1) -> Group:
@@ -252,9 +258,9 @@ class Placement:
     def data_groups(self) -> tuple[Group, Group]:
         """Links of the groups that share gradients: of dense weights, and of experts."""
         d = self.degrees
-        dense, experts = d.data * d.context, max(1, d.data * d.context * d.tensor // d.expert)
+        dense, experts = d.data * d.context, max(1, d.expert_data)
         whole = self.group(dense, d.tensor)
-        return whole, self.group(experts, d.expert) if d.expert > 1 else whole
+        return whole, self.group(experts, d.expert * d.expert_tensor) if d.expert > 1 else whole
 
     @property
     def rank_span(self) -> int:

@@ -17,7 +17,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from pipeloom.emulator.size import ZERO, Size
+from pipeloom.emulator.size import ONE, ZERO, Size
 from pipeloom.emulator.tape import NVLINK, Backward, Context, Cost, Group, Tensor
 
 NormKind = Literal["layer", "rms"]
@@ -81,6 +81,7 @@ def _product(
     """Multiply by weights. The gradient to the weights reads the input as the product did, quantized or not."""
     (in_width, out_width), wide, narrow = widths, x.context.dtype_bytes, x.dtype_bytes
     weight = in_width * out_width * groups
+    x.tape.products.add((in_width, out_width))
     flops = x.rows * (2 * in_width * out_width)
     variant = x.quantized.products if x.quantized else 0
 
@@ -95,6 +96,7 @@ def _product(
             saved_for_weight=[x],
             input_gradient=cost(x.rows * (in_width * wide + out_width * narrow) + weight * narrow),
             weight_gradient=cost(x.rows * ((in_width + out_width) * narrow) + 2 * weight * x.context.gradient_bytes),
+            temporary=ONE * (weight * wide) if x.context.eager and groups == 1 else ZERO,
         ),
         dtype_bytes=wide,
     )
@@ -130,23 +132,45 @@ def norm(x: Tensor, kind: NormKind = "rms", *, split: int = 1) -> Tensor:
 
     ``split`` is the number of devices over which the width is divided.
     """
-    tape, elements = x.tape, x.rows * x.width
     num_weights = x.width * (2 if kind == "layer" else 1)
-    tape.parameter(num_weights * split, split)
-    statistics = 2 if kind == "layer" else 1
-    return tape.record(
-        Cost("norm", elements * 6, x.num_bytes * 2),
+    x.tape.parameter(num_weights * split, split)
+    return _norm(x, kind, x.width, 1)
+
+
+def norm_heads(x: Tensor, heads: int, head_width: int, num_weights: int) -> Tensor:
+    """Apply RMSNorm to each of the first ``heads`` heads in the columns. All heads share weights."""
+    x.tape.parameter(num_weights)
+    return _norm(x, "rms", heads * head_width, heads)
+
+
+def _norm(x: Tensor, kind: NormKind, width: float, groups: int) -> Tensor:
+    """Apply a norm to ``groups`` groups of ``width`` columns in all.
+
+    Eager PyTorch computes RMSNorm operator by operator. It saves the input in float32 and the result before its weights
+    in the place of the input.
+    """
+    elements, eager = x.rows * width, x.context.eager and kind == "rms"
+    num_bytes = elements * x.dtype_bytes
+    extra = [(x.rows, groups * (2.0 if kind == "layer" else 1.0), STATISTIC_BYTES)]
+    if eager:
+        extra += [(x.rows, width, STATISTIC_BYTES), (x.rows, width, x.dtype_bytes)]
+    y = x.tape.record(
+        Cost("norm", elements * 6, num_bytes * 2),
         [x],
         (x.rows, x.width),
         backward=Backward(
-            saved=[x],
-            saved_for_weight=[x],
-            input_gradient=Cost("norm", elements * 10, x.num_bytes * 3),
-            weight_gradient=Cost("norm", elements * 4, x.num_bytes * 2),
+            saved=[] if eager else [x],
+            saved_for_weight=[] if eager else [x],
+            input_gradient=Cost("norm", elements * 10, num_bytes * 3),
+            weight_gradient=Cost("norm", elements * 4, num_bytes * 2),
         ),
-        extra=[(x.rows, statistics, STATISTIC_BYTES)],
+        extra=extra,
         again="cheap",
     )
+    if eager:
+        assert y.producer is not None
+        y.producer.saved_for_weight = y.producer.outputs[-1:]
+    return y
 
 
 def activation(x: Tensor) -> Tensor:
@@ -173,6 +197,18 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     )
 
 
+def dropout(x: Tensor) -> Tensor:
+    """Drop numbers at random, in the kernel of the addition behind it. Saves a mask of a byte a number."""
+    elements = x.rows * x.width
+    return x.tape.record(
+        Cost("add", elements, elements),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(input_gradient=Cost("add", elements, x.num_bytes * 2 + elements)),
+        extra=[(x.rows, x.width, 1)],
+    )
+
+
 def scale(x: Tensor) -> Tensor:
     """Multiply each column by a learned factor. Saves its input."""
     elements = x.rows * x.width
@@ -196,7 +232,7 @@ def hand_on(x: Tensor, feature: Tensor) -> Tensor:
 
 
 def gated_activation(x: Tensor) -> Tensor:
-    """Apply SwiGLU as one kernel to the two halves of ``x``. Saves only ``x``."""
+    """Apply SwiGLU to the two halves of ``x``. As one kernel, it saves only ``x``; eager, also the activation."""
     width = x.width / 2
     elements = x.rows * width
     return x.tape.record(
@@ -204,6 +240,7 @@ def gated_activation(x: Tensor) -> Tensor:
         [x],
         (x.rows, width),
         backward=Backward(saved=[x], input_gradient=Cost("activation", elements * 14, x.num_bytes * 2.5)),
+        extra=[(x.rows, width, x.dtype_bytes)] if x.context.eager else (),
         again="cheap",
     )
 
@@ -268,12 +305,15 @@ def attention(
     for tensor in inputs:
         moved = moved + tensor.num_bytes
     backward = Cost(f"{kind}_backward", flops * 2.5, moved * 2, variant=query_key_width, flops_per_key=more * 2.5)
+    extra = [(rows, heads, STATISTIC_BYTES)]
+    if first.context.context > 1 and first.context.output_twice:
+        extra.append((rows, width, first.dtype_bytes))
     return first.tape.record(
         Cost(kind, flops, moved, variant=query_key_width, flops_per_key=more),
         inputs,
         (rows, width),
         backward=Backward(saved=inputs, saves_output=True, input_gradient=backward),
-        extra=[(rows, heads, STATISTIC_BYTES)],
+        extra=extra,
     )
 
 
@@ -350,11 +390,15 @@ def depthwise(x: Tensor, width: float, kernel: int, *, bias: bool = True) -> Ten
 
 
 def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
-    """Look up rows of a table that is divided over tensor-parallel devices. Saves the indices."""
+    """Look up rows of a table that is divided over tensor-parallel devices. Saves the indices.
+
+    PyTorch makes the gradient of the whole table before it is added to the accumulated one.
+    """
     context = indices.context
     context.share("vocabulary", vocabulary)  # raises if it does not divide
     indices.tape.parameter(vocabulary * width, context.tensor)
     moved = indices.rows * (width * context.dtype_bytes)
+    table = ONE * (vocabulary // context.tensor * width * context.dtype_bytes)
     return indices.tape.record(
         Cost("embedding", ZERO, moved * 2),
         [indices],
@@ -362,20 +406,39 @@ def embedding(indices: Tensor, vocabulary: int, width: int) -> Tensor:
         backward=Backward(
             saved_for_weight=[indices],
             weight_gradient=Cost("embedding", ZERO, moved + indices.rows * (width * 2 * context.gradient_bytes)),
+            temporary=table,
         ),
         dtype_bytes=context.dtype_bytes,
     )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, loss_bytes: int) -> Tensor:
-    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets."""
-    elements = logits.rows * logits.width
+    """Compute softmax and loss. Saves the log-probabilities (``loss_bytes`` each) and the targets.
+
+    A loss in place computes the gradient of the logits in the forward and writes it over them. It saves nothing else.
+    """
+    elements, narrow = logits.rows * logits.width, logits.num_bytes
+    if logits.context.loss_in_place:
+        return logits.tape.record(
+            Cost("cross_entropy", elements * 9, narrow * 3),
+            [logits, targets],
+            (logits.rows, 1),
+            backward=Backward(
+                saved=[logits, targets], input_gradient=Cost("cross_entropy", elements, narrow * 2), in_place=True
+            ),
+            dtype_bytes=loss_bytes,
+        )
+    if logits.context.eager and logits.dtype_bytes < loss_bytes:
+        cast = Backward(input_gradient=Cost("view"))
+        logits = logits.tape.record(
+            Cost("view"), [logits], (logits.rows, logits.width), backward=cast, dtype_bytes=loss_bytes
+        )
     full = elements * loss_bytes
     return logits.tape.record(
-        Cost("cross_entropy", elements * 6, logits.num_bytes + full * 2),
+        Cost("cross_entropy", elements * 6, narrow + full * 2),
         [logits, targets],
         (logits.rows, 1),
-        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, logits.num_bytes + full)),
+        backward=Backward(saved=[targets], input_gradient=Cost("cross_entropy", elements * 3, narrow + full)),
         dtype_bytes=loss_bytes,
         extra=[(logits.rows, logits.width, loss_bytes)],
     )
@@ -477,8 +540,8 @@ def _quantized_gather(num_bytes: Size, context: Context) -> Cost:
 def enter_tensor_parallel(x: Tensor, *, plain: bool = False) -> Tensor:
     """Gather all rows on every tensor-parallel peer. Without sequence parallelism, they are there already.
 
-    The gathered tensor is not kept: the backward gathers again, as in Megatron. Peers quantize their rows before they
-    send them, unless they are ``plain``, which no quantized product reads.
+    The gathered tensor is not kept: the backward gathers again, as in Megatron. Eager PyTorch keeps it. Peers quantize
+    their rows before they send them, unless they are ``plain``, which no quantized product reads.
     """
     context = x.context
     if context.tensor == 1:
@@ -497,7 +560,7 @@ def enter_tensor_parallel(x: Tensor, *, plain: bool = False) -> Tensor:
             (rows, x.width),
             backward=Backward(input_gradient=ring("reduce_scatter", whole, context.tensor, group)),
             dtype_bytes=sent.dtype_bytes,
-            again="always",
+            again="as kept" if context.eager else "always",
         )
         y.quantized = sent.quantized
         return y
@@ -544,6 +607,27 @@ def exchange(x: Tensor) -> Tensor:
         return x
     cost = all_to_all_cost(x.num_bytes, context.expert, context.expert_group)
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
+
+
+def enter_expert_tensor(x: Tensor) -> Tensor:
+    """Gather the rows of the devices that share an expert. The gathered rows are kept for its weights' gradient."""
+    context = x.context
+    rows = x.rows * context.expert_tensor
+    whole, peers, group = rows * (x.width * x.dtype_bytes), context.expert_tensor, context.expert_tensor_group
+    if peers == 1:
+        return x
+    back = Backward(input_gradient=ring("reduce_scatter", whole, peers, group))
+    return x.tape.record(ring("all_gather", whole, peers, group), [x], (rows, x.width), backward=back)
+
+
+def leave_expert_tensor(x: Tensor) -> Tensor:
+    """Sum partial results over the devices that share an expert. Each keeps its rows."""
+    peers, group = x.context.expert_tensor, x.context.expert_tensor_group
+    if peers == 1:
+        return x
+    back = Backward(input_gradient=ring("all_gather", x.num_bytes, peers, group))
+    cost = ring("reduce_scatter", x.num_bytes, peers, group)
+    return x.tape.record(cost, [x], (x.rows / peers, x.width), backward=back)
 
 
 def share_keys(x: Tensor, width: float) -> Tensor:

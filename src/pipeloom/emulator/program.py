@@ -281,12 +281,15 @@ class _Writer:
                 if part == "B":
                     reads = [("x", t) for t in record.saved_for_weight]
                     program.result = last_weight = self._run(record.weight_gradient, [*reads, ("g", result)])
+                    if record.temporary != ZERO:
+                        program.buffers.append(Buffer(record.temporary, last_weight))
                 else:
                     self._hold(record, held, ready)
             if made is not None:
-                for tensor in record.inputs:
+                for number, tensor in enumerate(record.inputs):
                     if tensor.needs_gradient:
-                        self._gradient(tensor, made)
+                        place = self.at["x", tensor][1] if record.in_place and not number else None
+                        self._gradient(tensor, made, place)
                 program.result = made
         entries = [t for t in self._entries() if ("g", t) in self.at]
         for tensor in entries:

@@ -144,6 +144,21 @@ class Stage:
                     most = max(most, memory.peak - (memory.exit if part == "F" else memory.entry))
         return most
 
+    def peak_bytes(self, workload: Workload) -> int:
+        """Return the peak bytes of the stage in forward and backward beyond what it holds between them.
+
+        Layers that have not run yet in the forward, or have already run in the backward, hold nothing.
+        """
+        most = idle = 0
+        for run, layer in zip(reversed(self.runs), reversed(self._evaluated(workload)), strict=True):
+            held = layer.activation_bytes[run.strategy]
+            for part in ("F", "B"):
+                if part in run.layer.passes[run.strategy].programs:
+                    peak = run.layer.memory(workload, run.strategy, part).peak
+                    most = max(most, peak - held - idle)
+            idle += held * run.count
+        return most
+
     def graph(self, workload: Workload, part: Part) -> Composite:
         """Return one pass as a reusable subgraph. Give both input ports ("ready", "entered") the same value."""
         key = (workload, part)

@@ -31,7 +31,7 @@ weight and moments, and the new weight in bfloat16."""
 def shards(degrees: Degrees) -> tuple[int, int]:
     """Return the number of devices over which the state of dense weights and of experts is divided."""
     dense = degrees.data * degrees.context
-    return dense, max(1, dense * degrees.tensor // degrees.expert) if degrees.expert > 1 else dense
+    return dense, max(1, degrees.expert_data) if degrees.expert > 1 else dense
 
 
 def static_bytes(layers: Sequence[LayerTemplate], degrees: Degrees, *, host_optimizer: bool = False) -> int:

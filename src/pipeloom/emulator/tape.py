@@ -49,13 +49,13 @@ class Context:
 
     Attributes
     ----------
-    tensor, context, expert : int
-        Degrees of parallelism.
+    tensor, context, expert, expert_tensor : int
+        Degrees of parallelism. With expert parallelism, ``expert_tensor`` divides each expert.
     sequence_parallel : bool
         Whether activations between tensor-parallel regions are divided by tokens. Needs ``tensor`` > 1.
     dtype_bytes, gradient_bytes : int
         Bytes of an activation or weight, and of an accumulated weight gradient.
-    tensor_group, context_group, expert_group : Group
+    tensor_group, context_group, expert_group, expert_tensor_group : Group
         Links of the groups.
     shard, shard_group : int, Group
         Data-parallel devices over which weights are sharded between uses (ZeRO-3), and their link.
@@ -67,26 +67,40 @@ class Context:
         How linear layers quantize their inputs, weights and gradients. None: products are in bfloat16.
     quantized_weights : bool
         Whether weights are kept and gathered quantized, without copies in bfloat16.
+    dropout : bool
+        Whether layers drop out the outputs of their mixers, and keep a mask of a byte a number for the backward.
+    loss_in_place : bool
+        Whether the gradient of the logits takes the logits' memory (Transformer Engine's fused loss).
+    output_twice : bool
+        Whether context parallelism keeps attention's output also before its all-to-all (Transformer Engine).
+    eager : bool
+        Whether layers are those of a library in eager PyTorch, which keep the intermediates of norms and gates.
     """
 
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence_parallel: bool = True
     dtype_bytes: int = 2
     gradient_bytes: int = 4
     tensor_group: Group = INSIDE
     context_group: Group = BETWEEN
     expert_group: Group = INSIDE
+    expert_tensor_group: Group = INSIDE
     shard: int = 1
     shard_group: Group = BETWEEN
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
     quantization: Quantization | None = None
     quantized_weights: bool = False
+    dropout: bool = False
+    loss_in_place: bool = False
+    output_twice: bool = False
+    eager: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "context", "expert", "dtype_bytes", "gradient_bytes", "shard"):
+        for name in ("tensor", "context", "expert", "expert_tensor", "dtype_bytes", "gradient_bytes", "shard"):
             check_count(f"context.{name}", getattr(self, name))
 
     @property
@@ -183,6 +197,10 @@ class Record:
         A memory-bound operator whose inputs are kept anyway. Selective recomputation drops its result.
     transient : bool
         The result is never kept, but always recomputed in the backward (gathered shards).
+    in_place : bool
+        The gradient of the first input takes the memory of that input.
+    temporary : Size
+        Bytes that the gradient to the weights needs while it runs.
     """
 
     forward: Cost
@@ -195,6 +213,8 @@ class Record:
     passes_gradient: bool = False
     cheap: bool = False
     transient: bool = False
+    in_place: bool = False
+    temporary: Size = ZERO
 
 
 Again = Literal["as kept", "cheap", "always"]
@@ -215,6 +235,10 @@ class Backward(NamedTuple):
         Whether the gradient to the inputs also reads the result.
     passes_gradient : bool
         The gradient of the output is the gradient of each input, without an operator.
+    in_place : bool
+        The gradient of the first input takes the memory of that input, which must be saved.
+    temporary : Size
+        Bytes that the gradient to the weights needs while it runs.
     """
 
     input_gradient: Cost | None = None
@@ -223,6 +247,8 @@ class Backward(NamedTuple):
     saved_for_weight: Sequence[Tensor] = ()
     saves_output: bool = False
     passes_gradient: bool = False
+    in_place: bool = False
+    temporary: Size = ZERO
 
 
 class Parameters(NamedTuple):
@@ -243,6 +269,8 @@ class Tape:
     parameters: list[Parameters] = field(default_factory=list)
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
     """Quantized tensors, by what they are made of."""
+    products: set[tuple[int, int]] = field(default_factory=set)
+    """Rows and columns, on one device, of the weights of matrix products."""
 
     def input(self, width: float, rows: Size | None = None, *, needs_gradient: bool = True) -> Tensor:
         """Return an input activation. Its rows default to this device's share of the tokens."""
@@ -294,6 +322,8 @@ class Tape:
             passes_gradient=backward.passes_gradient,
             cheap=again == "cheap",
             transient=again == "always",
+            in_place=backward.in_place,
+            temporary=backward.temporary,
         )
         flows = backward.weight_gradient is not None or any(t.needs_gradient for t in inputs)
         size = self.context.dtype_bytes if dtype_bytes is None else dtype_bytes

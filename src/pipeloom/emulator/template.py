@@ -149,6 +149,7 @@ class LayerTemplate:
         self.context, self.devices, self.tape = context, devices, tape
         self.output_width, self.output_rows = output.width, output.rows
         self.parameters: tuple[Parameters, ...] = tuple(tape.parameters)
+        self.products = frozenset(tape.products)
         self.trainable = trainable
         # Without a link to the host, offloading is impossible.
         usable = [s for s in STRATEGIES if not TRAITS[s].offloads or devices[PCIE].network_bytes_per_s]

@@ -35,7 +35,8 @@ class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     """All degrees of an emulated run. Data, expert and context parallelism are between tensor and pipeline.
 
-    ``expert`` divides the experts among this many devices of one data-parallel group. ``zero`` 0 shards nothing over
+    ``expert`` divides the experts among this many devices of one data-parallel group, and ``expert_tensor`` each expert
+    among as many. Without expert parallelism, tensor parallelism divides each expert. ``zero`` 0 shards nothing over
     data parallelism, 1 the optimizer state, 3 also gradients and weights. ``state`` has the bytes of these for each
     parameter.
     """
@@ -43,6 +44,7 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     pipeline: Count = 1
     context: Count = 1
     expert: Count = 1
+    expert_tensor: Count = 1
     sequence_parallel: bool = True
     zero: Literal[0, 1, 3] = 1
     state: StateBytes = MIXED_PRECISION
@@ -50,10 +52,18 @@ class Degrees(Parallelism, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raise `InputError` for degrees below one, and if ``expert`` does not divide the replicas."""
         Parallelism.__post_init__(self)
-        for name in ("pipeline", "context", "expert"):
+        for name in ("pipeline", "context", "expert", "expert_tensor"):
             check_count(f"degrees.{name}", getattr(self, name))
         if (self.data * self.context * self.tensor) % self.expert:
             raise InputError("degrees.expert", f"{self.expert} does not divide data x context x tensor")
+        if self.expert > 1 and (self.data * self.context * self.tensor // self.expert) % self.expert_tensor:
+            problem = f"{self.expert_tensor} does not divide data x context x tensor over {self.expert} expert-parallel"
+            raise InputError("degrees.expert_tensor", problem, "lower it, or use 1")
+
+    @property
+    def expert_data(self) -> int:
+        """Number of devices that hold the same part of the experts, with expert parallelism."""
+        return self.data * self.context * self.tensor // (self.expert * self.expert_tensor)
 
     @property
     def num_devices(self) -> int:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pipeloom.bounds import Factor, Latency, Share
+from pipeloom.bounds import Factor, Latency, NumBytes, Share
 from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
 
 HOST_SHARE = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
@@ -22,6 +22,9 @@ class Overlap(NamedTuple):
     """Gathering of updated parameters."""
     tensor: bool = False
     """Messages of tensor parallelism."""
+
+
+NO_OVERLAP = Overlap()
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +55,19 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the tensor-parallel collectives that computation hides, if the two overlap."""
     host_optimizer: bool = False
     """Whether the optimizer runs on the host, whose memory holds its state (DeepSpeed's optimizer offloading)."""
+    dropout: bool = False
+    """Whether layers drop out the outputs of their mixers and keep the masks, of one byte a number."""
+    loss_in_place: bool = False
+    """Whether the loss overwrites the logits with their gradient. Otherwise it keeps the softmax in float32."""
+    output_twice: bool = False
+    """Whether context parallelism exchanges heads and keeps attention's output before and after."""
+    eager: bool = False
+    """Whether layers keep what eager PyTorch keeps: RMSNorm in float32, its result before the weights, the gate's
+    activation; and whether the gradient of a weight and the loss need memory of their own."""
+    gradient_buffers: bool = False
+    """Whether every shape of a weight has a buffer in the place of its gradient, which is accumulated elsewhere."""
+    library_bytes: NumBytes = 0
+    """Bytes that libraries of matrix products keep."""
 
     def host_s(self, layer: Layer) -> float:
         """Return the seconds in which the host launches forward and backward of one layer. Only blocks count."""
@@ -84,3 +100,5 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = TrainerSpec()
+MEGATRON_KERNELS = TrainerSpec(name="megatron, kernels alone", gradient_buffers=True, library_bytes=96 * 2**20)
+"""Megatron-LM's memory, with the times of fused kernels alone: for comparing setups of one run."""

@@ -10,6 +10,7 @@ from pipeloom.validation.confidence import (
     interval_for,
     published_device,
 )
+from pipeloom.validation.memory import MemoryErrors
 from pipeloom.validation.predict import Prediction, predict
 from pipeloom.validation.runs import PublishedRun, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
@@ -20,6 +21,7 @@ __all__ = [
     "Chance",
     "Errors",
     "Interval",
+    "MemoryErrors",
     "Prediction",
     "PublishedRun",
     "Regret",

@@ -82,6 +82,11 @@ DECODER_LENGTH = 128
 """Tokens that the decoder of a T5 reads: the setting of Megatron-LM's examples and tests."""
 ADAPTER_RANK = 32
 """Rank of LoRA's adapters, which no source states: the default of Megatron Bridge and NeMo."""
+_OWN_LAYERS = re.compile(r"gpt/gpt3_mcore_tp\d")
+"""Tests of Megatron-LM with its own layers (``transformer-impl: local``), whose attention is unfused; the names of the
+others have ``_te_``, for Transformer Engine."""
+_OF_ARGUMENTS = ("megatron-golden", "loongforge")
+"""Sources whose runs have Megatron-LM's defaults where the table says nothing."""
 _RECOMPUTABLE = frozenset(("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"))
 
 
@@ -99,14 +104,14 @@ class ExpressedRun:
     one_layer: bool = False
     """Whether the published time is that of forward and backward of one layer."""
 
-    def predict(self) -> tuple[float, int]:
-        """Return the seconds of an iteration, or of a layer, and the peak bytes of the fullest rank."""
+    def predict(self) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds of an iteration, or of a layer, and the peak bytes of every rank."""
         timing, now = Timing(self.run, self.cluster, self.trainer), self.run.now
         if not self.one_layer:
             timed = timing.of(now)
-            return timed.iteration_s, int(timed.peak_bytes.max())
+            return timed.iteration_s, tuple(timed.peak_bytes.tolist())
         (layer,) = timing.costs.of(replace(now, stages=("t",), num_ranks=1, group_size=1))
-        return (layer.forward_ns + layer.backward_ns) / NS_PER_S, layer.held_bytes + layer.workspace_bytes
+        return (layer.forward_ns + layer.backward_ns) / NS_PER_S, (layer.held_bytes + layer.workspace_bytes,)
 
 
 def express(published: PublishedRun) -> ExpressedRun:
@@ -121,7 +126,11 @@ def express(published: PublishedRun) -> ExpressedRun:
         raise NotExpressible(published.id, *fault.split(": ", 1))
     _check_kind(published)
     notes: list[str] = []
-    arguments = [*_model(published), *_parallel(published), *_batch(published), *_recompute(published)]
+    # Megatron's default of 0.1 is left where layers are those of GPT-3; newer models train without dropout.
+    plain = [] if published.norm == "layer" else ["--hidden-dropout=0"]
+    if not plain:
+        notes.append("dropout is not stated, 0.1 is assumed")
+    arguments = [*plain, *_model(published), *_parallel(published), *_batch(published), *_recompute(published)]
     arguments += _precision(published, notes)
     devices = _stated(published, "gpus")
     cluster = _cluster(published, devices)
@@ -177,7 +186,7 @@ def _vocabulary(published: PublishedRun) -> VocabularySplit:
 
 
 def trainer_of(published: PublishedRun) -> TrainerSpec:
-    """Return the trainer of a run: eager PyTorch for FSDP and ZeRO, else Megatron, with the overlap that is stated."""
+    """Return the trainer of a run, with the stated overlap: eager PyTorch for FSDP and nanotron, else Megatron."""
     overlap = published.overlap
     eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.source in _EAGER_SOURCES
     trainer = load_trainer("torchtitan" if eager else "megatron")
@@ -189,20 +198,30 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         tensor = 1 - MEGASCALE_TENSOR * (1 - trainer.hidden_tensor)
         trainer = msgspec.structs.replace(trainer, hidden_tensor=tensor)
     # Without FlashAttention, recomputing core attention alone is what the run is for.
+    own = _OWN_LAYERS.match(published.ref) is not None
     unstated = published.attention in ("", "unknown")
-    if published.attention == "unfused" or (unstated and "core_attn" in published.recompute):
+    unfused = published.attention == "unfused" or own or (unstated and "core_attn" in published.recompute)
+    if unfused:
         trainer = msgspec.structs.replace(trainer, attention="unfused")
     elif published.attention == "flash":
         trainer = msgspec.structs.replace(trainer, attention="flash2")
     if "cuda graph" in overlap.lower():
         trainer = msgspec.structs.replace(trainer, layer_host_s=0.0, expert_layer_host_s=0.0)
-    host = re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None
+    engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
         reduction="grad reduce" in overlap or megascale,
         gather="param gather" in overlap or megascale,
         tensor=hides_tensor or megascale,
     )
-    return msgspec.structs.replace(trainer.overlapping(hidden), host_optimizer=host)
+    return msgspec.structs.replace(
+        trainer.overlapping(hidden),
+        gradient_buffers=engine,
+        library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
+        # SimuMax names its runs with Transformer Engine's fused cross entropy so.
+        loss_in_place=published.ref.endswith("_cef"),
+        output_twice="all-to-all" in published.assumed,
+        host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
+    )
 
 
 def _stated(published: PublishedRun, name: str) -> int:
@@ -341,6 +360,8 @@ def _parallel(published: PublishedRun) -> list[str]:
         f"--context-parallel-size={published.cp or 1}",
         f"--expert-model-parallel-size={published.ep or 1}",
     ]
+    if (published.ep or 1) > 1 and (wide := _expert_tensor(published)) is not None:
+        words.append(f"--expert-tensor-parallel-size={wide}")
     words += _flags(
         sequence_parallel=bool(published.sp) and tensor > 1, use_distributed_optimizer=(published.zero or 0) > 0
     )
@@ -356,6 +377,17 @@ def _parallel(published: PublishedRun) -> list[str]:
             raise NotExpressible(published.id, "layout", f"{layers} layers on {stages} stages are not described")
         words += _flags(account_for_embedding_in_pipeline_split=ends[0], account_for_loss_in_pipeline_split=ends[1])
     return words
+
+
+def _expert_tensor(published: PublishedRun) -> int | None:
+    """Return the devices among which each expert is divided; None: Megatron's default, which is tensor parallelism.
+
+    Names of Megatron-LM's tests have it. Runs of recipes (Megatron Bridge, NeMo, dgxc) leave each expert whole.
+    """
+    found = re.search(r"etp(\d+)", published.ref)
+    if found is not None:
+        return int(found[1])
+    return None if published.source in _OF_ARGUMENTS else 1
 
 
 def _batch(published: PublishedRun) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from pipeloom.errors import PipeloomError
 from pipeloom.validation.confidence import LeaveOut, Residual, interval
@@ -23,8 +24,10 @@ class Prediction:
     ----------
     seconds, low_s, high_s : float
         Predicted time of an iteration, and its 80 % interval. 0 if the run cannot be expressed.
-    peak_bytes : int
-        Predicted peak memory of the fullest rank.
+    rank_bytes : tuple of int
+        Predicted peak memory of every rank.
+    attention : "fused", "flash2", "unfused" or ""
+        Whether the emulated attention keeps its scores; empty if the run cannot be expressed.
     fitted : bool
         Whether a constant of the emulator was fitted to this run.
     reason : str
@@ -39,11 +42,17 @@ class Prediction:
     seconds: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
-    peak_bytes: int = 0
+    rank_bytes: tuple[int, ...] = ()
+    attention: Literal["fused", "flash2", "unfused", ""] = ""
     fitted: bool = False
     reason: str = ""
     reason_kind: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak memory of the fullest rank."""
+        return max(self.rank_bytes, default=0)
 
     @property
     def error(self) -> float | None:
@@ -79,7 +88,7 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
         known = complete(run)
         expressed = express(known.run)
         values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
-        seconds, peak_bytes = with_values(expressed, values).predict()
+        seconds, rank_bytes = with_values(expressed, values).predict()
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
     times = [seconds, *_seconds_of(known.others, values)]
@@ -89,7 +98,8 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
         seconds,
         trust.of(min(times))[0],
         trust.of(max(times))[1],
-        peak_bytes,
+        rank_bytes,
+        expressed.trainer.attention,
         fitted=leave_out is None and run.id in fitted_ids(),
         notes=known.notes + expressed.notes,
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeloom.validation.memory import MemoryErrors, summarize_memory
 from pipeloom.validation.predict import Prediction
 from pipeloom.validation.runs import PublishedRun
 
@@ -54,6 +55,8 @@ class Summary(NamedTuple):
         Kendall's tau over pairs of one source, model and device that differ in configuration. None: no pairs.
     reasons : dict
         Number of runs that cannot be expressed, by reason.
+    memory : tuple of MemoryErrors
+        Errors of predicted memory; empty if no run has a published one.
     """
 
     num_runs: int
@@ -62,6 +65,7 @@ class Summary(NamedTuple):
     tau: float | None
     regret: Regret | None
     reasons: dict[str, int]
+    memory: tuple[MemoryErrors, ...] = ()
 
 
 def summarize(predictions: Sequence[Prediction]) -> Summary:
@@ -79,6 +83,7 @@ def summarize(predictions: Sequence[Prediction]) -> Summary:
         kendall_tau(known),
         regret(known),
         dict(reasons.most_common()),
+        summarize_memory(predictions),
     )
 
 

@@ -24,6 +24,7 @@ from pipeloom.integrations.models import load_model
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.spec.parallelism import MIXED_PRECISION, StateBytes
+from pipeloom.spec.trainer import FUSED
 from tests.integrations.megatron.cases import beside_defaults, listed
 
 FILES = ("arguments", "fields")
@@ -122,7 +123,7 @@ MODELED = [
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     {"recompute_activations": True, "recompute_modules": "core_attn", "tensor_model_parallel_size": 1},
     {"num_experts": 8, "expert_model_parallel_size": 1, "context_parallel_size": 1, "make_vocab_size_divisible_by": 64},
-    {"padded_vocab_size": 512},
+    {"padded_vocab_size": 512, "hidden_dropout": 0.0},
     {"no_pad_vocab_size": True},
     {"disable_pad_vocab_size": True},
     {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "main_grads_dtype": "bf16"},
@@ -216,7 +217,7 @@ def test_data_types_count_in_memory() -> None:
     cluster = load_cluster("h100-8")
     static = []
     for changes in ({"use_distributed_optimizer": True}, both | dtypes):
-        timing = Timing(read_megatron(listed(changes), num_devices=8), cluster)
+        timing = Timing(read_megatron(listed(changes), num_devices=8), cluster, FUSED)
         static.append([rank.static_bytes for rank in timing.costs.of_ranks(timing.run.now)])
     for plain, small in zip(*static, strict=True):
         assert plain / small == pytest.approx((2 + 4 + 12 / 2) / (2 + 2 + 8 / 2))

@@ -24,7 +24,8 @@ class TokenEmbedding:
         indices = Tensor(x.tape, rows, 1, ops.INDEX_BYTES, needs_gradient=False)
         if self.positions:
             x.tape.parameter(self.positions * self.hidden)
-        return ops.leave_tensor_parallel(ops.embedding(indices, self.vocabulary, self.hidden))
+        y = ops.leave_tensor_parallel(ops.embedding(indices, self.vocabulary, self.hidden))
+        return ops.dropout(y) if context.dropout else y
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ class MLP:
 class MixtureOfExperts:
     """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
 
-    With expert parallelism, tokens move to their experts. Without it, tensor parallelism divides the experts like a
-    dense MLP. ``imbalance`` is the load of the fullest device relative to the mean. With ``latent``, tokens are
-    projected to that width before the experts and back after them; every device holds these projections whole.
+    With expert parallelism, tokens move to their experts, each of which may be divided too. Without it, tensor
+    parallelism divides the experts like a dense MLP. ``imbalance`` is the load of the fullest device relative to the
+    mean. With ``latent``, tokens are projected to that width before the experts and back after them; every device holds
+    these projections whole.
     """
 
     hidden: int
@@ -59,7 +60,7 @@ class MixtureOfExperts:
         context = x.context
         spread = context.expert > 1
         scores = ops.route(ops.linear(x, self.hidden, self.experts, plain=True), self.experts, self.chosen)
-        split = 1 if spread else context.tensor
+        split = context.expert_tensor if spread else context.tensor
         inner = self.inner // split
         local = max(1, self.experts // context.expert)
         tokens = x if spread else ops.enter_tensor_parallel(x, plain=True)
@@ -67,9 +68,11 @@ class MixtureOfExperts:
         width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
         narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
         y = ops.exchange(ops.gather_rows(narrow, rows))
+        y = ops.enter_expert_tensor(y) if spread else y
         up = ops.grouped_linear(y, width, wide, groups=self.experts, local_groups=local, split=split)
         y = ops.gated_activation(up) if self.gated else ops.activation(up)
         y = ops.grouped_linear(y, inner, width, groups=self.experts, local_groups=local, split=split)
+        y = ops.leave_expert_tensor(y) if spread else y
         y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
         if self.latent is not None:
             y = ops.linear(y, width, self.hidden, bias=self.bias)

@@ -50,7 +50,7 @@ class Attention:
             ops.linear(x, self.hidden, w, bias=b, split=context.tensor) for w, b in zip(widths, biases, strict=True)
         ]
         if self.norm_heads:
-            x.tape.parameter(2 * self.head_width)
+            inputs = self._norm_heads(inputs, heads, kv_heads)
         if self.norm_whole:
             x.tape.parameter((self.heads + self.kv_heads) * self.head_width, context.tensor)
         if self.rotary:
@@ -75,6 +75,14 @@ class Attention:
             width = heads * self.head_width
             y = ops.multiply(y, ops.linear(x, self.hidden, width, bias=self.qkv_bias, split=context.tensor))
         return ops.row_linear(y, heads * self.head_width, self.hidden, bias=self.output_bias)
+
+    def _norm_heads(self, inputs: list[Tensor], heads: int, kv_heads: int) -> list[Tensor]:
+        """Normalize queries and keys, which have weights of their own."""
+        width = self.head_width
+        if self.fused:
+            return [ops.norm_heads(inputs[0], heads + kv_heads, width, 2 * width)]
+        query, key, value = inputs
+        return [ops.norm_heads(query, heads, width, width), ops.norm_heads(key, kv_heads, width, width), value]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Residual:
     norm: ops.NormKind = "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x + self.mixer(ops.norm(x, self.norm))
+        y = self.mixer(ops.norm(x, self.norm))
+        return x + (ops.dropout(y) if x.context.dropout else y)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import msgspec
 from pipeloom.emulator.build import Placement, joining_layer, layer_template
 from pipeloom.emulator.program import Part
 from pipeloom.emulator.stage import Stage, StageCost, runs_of
-from pipeloom.emulator.static import static_bytes, update_ps
+from pipeloom.emulator.static import WEIGHT_BYTES, static_bytes, update_ps
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.model import Block, adapter_layers
@@ -25,7 +25,7 @@ from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSe
 from pipeloom.spec import Strategy, Workload
 from pipeloom.spec.architecture import Layer
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import FUSED, TrainerSpec
+from pipeloom.spec.trainer import MEGATRON_KERNELS, TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
@@ -34,9 +34,9 @@ PS_PER_NS = PS_PER_S // 1_000_000_000
 class StageNumbers(NamedTuple):
     """Time and memory of one virtual stage for one microbatch.
 
-    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed during a pass. If the backward
-    is split, ``backward_ns`` is the time of the input gradients, ``weight_ns`` that of the weight gradients, and
-    ``weight_bytes`` are kept between them.
+    ``held_bytes`` are kept between forward and backward, ``workspace_bytes`` are needed beyond them during a pass. If
+    the backward is split, ``backward_ns`` is the time of the input gradients, ``weight_ns`` that of the weight
+    gradients, and ``weight_bytes`` are kept between them.
     """
 
     forward_ns: int
@@ -48,7 +48,7 @@ class StageNumbers(NamedTuple):
 
 
 class RankNumbers(NamedTuple):
-    """Static memory of a rank (weights, gradients, optimizer state), and time of the update.
+    """Static memory of a rank (weights, gradients, optimizer state, buffers of libraries), and time of the update.
 
     The update reduces gradients over the replicas, updates weights, and gathers them if they are sharded.
     """
@@ -77,23 +77,27 @@ class StageCosts:
 
     Notes
     -----
-    Embedding and loss are never recomputed. The last stage has its own weights for the product with the vocabulary,
-    even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is an embedding,
-    a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the embedding's
-    weights and sends the states of all prediction layers beside the hidden states. The stage of the loss multiplies all
-    of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
+    Embedding and loss are never recomputed. With several ranks, the last stage has its own weights for the product with
+    the vocabulary, even if they are tied to the embedding, which is on another rank. A multi-token prediction layer is
+    an embedding, a projection of two hidden states to one (`joining_layer`) and a block. Its stage has a copy of the
+    embedding's weights and sends the states of all prediction layers beside the hidden states. The stage of the loss
+    multiplies all of them with the vocabulary (``GPTModel._postprocess`` of Megatron Core 0.16.1).
 
     If the vocabulary is spread over all ranks, each stage has a p-th of embedding and loss, as tensor parallelism over
     the pipeline's ranks would divide them. Low-rank adapters follow their block; their cost is that of a product to and
     from their rank, and all other weights are frozen.
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = MEGATRON_KERNELS) -> None:
         self.run, self.cluster = run, cluster
         precision, model, trains = run.precision, run.model, not run.adapter_rank
+        trainer = msgspec.structs.replace(trainer, dropout=run.dropout)
         plain = self.placement = Placement(cluster, run.degrees, trainer)
         quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
-        self._embedding, self._head = self._ends(plain)
+        self._embedding, own = self._ends(plain)
+        # The stage of the loss, on another rank than the embedding or beside it.
+        tied = _Part(layer_template(model.head, plain, trainable=trains))
+        self._heads = own, tied
 
         @functools.cache
         def part(layer: Layer, block: Block | None = None, *, bf16: bool = False) -> _Part:
@@ -166,7 +170,7 @@ class StageCosts:
     def model_flops(self) -> float:
         """Return the FLOPs of matrix products for one microbatch on one device, without recomputation."""
         work = self.run.workload
-        parts = [*self._blocks, self._head]
+        parts = [*self._blocks, self._heads[0]]
         for part in self._predictors:
             parts += [part, self._joining]
         encoder = sum(part.template.on(self.run.encoder_workload).model_flops for part in self._encoder)
@@ -217,7 +221,7 @@ class StageCosts:
                     embedding = same_embedding if self._embedding in parts else self._embedding
                     parts += [embedding, self._joining, self._predictors[0]]
                 else:
-                    parts.append(self._head)
+                    parts.append(self._heads[setup.num_ranks == 1])
             out.append(parts)
         return out
 
@@ -274,8 +278,18 @@ class StageCosts:
             cost = stage.cost(work, passes)
             times.update(cost.duration_ps)
             held, late = held + cost.activation_bytes, late + cost.weight_gradient_bytes
-            workspace = max(workspace, stage.workspace_bytes(work))
+            workspace = max(workspace, stage.peak_bytes(work))
         return StageCost(dict(times), held, late, 0), workspace
+
+    def _buffer_bytes(self, templates: Sequence[LayerTemplate]) -> int:
+        """Return the bytes that libraries keep on a rank: for products, and in the place of weights' gradients."""
+        trainer = self.placement.trainer
+        if not templates:
+            return 0
+        if not trainer.gradient_buffers:
+            return trainer.library_bytes
+        shapes = {shape for template in templates for shape in template.products}
+        return trainer.library_bytes + WEIGHT_BYTES * sum(rows * columns for rows, columns in shapes)
 
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
@@ -317,6 +331,6 @@ class StageCosts:
         key = tuple(map(id, templates))
         if key not in self._ranks:
             host = self.placement.trainer.host_optimizer
-            static = static_bytes(templates, self.run.degrees, host_optimizer=host)
+            static = static_bytes(templates, self.run.degrees, host_optimizer=host) + self._buffer_bytes(templates)
             self._ranks[key] = RankNumbers(static, update_ps(templates, self.placement) // PS_PER_NS)
         return self._ranks[key]

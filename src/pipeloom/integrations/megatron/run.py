@@ -30,7 +30,7 @@ from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
 from pipeloom.spec.catalog import load_trainer
 from pipeloom.spec.parallelism import Degrees, StateBytes
-from pipeloom.spec.trainer import Overlap, TrainerSpec
+from pipeloom.spec.trainer import NO_OVERLAP, Overlap, TrainerSpec
 
 _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
 _BYTES = {
@@ -52,6 +52,8 @@ class MegatronRun:
         Sequences of a microbatch, and of an iteration on all replicas.
     seq_length : int
         Tokens of every sequence.
+    dropout : bool
+        Whether layers drop out the outputs of attention and perceptron.
     now : PipelineSettings
         The current setup of the pipeline.
     precision : RunPrecision
@@ -82,12 +84,13 @@ class MegatronRun:
     seq_length: int
     now: PipelineSettings
     precision: RunPrecision = BF16
+    dropout: bool = False
     recomputable: tuple[str, ...] = ()
     rules: Rules = NO_RULES
     replaced: tuple[str, ...] = ()
     encoder_length: int = 0
     adapter_rank: int = 0
-    overlap: Overlap = Overlap()
+    overlap: Overlap = NO_OVERLAP
     is_recipe: bool = False
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -188,7 +191,7 @@ def read_megatron(
     rules = read_rules(arguments, degrees.pipeline)
     _check_schedule(arguments, now, rules, count)
     modules = tuple(name for name in _recomputable(arguments, model) if name not in rules.modules)
-    notes = arguments.notes + _notes(arguments, degrees)
+    notes = arguments.notes + _notes(arguments)
     return MegatronRun(
         arguments.source,
         model,
@@ -198,6 +201,7 @@ def read_megatron(
         length,
         now,
         read_precision(arguments, len(model.blocks)),
+        _dropout(arguments),
         modules,
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
@@ -212,6 +216,14 @@ def read_megatron(
         ignored=arguments.ignored,
         notes=notes,
     )
+
+
+def _dropout(arguments: Arguments) -> bool:
+    text = arguments.text("hidden-dropout")
+    try:
+        return text is None or float(text) > 0  # the default is 0.1
+    except ValueError:
+        raise arguments.refuse("hidden-dropout", f"{text!r} is not a number") from None
 
 
 def _recomputable(arguments: Arguments, model: GptModel) -> tuple[str, ...]:
@@ -257,6 +269,14 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
             f"{expert} does not divide data {data} x context {context} x tensor {tensor}",
             "lower it, or use more devices",
         )
+    # By default Megatron divides experts like other layers.
+    wide = arguments.size("expert-tensor-parallel-size", tensor)
+    if expert > 1 and (data * context * tensor) % (expert * wide):
+        raise arguments.refuse(
+            "expert-tensor-parallel-size",
+            f"{wide} x expert {expert} does not divide data {data} x context {context} x tensor {tensor}",
+            "lower it, or use more devices",
+        )
     zero: Literal[0, 1] = 1 if arguments.flag("use-distributed-optimizer") else 0
     return Degrees(
         tensor=tensor,
@@ -264,6 +284,7 @@ def _degrees(arguments: Arguments, num_devices: int | None, default_devices: int
         data=data,
         context=context,
         expert=expert,
+        expert_tensor=wide if expert > 1 else 1,
         sequence_parallel=arguments.flag("sequence-parallel"),
         zero=zero,
         state=_state(arguments),
@@ -330,7 +351,7 @@ def _check_schedule(arguments: Arguments, now: PipelineSettings, rules: Rules, n
             raise arguments.refuse(rules.modules[module], f"does not go with recomputing {module}", "leave one")
 
 
-def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
+def _notes(arguments: Arguments) -> tuple[str, ...]:
     found = notes_of(arguments)
     method, number = arguments.text("recompute-method"), arguments.count("recompute-num-layers")
     if method == "uniform" and number is not None and number > 1:
@@ -346,11 +367,5 @@ def _notes(arguments: Arguments, degrees: Degrees) -> tuple[str, ...]:
         found.append(
             "without --bf16 or --fp16 Megatron trains in float32, bfloat16 is emulated; "
             "the emulated time and memory are too low"
-        )
-    wide = arguments.size("expert-tensor-parallel-size", degrees.tensor)
-    if degrees.expert > 1 and wide > 1:
-        found.append(
-            "experts are emulated whole on each device, without tensor parallelism inside them; "
-            "the emulated memory is too high"
         )
     return tuple(found)

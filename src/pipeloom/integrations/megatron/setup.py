@@ -301,7 +301,7 @@ def read_stages(arguments: Arguments, num_ranks: int, num_layers: int, predictor
         raise arguments.refuse("num-layers", f"{num_layers} are too few for {len(sizes)} stages", "use fewer stages")
     letters = ["t" * size for size in sizes]
     letters[0] = "E" + letters[0]
-    letters[-1] += "m" * predictors + "L"
+    letters[-1] += "m" * predictors + "L"  # of one stage, both ends
     return tuple(letters)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from pipeloom.integrations.megatron.setup import PipelineSettings
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import FUSED, TrainerSpec
+from pipeloom.spec.trainer import MEGATRON_KERNELS, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import Schedule, Timeline, simulate
 
@@ -62,7 +61,7 @@ class Timing:
         The cluster has fewer devices than the run needs, or tensor parallelism does not divide a width.
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = FUSED) -> None:
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = MEGATRON_KERNELS) -> None:
         self.run, self.cluster, self.trainer = run, cluster, trainer
         self.costs = StageCosts(run, cluster, trainer)
         self.evaluations = 0
@@ -150,18 +149,19 @@ class Timing:
     def _other_bytes(self, setup: PipelineSettings, numbers: Sequence[StageNumbers]) -> IntArray:
         """Return the bytes of every rank beside held activations: its largest pass, and messages.
 
-        If groups are larger than the number of ranks, the first rank receives outputs of the last rank before it needs
-        them, and the last rank gradients of the first.
+        The gradient that a rank has sent stays until it has the next one. With virtual stages, the next input and the
+        next gradient are received ahead. If groups are larger than the number of ranks, the first rank receives outputs
+        of the last rank before it needs them, and the last rank gradients of the first.
         """
         plain, sent = self.costs.boundary_bytes, self.costs.sent_bytes(setup)
-        # The first stage and the last count a message of hidden states, for gradients.
-        messages = [received + out for received, out in itertools.pairwise((plain, *sent, plain))]
         workspace, buffers = (np.zeros(setup.num_ranks, np.int64) for _ in range(2))
         np.maximum.at(workspace, list(setup.ranks), [n.workspace_bytes for n in numbers])
-        np.maximum.at(buffers, list(setup.ranks), messages)
+        np.maximum.at(buffers, list(setup.ranks), (0, *sent))
         other_bytes = workspace + buffers
         for rank, stage in zip(setup.ranks, numbers, strict=True):
             other_bytes[rank] += setup.extra_microbatches(rank) * stage.held_bytes
-        if setup.virtual > 1 and not setup.splits_backward:
-            other_bytes[[0, -1]] += (setup.group_size - setup.num_ranks) * plain
+        if setup.virtual > 1:
+            other_bytes += 2 * plain
+            if not setup.splits_backward:
+                other_bytes[[0, -1]] += (setup.group_size - setup.num_ranks) * plain
         return other_bytes
