@@ -328,7 +328,7 @@ def _confidence(outcome: Outcome) -> Section:
     lines += [f"Of your data, {note}." for note in disagreements(outcome.setting.architecture, samples)]
     lines.append(
         "One replica represents all; pipeloom sweep compares degrees of parallelism. "
-        "Not modeled: links shared by ranks, jitter, gradient reduction during the backward."
+        "Not modeled: links shared by ranks, jitter."
     )
     return TextSection("How sure this is", "\n".join(lines), ())
 

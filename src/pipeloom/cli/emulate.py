@@ -79,7 +79,7 @@ def emulate(
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     groups = microbatches_of(architecture, data, microbatches, seed)
     result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
-    trust = interval_for(hardware.device, architecture)
+    trust = interval_for(hardware.device, architecture, runs_it)
     title = f"{architecture.name} on {hardware.name}, tp {tp} pp {pp} dp {dp}"
     written = []
     if trace is not None or html is not None:

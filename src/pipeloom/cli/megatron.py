@@ -89,7 +89,7 @@ def _note(found: MegatronAnswer) -> str:
 
 
 def _trust(found: MegatronAnswer) -> Interval:
-    return interval_for(found.cluster.device, found.run.architecture)
+    return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer)
 
 
 def _document(found: MegatronAnswer) -> dict[str, Any]:

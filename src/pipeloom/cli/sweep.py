@@ -47,7 +47,7 @@ def sweep(
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     architecture, hardware, runs_it = load_model(model, freeze), load_cluster(cluster), load_trainer(trainer)
-    trust = interval_for(hardware.device, architecture)
+    trust = interval_for(hardware.device, architecture, runs_it)
     groups = microbatches_of(architecture, data, microbatches, seed)
     with stderr().status("emulating ...") as status:
 

@@ -91,7 +91,7 @@ class Outcome:
     @property
     def interval(self) -> Interval:
         """Interval of every iteration time, relative to it."""
-        return interval_for(self.setting.cluster.device, self.setting.architecture)
+        return interval_for(self.setting.cluster.device, self.setting.architecture, self.setting.trainer)
 
     def iteration_s(self, one: Comparison) -> float:
         """Return the seconds of an iteration, update included."""

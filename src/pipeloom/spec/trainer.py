@@ -24,9 +24,6 @@ class Overlap(NamedTuple):
     """Messages of tensor parallelism."""
 
 
-NO_OVERLAP = Overlap()
-
-
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A training framework, as far as it changes costs. The zoo has some (`pipeloom.spec.catalog.load_trainer`).
 
@@ -70,13 +67,17 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes that libraries of matrix products keep."""
 
     def host_s(self, layer: Layer) -> float:
-        """Return the seconds in which the host launches forward and backward of one layer. Only blocks count."""
+        """Return the seconds in which the host launches forward and backward of one layer.
+
+        A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
+        """
         mixers = layer_mixers(layer)
-        if not mixers:
-            return 0.0
         routed = any(isinstance(mixer, ExpertsMixer) for mixer in mixers)
-        blocks = layer.depth if isinstance(layer, PredictionLayer) else 1
-        return blocks * (self.expert_layer_host_s if routed else self.layer_host_s)
+        block = self.expert_layer_host_s if routed else self.layer_host_s * len(mixers) / 2
+        if isinstance(layer, PredictionLayer):
+            # Each has an embedding and a product that joins two hidden states too.
+            return layer.depth * (2 * self.layer_host_s + block)
+        return block if mixers else self.layer_host_s
 
     def overlapping(self, overlap: Overlap) -> TrainerSpec:
         """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""
@@ -86,6 +87,10 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             hidden_gather=self.hidden_gather if overlap.gather else 0.0,
             hidden_tensor=self.hidden_tensor if overlap.tensor else 0.0,
         )
+
+    def with_graphs(self) -> TrainerSpec:
+        """Return the trainer with layers in CUDA graphs, whose launches take the host no time."""
+        return msgspec.structs.replace(self, layer_host_s=0.0, expert_layer_host_s=0.0)
 
     @property
     def text(self) -> str:
@@ -100,5 +105,3 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 FUSED = TrainerSpec()
-MEGATRON_KERNELS = TrainerSpec(name="megatron, kernels alone", gradient_buffers=True, library_bytes=96 * 2**20)
-"""Megatron-LM's memory, with the times of fused kernels alone: for comparing setups of one run."""

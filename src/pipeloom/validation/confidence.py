@@ -16,6 +16,7 @@ import numpy as np
 from pipeloom.spec.architecture import Architecture, ExpertsMixer, Mamba2Mixer, layer_mixers
 from pipeloom.spec.catalog import load_device
 from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.units import seconds_range_text
 from pipeloom.validation.express import DEVICES
 from pipeloom.validation.runs import ModelKind, read_runs
@@ -26,6 +27,8 @@ _MODELS: dict[ModelKind, str] = {
     "experts": "models with experts",
     "other": "hybrid or multimodal models",
 }
+TRAINERS = ("megatron", "torchtitan")
+"""Trainers of the published runs, in the zoo. The errors are those of times that are predicted with their costs."""
 COVERED = 0.8
 """Share of published runs that intervals are made to cover."""
 FEWEST = 20
@@ -160,13 +163,16 @@ def interval(
     return Interval(math.exp(low), math.exp(high), basis)
 
 
-def interval_for(device: DeviceSpec, model: Architecture) -> Interval:
-    """Return the interval of iteration times of a model on a device.
+def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
+    """Return the interval of iteration times of a model on a device under a trainer.
 
     No published run has a measured table, so its interval is that of a device without runs.
     """
     name = None if device.basis == "measured" else published_device(device.name)
-    return interval(name, model_kind(model))
+    found = interval(name, model_kind(model))
+    if trainer.name in TRAINERS:
+        return found
+    return found._replace(basis=f"{found.basis}; none is by the trainer {trainer.name}")
 
 
 def model_kind(model: Architecture) -> ModelKind:

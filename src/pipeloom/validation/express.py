@@ -206,7 +206,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     elif published.attention == "flash":
         trainer = msgspec.structs.replace(trainer, attention="flash2")
     if "cuda graph" in overlap.lower():
-        trainer = msgspec.structs.replace(trainer, layer_host_s=0.0, expert_layer_host_s=0.0)
+        trainer = trainer.with_graphs()
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
         reduction="grad reduce" in overlap or megascale,

@@ -24,13 +24,13 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
+from pipeloom.integrations.megatron.trainer import read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
-from pipeloom.spec.catalog import load_trainer
 from pipeloom.spec.parallelism import Degrees, StateBytes
-from pipeloom.spec.trainer import NO_OVERLAP, Overlap, TrainerSpec
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
 _BYTES = {
@@ -68,8 +68,8 @@ class MegatronRun:
         Tokens of every sequence that the encoder of the model reads; 0: there is no encoder.
     adapter_rank : int
         Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
-    overlap : Overlap
-        What the run overlaps with computation.
+    trainer : TrainerSpec
+        Megatron of the zoo, with what the arguments of this run switch on and off.
     is_recipe : bool
         Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
@@ -90,7 +90,7 @@ class MegatronRun:
     replaced: tuple[str, ...] = ()
     encoder_length: int = 0
     adapter_rank: int = 0
-    overlap: Overlap = NO_OVERLAP
+    trainer: TrainerSpec = FUSED
     is_recipe: bool = False
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -115,11 +115,6 @@ class MegatronRun:
     def num_layers(self) -> int:
         """Number of decoder layers, without multi-token prediction."""
         return len(self.model.blocks)
-
-    @property
-    def trainer(self) -> TrainerSpec:
-        """Megatron of the zoo, with the overlap of this run."""
-        return load_trainer("megatron").overlapping(self.overlap)
 
     @property
     def architecture(self) -> Architecture:
@@ -205,12 +200,7 @@ def read_megatron(
         modules,
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
-        overlap=Overlap(
-            reduction=arguments.on("overlap-grad-reduce"),
-            gather=arguments.on("overlap-param-gather"),
-            # Megatron overlaps the messages of sequence parallelism alone.
-            tensor=arguments.on("tp-comm-overlap") and degrees.sequence_parallel,
-        ),
+        trainer=read_trainer(arguments, sequence_parallel=degrees.sequence_parallel),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
         ignored=arguments.ignored,

@@ -127,7 +127,7 @@ def best_layout(
     InfeasibleError
         No setup fits into memory, even if all layers are recomputed.
     """
-    timing = Timing(run, cluster, trainer or run.trainer)
+    timing = Timing(run, cluster, trainer)
     watch = (budget or Deadline(5.0)).start()
     now = timing.of(run.now)
     search = _Search(timing, watch, np.random.default_rng(seed))
