@@ -66,7 +66,9 @@ def megatron(
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []
     if html is not None:
-        written = draw(_tracks(found), title=_title(found), note=_note(found), html_file=html, ranked=True)
+        bounds = [f"{name} {_trust(found).text(one.iteration_s)}" for name, one in _setups(found)]
+        note = f"{_verdict(found).capitalize()}. {INTERVAL}: {', '.join(bounds)}. {_note(found)}"
+        written = draw(_tracks(found), title=_title(found), note=note, html_file=html, ranked=True)
     if json:
         print_json(_document(found) | {"seed": seed, "written": written})
         return
@@ -78,6 +80,10 @@ def _title(found: MegatronAnswer) -> str:
     d = found.run.degrees
     degrees = f"tp {d.tensor} pp {d.pipeline} dp {d.data}" + (f" cp {d.context}" if d.context > 1 else "")
     return f"{found.run.source} on {found.cluster.name}, {degrees}" + (f" ep {d.expert}" if d.expert > 1 else "")
+
+
+def _setups(found: MegatronAnswer) -> tuple[tuple[str, Timed], ...]:
+    return ("now", found.now), ("best", found.best)
 
 
 def _note(found: MegatronAnswer) -> str:
@@ -95,8 +101,8 @@ def _trust(found: MegatronAnswer) -> Interval:
 def _document(found: MegatronAnswer) -> dict[str, Any]:
     """Return the document of ``--json``, with intervals and the probability of the gain's sign."""
     made, trust = found.document(), _trust(found)
-    for name in ("now", "best"):
-        made[name] |= trust.fields(made[name]["iteration_s"])
+    for name, one in _setups(found):
+        made[name] |= trust.fields(one.iteration_s)
     more = {"sign_probability": chance(1 / (1 + found.gain)).probability, "interval_basis": trust.basis}
     return made | more
 
@@ -104,7 +110,7 @@ def _document(found: MegatronAnswer) -> dict[str, Any]:
 def _tracks(found: MegatronAnswer) -> list[Track]:
     """Return both timelines, with the printed numbers."""
     tracks = []
-    for name, one in (("now", found.now), ("best", found.best)):
+    for name, one in _setups(found):
         timeline = replace(one.timeline, peak_bytes=one.peak_bytes)
         track = make_track(name, one.graph, one.schedule, timeline)
         after = round((one.iteration_s - one.pipeline_s) * 1e9)
