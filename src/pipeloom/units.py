@@ -30,10 +30,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def seconds_range_text(low: float, high: float) -> str:
-    """Format a range of seconds with three significant digits and one unit: ``0.91 to 1.12 s``."""
+    """Format a range of seconds with three significant digits and one unit: ``0.910 to 1.12 s``."""
     scale, name = time_unit(round(high * 1e9))
     values = (each * 1e9 / scale for each in (low, high))
-    return " to ".join(f"{value:.0f}" if value >= 99.95 else f"{value:.3g}" for value in values) + f" {name}"
+    return " to ".join(f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}" for value in values) + f" {name}"
 
 
 def size_text(num_bytes: int) -> str:

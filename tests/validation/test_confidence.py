@@ -64,7 +64,7 @@ def test_the_kind_of_a_model(name: str, kind: str) -> None:
 
 def test_bounds_are_text_and_fields() -> None:
     one = Interval(0.9, 1.25, "10 runs")
-    assert one.text(2.0) == "1.8 to 2.5 s"
+    assert one.text(2.0) == "1.80 to 2.50 s"
     assert one.fields(2.0) == {"iteration_low_s": 1.8, "iteration_high_s": 2.5}
     assert one.note == "80 % interval from 10 runs"
 
