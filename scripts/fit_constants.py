@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -74,18 +76,22 @@ def try_express(run: PublishedRun) -> ExpressedRun | None:
 
 def slopes_of(runs: Sequence[Run], values: Values) -> list[FittedRun]:
     """Return error and slopes of every run at some values of the constants."""
-    out = []
-    for run, found in runs:
-        base = with_values(found, values)
-        at = predicted(base)
-        slopes = []
-        for one in constants():
-            other = with_values(found, moved(one, values))
-            unchanged = (other.cluster, other.trainer) == (base.cluster, base.trainer)
-            slopes.append(0.0 if unchanged else (predicted(other) - at) / STEP[one.share])
-        error = math.log(run.measured_s or 1.0) - at
-        out.append(FittedRun(run.id, run.source, run.device, run.model, run.kind, error, tuple(slopes)))
-    return out
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(slopes_of_run, runs, itertools.repeat(values), chunksize=8))
+
+
+def slopes_of_run(pair: Run, values: Values) -> FittedRun:
+    """Return error and slopes of one run."""
+    run, found = pair
+    base = with_values(found, values)
+    at = predicted(base)
+    slopes = []
+    for one in constants():
+        other = with_values(found, moved(one, values))
+        unchanged = (other.cluster, other.trainer) == (base.cluster, base.trainer)
+        slopes.append(0.0 if unchanged else (predicted(other) - at) / STEP[one.share])
+    error = math.log(run.measured_s or 1.0) - at
+    return FittedRun(run.id, run.source, run.device, run.model, run.kind, error, tuple(slopes))
 
 
 def moved(one: Constant, values: Values) -> Values:
@@ -95,7 +101,8 @@ def moved(one: Constant, values: Values) -> Values:
 
 def predictions(runs: Sequence[Run], values: Values) -> np.ndarray:
     """Return the logarithms of the predicted times."""
-    return np.array([predicted(with_values(found, values)) for _, found in runs])
+    with ProcessPoolExecutor() as pool:
+        return np.array(list(pool.map(predicted, [with_values(found, values) for _, found in runs], chunksize=8)))
 
 
 def predicted(found: ExpressedRun) -> float:

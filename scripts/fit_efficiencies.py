@@ -25,6 +25,9 @@ KERNELS = ROOT / "benchmarks" / "kernels"
 ZOO = ROOT / "src" / "pipeloom" / "spec" / "zoo" / "efficiencies"
 DEVICES = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "l40s")
 LIKE = {"b300": "b200", "gb300": "gb200"}
+TRAINING = {"h100": "h200", "h200": "h200", "b200": "gb200", "gb200": "gb200"}
+"""Devices whose attention was timed with cuDNN's kernels for training, and stands for the same chip. Other rows are
+kernels for serving."""
 """Devices whose rows time products and casts only, and the device that stands for them otherwise."""
 QUANTIZED = {"fp8": ("fp8",), "fp8_block": ("fp8_block", "mxfp8"), "nvfp4": ("nvfp4",)}
 """Kinds of quantized products by their rows' precision. Blackwell multiplies blocks of 128 as those of 32, which have
@@ -205,12 +208,42 @@ def fit_attention(device: str, rows: Sequence[dict[str, str]], kind: str, width:
         if error < best:
             best, found = error, curve._replace(extra_keys=extra)
     at_peak = per_key * (keys + found.extra_keys)
+    said = [errors(f"{kind}@{width}", at_peak / found.at(at_peak), seconds, held)]
     back = found._replace(knots=found.knots + np.log2(2.5), values=found.values * BACKWARD)
-    lines = [
-        f'"{name}@{width}" = {{ flops = {each.toml}, memory = {MEMORY}, extra_keys = {found.extra_keys:g} }}'
-        for name, each in ((kind, found), (f"{kind}_backward", back))
+    lines = []
+    for name, curve, passes in ((kind, found, "forward"), (f"{kind}_backward", back, "backward")):
+        each, error = as_in_training(device, curve, kind, width, passes)
+        said += [error] * bool(error)
+        lines.append(
+            f'"{name}@{width}" = {{ flops = {each.toml}, memory = {MEMORY}, extra_keys = {found.extra_keys:g} }}'
+        )
+    return lines, "\n  ".join(said)
+
+
+def as_in_training(device: str, curve: Curve, kind: str, width: int, passes: str) -> tuple[Curve, str]:
+    """Scale the curve of many serving kernels to the few training kernels of cuDNN. Return it and its errors."""
+    source = TRAINING.get(device)
+    if source is None:
+        return curve, ""
+    some = [
+        row
+        for row in read(source)
+        if row["framework"] == "cudnn" and row["pass"] == passes and row["head_dim"] == row["v_dim"] == str(width)
+        if row["op"].startswith("attention") and (row["causal"] == "1") == (kind == "causal_attention")
+        if not float(row["window"] or 0)
     ]
-    return lines, errors(f"{kind}@{width}", at_peak / found.at(at_peak), seconds, held)
+    held = np.array([row["split"] == "held" for row in some], bool)
+    if (~held).sum() < 2:
+        return curve, ""
+    batch, length, heads, seconds = columns(some, "batch", "seq", "heads", "latency_us")
+    seconds = seconds * 1e-6
+    keys = ((length + 1) / 2 if kind == "causal_attention" else length) + curve.extra_keys
+    products = 2.5 if passes == "backward" else 1.0
+    at_peak = products * 4 * batch * heads * length * width * keys / load_device(source).flops_per_s
+    speed = float(np.median((at_peak / curve.at(at_peak) / seconds)[~held]))
+    scaled = curve._replace(values=np.minimum(1, curve.values * speed))
+    label = f"{kind}@{width}, {passes} of cuDNN on {source}, {speed:.2f} x"
+    return scaled, errors(label, at_peak / scaled.at(at_peak), seconds, held)
 
 
 def fit_collective(device: str, rows: Sequence[dict[str, str]], name: str, ranks: int) -> tuple[str, str]:
