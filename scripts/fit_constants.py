@@ -28,7 +28,7 @@ import numpy as np
 from pipeloom.errors import PipeloomError
 from pipeloom.validation import PublishedRun, read_runs
 from pipeloom.validation.constants import Constant, FittedRun, Values, constants, refit, shipped, with_values
-from pipeloom.validation.express import ExpressedRun, express
+from pipeloom.validation.express import ExpressedRun, express, precision
 from pipeloom.validation.summary import kendall_tau_of
 from pipeloom.validation.unstated import complete
 
@@ -59,6 +59,7 @@ def main() -> None:
     write_residuals(runs, fitted, values)
     if options.halves:
         print_halves(runs, fitted, values)
+        print_left_out(runs, "source", errors_without(runs, fitted, values, lambda run: (run.source,)))
 
 
 def counts(run: PublishedRun) -> bool:
@@ -138,6 +139,8 @@ def write_residuals(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Va
     header = ["id", "source", "device", "model", "kind", "log_published_over_predicted", "without_device"]
     by_group = errors_without(runs, fitted, values, group_of)
     by_device = errors_without(runs, fitted, values, lambda run: (run.device,))
+    print_left_out(runs, "source and model", by_group)
+    print_left_out(runs, "device", by_device)
     rows = [[*run[:5], f"{by_group[run.id]:.4f}", f"{by_device[run.id]:.4f}"] for run in fitted]
     _write("residuals.csv", [header, *rows])
 
@@ -170,10 +173,23 @@ def group_of(run: PublishedRun | FittedRun) -> tuple[str, str]:
 
 
 KINDS: dict[str, Callable[[PublishedRun, ExpressedRun], bool]] = {
-    "dense, Megatron": lambda run, found: run.kind == "dense" and found.trainer.name == "megatron",
-    "dense": lambda run, _: run.kind == "dense",
-    "experts, BF16": lambda run, _: run.kind == "experts",
+    "dense, BF16, Megatron": lambda run, found: _is(run, "dense") and found.trainer.name == "megatron",
+    "dense, BF16": lambda run, _: _is(run, "dense"),
+    "experts, BF16": lambda run, _: _is(run, "experts"),
+    "FP8, MXFP8, NVFP4": lambda run, _: precision(run.precision) != "bf16",
 }
+
+
+def _is(run: PublishedRun, kind: str) -> bool:
+    return run.kind == kind and precision(run.precision) == "bf16"
+
+
+def print_left_out(runs: Sequence[Run], name: str, errors: dict[str, float]) -> None:
+    """Print the errors on runs, each with constants that are fitted without its group."""
+    for kind, belongs in KINDS.items():
+        some = np.abs([math.expm1(-errors[run.id]) for run, found in runs if belongs(run, found)])
+        median, ninth = np.quantile(some, (0.5, 0.9))
+        print(f"{kind:22} {len(some):3} runs, {name} left out: median {median:.1%}, 90th percentile {ninth:.1%}")
 
 
 def print_halves(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Values) -> None:
@@ -193,7 +209,7 @@ def print_halves(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Value
             found[kind].append((*np.quantile(errors, (0.5, 0.9)), np.nan if tau is None else tau))
     for kind, rows in found.items():
         median, ninth, tau = np.nanmean(rows, axis=0)
-        print(f"{kind:20} median {median:.1%}, 90th percentile {ninth:.1%}, tau {tau:.2f}")
+        print(f"{kind:22} halves: median {median:.1%}, 90th percentile {ninth:.1%}, tau {tau:.2f}")
 
 
 if __name__ == "__main__":

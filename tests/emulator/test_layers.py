@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from pipeloom.emulator import modules as m
 from pipeloom.emulator.build import layer_module
 from pipeloom.emulator.graph import emulate_graph
 from pipeloom.emulator.rules import Device
+from pipeloom.emulator.stage import Stage, runs_of
 from pipeloom.emulator.tape import Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
@@ -211,13 +214,27 @@ def test_frozen_layers_have_no_weight_gradients():
 def test_sharded_weights_are_gathered_and_gradients_reduced():
     layer = LayerTemplate(m.MLP(8, 16), 8, Context(shard=4), PLAIN)
     assert kinds(layer, "keep", "F")[0] == "all_gather"
-    assert kinds(layer, "keep", "B")[0] == "all_gather"
-    assert kinds(layer, "keep", "B")[-1] == "reduce_scatter"
+    # The gradients of the layer before, whose reduction must not delay the gathering of this layer's weights.
+    assert kinds(layer, "keep", "B")[:2] == ["all_gather", "reduce_scatter"]
     plain = LayerTemplate(m.MLP(8, 16), 8, Context(), PLAIN)
     assert (
         plain.on(Workload((4,))).leaves["keep", "F"].matrix.max()
         < layer.on(Workload((4,))).leaves["keep", "F"].matrix.max()
     )
+
+
+def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
+    slow = (dataclasses.replace(PLAIN[0], flops_per_s=1e6), *PLAIN[1:])
+    many = 40
+
+    def seconds(**context):
+        layer = LayerTemplate(m.MLP(8, 16), 8, Context(**context), slow)
+        stage = Stage(runs_of([layer] * many))
+        return stage.duration_ps(Workload((64,)), "B") / 1e12
+
+    plain, sharded = seconds(), seconds(shard=4)
+    one = seconds(shard=4) / many
+    assert plain < sharded < plain + 2 * one
 
 
 def test_context_parallel_attention_sends_keys_round():

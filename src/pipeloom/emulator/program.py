@@ -163,7 +163,7 @@ class _Writer:
 
     def _reduce(self, after: int) -> None:
         """Reduce the gradients of the weights and keep a shard of them (ZeRO-3)."""
-        if self.tape.context.shard > 1 and self.tape.parameters and after >= 0:
+        if self.tape.context.shard > 1 and self.tape.parameters:
             self._run(self._shard_cost("reduce_scatter"), (), [after])
 
     def _shard_cost(self, kind: str) -> Cost:
@@ -258,10 +258,13 @@ class _Writer:
         ``held`` collects the tensors that W will read.
         """
         self._unshard()
+        if part == "B" and any(record.weight_gradient for record in self.tape.records):
+            # A link carries messages in the order in which they are issued. The next layer's weights are gathered
+            # before this layer's gradients are reduced, so the next layer, which is usually equal, issues the reduction.
+            self._reduce(ENTRY)
         self._enter()
         self._have("g", output, ENTRY)
         program = self.program
-        last_weight = ALIVE
         for record in reversed(self.tape.records):
             result = record.outputs[0]
             if ("g", result) not in self.at:
@@ -280,9 +283,9 @@ class _Writer:
             if record.weight_gradient is not None:
                 if part == "B":
                     reads = [("x", t) for t in record.saved_for_weight]
-                    program.result = last_weight = self._run(record.weight_gradient, [*reads, ("g", result)])
+                    program.result = self._run(record.weight_gradient, [*reads, ("g", result)])
                     if record.temporary != ZERO:
-                        program.buffers.append(Buffer(record.temporary, last_weight))
+                        program.buffers.append(Buffer(record.temporary, program.result))
                 else:
                     self._hold(record, held, ready)
             if made is not None:
@@ -296,7 +299,6 @@ class _Writer:
             self.at["g", tensor][1].kept = True
         if entries:  # the first is the layer's input; a condition's gradient may come later
             program.result = self.at["g", entries[0]][0]
-        self._reduce(last_weight)
         return program
 
     def _entries(self) -> list[Tensor]:
@@ -330,5 +332,6 @@ class _Writer:
                 self._make(tensor, ENTRY)
             reads = [("x", t) for t in record.saved_for_weight]
             last = self._run(record.weight_gradient, [*reads, ("g", record.outputs[0])])
-        self._reduce(last)
+        if last != ALIVE:
+            self._reduce(last)
         return self.program

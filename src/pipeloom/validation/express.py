@@ -188,7 +188,9 @@ def _vocabulary(published: PublishedRun) -> VocabularySplit:
 def trainer_of(published: PublishedRun) -> TrainerSpec:
     """Return the trainer of a run, with the stated overlap: eager PyTorch for FSDP and nanotron, else Megatron."""
     overlap = published.overlap
-    eager = published.schedule in ("fsdp", "zero") or published.zero == 3 or published.source in _EAGER_SOURCES
+    sharded = published.schedule in ("fsdp", "zero") or published.zero == 3
+    # Megatron FSDP has Transformer Engine.
+    eager = (sharded and published.attention != "te") or published.source in _EAGER_SOURCES
     trainer = load_trainer("torchtitan" if eager else "megatron")
     words = f"{overlap} {published.how} {published.reason}".lower()
     asynchronous = re.search(r"async\w*[ -]t(p|ensor)", words) is not None
