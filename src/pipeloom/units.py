@@ -29,6 +29,13 @@ def seconds_text(seconds: float) -> str:
     return time_text(round(seconds * 1e9))
 
 
+def seconds_range_text(low: float, high: float) -> str:
+    """Format a range of seconds with three significant digits and one unit: ``0.910 to 1.12 s``."""
+    scale, name = time_unit(round(high * 1e9))
+    values = (each * 1e9 / scale for each in (low, high))
+    return " to ".join(f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}" for value in values) + f" {name}"
+
+
 def size_text(num_bytes: int) -> str:
     """Format a size with up to four significant digits and a unit: ``1.5 GiB``."""
     scale, name = size_unit(num_bytes)

@@ -102,11 +102,15 @@ def test_any_number_on_the_console_is_on_the_page_and_in_json(
     assert times == sorted(times)
     assert rows["now"]["gain"] == 0
     assert rows["1f1b"]["gain"] == pytest.approx(rows["now"]["iteration_s"] / rows["1f1b"]["iteration_s"] - 1)
+    assert rows["now"]["sign_probability"] == 0.5
+    assert all(0 < row["iteration_low_s"] < row["iteration_high_s"] for row in rows.values() if "problem" not in row)
+    assert (document["trainer"], "published runs" in document["interval_basis"]) == ("fused", True)
     # The steps lead from what is run now to the faster of Pipeloom's rows, and their parts are the whole.
     steps = document["steps"]
     best = min(rows[name]["iteration_s"] for name in ("pipeloom", "pipeloom-packed"))
     assert steps[-1]["iteration_s"] == pytest.approx(best)
     assert sum(step["share"] for step in steps) == pytest.approx(1)
+    assert all(0 < step["sign_probability"] <= 1 for step in steps)
     assert sum(step["saved_s"] for step in steps) == pytest.approx(rows["now"]["iteration_s"] - best)
 
 
@@ -138,6 +142,7 @@ def test_megatron_reads_what_is_to_be_pasted(more: str, folder: Path, capsys: py
     kept = more.split("--pipeline-model-parallel-layout")[0]
     file.write_text(f"{text} {kept} {' '.join(arguments)}")
     found = read_megatron(file, num_devices=2)
+    assert document["trainer"] == "megatron"
     assert len(found.model.predictors) == "".join(found.now.stages).count("m")
     again = load_run(words)
     assert again.microbatches == found.num_microbatches

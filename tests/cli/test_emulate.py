@@ -75,6 +75,38 @@ def test_sweep_ranks_what_runs_and_says_what_cannot(capsys: pytest.CaptureFixtur
     assert any("microbatches for 8 replicas" in entry.get("problem", "") for entry in entries)
 
 
+def test_every_time_has_an_interval_and_its_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    times = []
+    for trainer in ("fused", "megatron", "pipeloom"):
+        line = ["emulate", "llama2-7b", "--cluster", "8xH100", "--microbatches", "2", "--trainer", trainer]
+        assert run([*line, "--zero", "3", "--dp", "8", "--strategy", "full", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["trainer"] == trainer
+        assert document["iteration_low_s"] < document["iteration_high_s"]
+        assert "published runs of dense models on H100" in document["interval_basis"]
+        times.append(document["iteration_s"])
+    assert times == sorted(set(times))
+    assert run([*line, "--zero", "3", "--dp", "8", "--strategy", "full"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "80 % interval" in shown
+    assert "trainer: pipeloom (no overlap)" in shown
+    assert "none is by the trainer pipeloom" in shown
+
+
+def test_a_trainer_is_a_name_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\nelementwise = 3.0\n')
+    line = ["sweep", "llama2-7b", "--cluster", "8xH100", "--microbatches", "8", "--max-tp", "1", "--json", "--trainer"]
+    assert run([*line, str(file)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["trainer"] == "mine"
+    entries = [entry for entry in document["entries"] if "problem" not in entry]
+    assert all(entry["iteration_low_s"] < entry["iteration_high_s"] for entry in entries)
+    assert [entry["sign_probability"] > 0.5 for entry in entries] == [False] + [True] * (len(entries) - 1)
+    assert run([*line, "megatorn"]) == 2
+    assert "the zoo has fused, megatron, pipeloom, torchtitan" in capsys.readouterr().err
+
+
 def test_sweep_prints_what_runs_and_lists_what_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sweep", "vlm-s", "--gpus", "4", "--microbatches", "2", "--top", "2"]) == 0
     shown = capsys.readouterr().out

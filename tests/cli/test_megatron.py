@@ -53,10 +53,15 @@ def test_as_json_and_what_it_says_can_be_read_back(tmp_path: Path, capsys: pytes
     assert document["now"]["recompute"] == ["--recompute-granularity selective", "--recompute-modules core_attn"]
     assert document["best"]["iteration_s"] <= document["now"]["iteration_s"]
     assert document["num_microbatches"] == 8
+    assert document["trainer"] == "megatron"
+    assert document["best"]["iteration_low_s"] < document["best"]["iteration_high_s"]
+    assert "published runs" in document["interval_basis"]
+    assert document["sign_probability"] > 0.5
     again = read_megatron([*listed(position_embedding_type="rope"), *shlex.split(" ".join(document["arguments"]))])
     assert again.now.layout == document["best"]["layout"]
     # The page has the numbers that are printed.
     text = page.read_text()
+    assert document["interval_basis"] in text
     for one in ("now", "best"):
         assert time_text(round(document[one]["iteration_s"] * 1e9)) in text
         assert size_text(max(document[one]["peak_memory_bytes"])) in text
@@ -77,7 +82,11 @@ _TOO_LARGE = {
     ("changes", "verdict", "writes"),
     [
         (
-            {"num_layers": 2, "pipeline_model_parallel_layout": "Ett|L"},
+            {
+                "num_layers": 2,
+                "pipeline_model_parallel_layout": "E|t|t|L",
+                "microbatch_group_size_per_virtual_pipeline_stage": 4,
+            },
             "no faster setup was found; change nothing",
             False,
         ),

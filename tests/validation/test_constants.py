@@ -113,7 +113,7 @@ def test_an_interval_names_the_runs_it_comes_from() -> None:
     h100 = published_device(load_cluster("8xh100").device.name)
     assert h100 == "H100"
     known = interval(h100, "dense")
-    assert "dense runs on H100" in known.basis
+    assert "dense models on H100" in known.basis
     assert known.low < 1 < known.high
     assert published_device("my own chip") is None
     unknown = interval(None, "dense")
@@ -140,5 +140,5 @@ def test_probabilities_are_calibrated() -> None:
 
 
 def test_trainers_of_the_zoo_differ_in_what_they_fuse() -> None:
-    assert load_trainer("torch").elementwise > load_trainer("megatron").elementwise > 1
-    assert load_trainer("megatron").cross_entropy > load_trainer("torch").cross_entropy
+    assert load_trainer("torchtitan").elementwise > load_trainer("megatron").elementwise > 1
+    assert load_trainer("megatron").cross_entropy > load_trainer("torchtitan").cross_entropy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, check_budget
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP, check_budget
 from pipeloom.cli.output import JSON_HELP, check_targets, note_compiling, print_json, print_written, stderr, stdout
 from pipeloom.errors import InfeasibleError, InputError, visible_line
 from pipeloom.heartbeat import doing
@@ -74,6 +74,9 @@ def compare(
         help="Maximum tokens in a microbatch; default: 8192, or as in a data set's paper.",
     ),
     budget: float = typer.Option(1.0, metavar="SECONDS", help="Search seconds, for baselines that search."),
+    trainer: str | None = typer.Option(
+        None, help=f"{TRAINER_HELP} Default: megatron with the overlap of a Megatron run, otherwise fused."
+    ),
     processes: int = typer.Option(2, min=1, max=2, help="With 2, Pipeloom's layout is chosen while the baselines run."),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, metavar="N", help="Seed of all random choices."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with all timelines."),
@@ -90,7 +93,7 @@ def compare(
     from pipeloom.integrations.current_runs import is_megatron, load_run
     from pipeloom.integrations.models import load_model
     from pipeloom.io import make_folder
-    from pipeloom.spec.catalog import load_cluster
+    from pipeloom.spec.catalog import load_cluster, load_trainer
 
     check_budget(budget)
     page = html or (None if out is None else out / "comparison.html")
@@ -103,9 +106,9 @@ def compare(
     if now is None and is_megatron(model):
         now = declared_by = model
     run = None if now is None else load_run(now, hardware.num_devices, architecture.modules[-1].num_blocks)
-    setting = put_on_cluster(
-        architecture, hardware, _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by)
-    )
+    degrees = _degrees(run, hardware, {"tp": tp, "pp": pp, "dp": dp}, declared_by)
+    own = run.trainer if trainer is None and run is not None else None
+    setting = put_on_cluster(architecture, hardware, degrees, trainer=own or load_trainer(trainer or "fused"))
     if run is not None:
         now_system(setting, run)  # rejects a layout of another model before anything is timed
     names = suitable(setting, None if systems == "all" else systems.split(","))
@@ -197,8 +200,8 @@ def _compare_systems(question: Question, processes: int, *, quiet: bool) -> Outc
 
 
 def _line(cells: Sequence[str], limit: int) -> str:
-    """Return a row of the progress output with as many cells as fit, without the gain, which is not known yet."""
-    name, iteration, _, *rest = cells
+    """Return a row of the progress output with as many cells as fit, without interval and gain."""
+    name, iteration, _interval, _gain, _sign, *rest = cells
     shown = [iteration, *rest][: max(1, (limit - 20) // 12)]
     return f"{name:<20}" + "".join(f"{cell:>12}" for cell in shown)
 

@@ -24,13 +24,26 @@ from pipeloom.report.table_page import Section, TableSection, TextSection
 from pipeloom.spec import STRATEGIES, TRAITS
 from pipeloom.spec.architecture import PredictionLayer
 from pipeloom.spec.media_tokens import disagreements
+from pipeloom.units import seconds_range_text
+from pipeloom.validation import INTERVAL, SIGN_RIGHT
 
 if TYPE_CHECKING:
     from pipeloom.compare.outcome import Outcome
     from pipeloom.spec import ChunkStrategy, Sample
     from pipeloom.spec.architecture import Layer
 
-COLUMNS = ("system", "iteration", "gain", "tok/s/GPU", "MFU", "bubbles", "memory", "above bound")
+COLUMNS = (
+    "system",
+    "iteration",
+    INTERVAL,
+    "gain",
+    "sign right",
+    "tok/s/GPU",
+    "MFU",
+    "bubbles",
+    "memory",
+    "above bound",
+)
 STEPS = {
     "layout": "layout, and the division of images",
     "packing": "packing",
@@ -52,7 +65,9 @@ def row_cells(row: dict[str, Any], baseline: str = "") -> tuple[str, ...]:
     return (
         row["system"],
         seconds_text(row["iteration_s"]),
+        seconds_range_text(row["iteration_low_s"], row["iteration_high_s"]),
         "" if gain is None or row["system"] == baseline else gain_text(gain),
+        "" if gain is None or row["system"] == baseline else f"{100 * row['sign_probability']:.0f} %",
         f"{row['tokens_per_s_per_device']:,.0f}",
         f"{row['mfu']:.3f}",
         share_text(row["bubble_share"]),
@@ -87,7 +102,8 @@ def answer(outcome: Outcome) -> str:
     times = {one.name: seconds_text(outcome.iteration_s(one)) for one in fitting}
     text = f"Emulated: {'you take' if base.name == NOW else f'{base.title} takes'} {times[base.name]} an iteration"
     parts = [
-        f"{one.title} takes {times[one.name]}, {gain_text(outcome.row(one)['gain'])} throughput ({one.name})"
+        f"{one.title} takes {times[one.name]}, {gain_text(outcome.row(one)['gain'])} throughput "
+        f"({one.name}; sign right: {outcome.chance(one).text} of published pairs)"
         for one in notable
     ]
     if len(fitting) > 1 and not parts:
@@ -123,6 +139,7 @@ def _ranking(outcome: Outcome) -> Section:
     notes = [f"{count} microbatches a replica, seed {outcome.question.seed}"]
     if base is not None:
         notes.append(f"gain over {base.name} ({base.title})")
+        notes.append(f"sign right: {SIGN_RIGHT}")
     notes.append("above bound: gap to the lower bound of all schedules of that layout")
     if any(not row.get("fits", True) for row in rows):
         notes.append(f"!: exceeds the memory of {size_text(outcome.setting.capacity_bytes)}, by the emulator")
@@ -141,19 +158,22 @@ def _steps(outcome: Outcome) -> Section | None:
     rows, base = outcome.step_rows(), outcome.baseline
     if not rows or base is None:
         return None
-    cells = [("as you run it", seconds_text(outcome.iteration_s(base)), "", "", "")]
+    cells = [("as you run it", seconds_text(outcome.iteration_s(base)), "", "", "", "")]
     cells += [
         (
             STEPS[row["step"]],
             seconds_text(row["iteration_s"]),
             ("-" if row["saved_s"] < 0 else "") + seconds_text(abs(row["saved_s"])),
             share_text(row["share"]) if row["share"] >= 0 else f"-{share_text(-row['share'])}",
+            f"{100 * row['sign_probability']:.0f} %",
             row["note"],
         )
         for row in rows
     ]
     note = "Pipeloom's choices are applied one after the other; gains that several share count for the first."
-    return TableSection("Where the gain comes from", note, ("", "iteration", "saved", "of all", ""), cells)
+    return TableSection(
+        "Where the gain comes from", note, ("", "iteration", "saved", "of all", "sign right", ""), cells
+    )
 
 
 def _samples(outcome: Outcome) -> Section:
@@ -291,7 +311,9 @@ def _pipeloom_lines(outcome: Outcome, found: dict[str, Comparison], layout_file:
 def _confidence(outcome: Outcome) -> Section:
     cluster, device = outcome.setting.cluster, outcome.setting.cluster.device
     lines = [
-        f"Emulated, not measured: {device.name}, {device.basis} table ({device.source}); cluster {cluster.source}."
+        f"Emulated, not measured: {device.name}, {device.basis} table ({device.source}); cluster {cluster.source}.",
+        f"Trainer of all systems: {outcome.setting.trainer.text}.",
+        f"{outcome.interval.note}.",
     ]
     if device.basis == "measured":
         lines.append("The table was measured; pipeloom calibrate reports its error on other sizes.")
@@ -306,7 +328,7 @@ def _confidence(outcome: Outcome) -> Section:
     lines += [f"Of your data, {note}." for note in disagreements(outcome.setting.architecture, samples)]
     lines.append(
         "One replica represents all; pipeloom sweep compares degrees of parallelism. "
-        "Not modeled: links shared by ranks, jitter, gradient reduction during the backward."
+        "Not modeled: links shared by ranks, jitter."
     )
     return TextSection("How sure this is", "\n".join(lines), ())
 
@@ -320,6 +342,8 @@ def document(outcome: Outcome, made: Sequence[Section]) -> dict[str, Any]:
         "kind_of_time": "emulated",
         "device": setting.cluster.device.name,
         "device_basis": setting.cluster.device.basis,
+        "trainer": setting.trainer.name,
+        "interval_basis": outcome.interval.basis,
         "seed": question.seed,
         "num_microbatches": len(question.iterations.groups),
         "gain_over": None if outcome.baseline is None else outcome.baseline.name,

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
 from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
@@ -23,10 +23,11 @@ from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
-from pipeloom.spec.catalog import load_cluster, names
+from pipeloom.spec.catalog import load_cluster, load_trainer, names
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents
 from pipeloom.spec.media_tokens import disagreements
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.validation import INTERVAL, Interval, interval_for
 
 HELP = """\
 Emulate one training iteration: time, MFU, bubbles, and peak memory of every rank.
@@ -62,6 +63,7 @@ def emulate(
         None,
         help="keep, selective, recompute or offload; recompute:0.5: half of the layers; default: fastest that fits.",
     ),
+    trainer: str = typer.Option("fused", help=TRAINER_HELP),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     trace: Path | None = typer.Option(None, metavar="FILE", help="Write a Chrome trace (JSON)."),
     html: Path | None = typer.Option(None, metavar="FILE", help="Write an HTML page with the timeline."),
@@ -73,32 +75,36 @@ def emulate(
     check_targets(trace, html)
     if zero == 2:
         raise InputError("--zero", "2 is not supported", "use 0, 1 or 3")
-    architecture, hardware = load_model(model, freeze), load_cluster(cluster)
+    architecture, hardware, runs_it = load_model(model, freeze), load_cluster(cluster), load_trainer(trainer)
     doing(f"emulating {model}")
     degrees = Degrees(tensor=tp, pipeline=pp, data=dp, context=cp, expert=ep, zero=zero)  # type: ignore[arg-type]
     groups = microbatches_of(architecture, data, microbatches, seed)
-    result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy)
+    result = run_emulation(architecture, hardware, degrees, batch=groups, strategy=strategy, trainer=runs_it)
+    trust = interval_for(hardware.device, architecture, runs_it)
     title = f"{architecture.name} on {hardware.name}, tp {tp} pp {pp} dp {dp}"
     written = []
     if trace is not None or html is not None:
-        note = f"Emulated from the {hardware.device.basis} table of {hardware.device.name}."
+        note = f"Emulated from the {hardware.device.basis} table of {hardware.device.name}; trainer: {runs_it.text}. "
+        note += f"{trust.text(result.iteration_s)}: {trust.note}."
         track = emulated_track("emulated", result, result.layout.chunk_names)
         written = draw([track], title=title, note=note, trace_file=trace, html_file=html)
     if json:
         print_json(
-            document(result)
+            document(result, trust)
             | {
                 "model": architecture.name,
                 "parameters": module_parameters(architecture),
                 "cluster": hardware.name,
                 "device_basis": hardware.device.basis,
+                "trainer": runs_it.name,
+                "interval_basis": trust.basis,
                 "written": written,
             }
         )
         return
     print_line(samples_text(groups))
     print_line(parameters_text(architecture))
-    _print(result, title, hardware.device.basis)
+    _print(result, trust, title, f"device table: {hardware.device.basis}; trainer: {runs_it.text}")
     print_written(written)
 
 
@@ -156,10 +162,11 @@ def parameters_text(architecture: Architecture) -> str:
     return f"{architecture.name}: {sum(counts.values()):,} parameters ({', '.join(parts)})"
 
 
-def document(result: EmulatedStep) -> dict[str, Any]:
+def document(result: EmulatedStep, trust: Interval) -> dict[str, Any]:
     """Return an emulated iteration for ``--json``."""
     return {
         "iteration_s": result.iteration_s,
+        **trust.fields(result.iteration_s),
         "pipeline_s": result.pipeline_s,
         "bubble_share": result.bubble,
         "mfu": result.mfu,
@@ -174,15 +181,16 @@ def document(result: EmulatedStep) -> dict[str, Any]:
     }
 
 
-def _print(result: EmulatedStep, title: str, basis: str) -> None:
+def _print(result: EmulatedStep, trust: Interval, title: str, basis: str) -> None:
     from pipeloom.report.any_width import Table
 
     console = stdout()
     table = Table(title=title, title_justify="left")
-    for name in ("iteration", "MFU", "tokens/s", "bubbles", "strategy", "fits"):
+    for name in ("iteration", INTERVAL, "MFU", "tokens/s", "bubbles", "strategy", "fits"):
         table.add_column(name, justify="right")
     table.add_row(
         f"{result.iteration_s:.4g} s",
+        trust.text(result.iteration_s),
         f"{result.mfu:.3f}",
         f"{result.tokens_per_s:,.0f}",
         share_text(result.bubble),
@@ -197,7 +205,7 @@ def _print(result: EmulatedStep, title: str, basis: str) -> None:
     for rank, (peak, static, layers) in enumerate(ranks):
         memory.add_row(str(rank), size_text(peak), size_text(static), _layers_text(layers))
     console.print(memory)
-    console.print(f"Emulated, not measured; device table: {basis}. tokens/s is per device.", style="dim")
+    console.print(f"Emulated, not measured; {basis}. tokens/s is per device. {trust.note}.", style="dim")
 
 
 def _layers_text(layers: Mapping[str, Sequence[tuple[int, int]]]) -> str:
@@ -211,6 +219,7 @@ def _list(json: bool) -> None:
         "models": (*names("models"), *known_models()),
         "clusters": names("clusters"),
         "devices": names("devices"),
+        "trainers": names("trainers"),
         "datasets": names("datasets"),
     }
     if json:

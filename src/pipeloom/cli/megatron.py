@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from pipeloom.heartbeat import doing
 from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
 from pipeloom.report import Track, emulated_track, seconds_text, share_text, size_text
+from pipeloom.validation import INTERVAL, Interval, chance, interval_for
 
 if TYPE_CHECKING:
     from pipeloom.integrations.megatron import MegatronAnswer, Timed
@@ -64,9 +65,11 @@ def megatron(
         found = best_layout(run, hardware, budget=Deadline(budget), seed=seed)
     written = []
     if html is not None:
-        written = draw(_tracks(found), title=_title(found), note=_note(found), html_file=html, ranked=True)
+        bounds = [f"{name} {_trust(found).text(one.iteration_s)}" for name, one in _setups(found)]
+        note = f"{_verdict(found).capitalize()}. {INTERVAL}: {', '.join(bounds)}. {_note(found)}"
+        written = draw(_tracks(found), title=_title(found), note=note, html_file=html, ranked=True)
     if json:
-        print_json(found.document() | {"seed": seed, "written": written})
+        print_json(_document(found) | {"seed": seed, "written": written})
         return
     _print(found)
     print_written(written)
@@ -78,15 +81,35 @@ def _title(found: MegatronAnswer) -> str:
     return f"{found.run.source} on {found.cluster.name}, {degrees}" + (f" ep {d.expert}" if d.expert > 1 else "")
 
 
+def _setups(found: MegatronAnswer) -> tuple[tuple[str, Timed], ...]:
+    return ("now", found.now), ("best", found.best)
+
+
 def _note(found: MegatronAnswer) -> str:
     device = found.cluster.device
-    return f"Emulated, not measured: {device.name}, {device.basis} table."
+    return (
+        f"Emulated, not measured: {device.name}, {device.basis} table; trainer: {found.timing.trainer.text}. "
+        f"{_trust(found).note}."
+    )
+
+
+def _trust(found: MegatronAnswer) -> Interval:
+    return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer)
+
+
+def _document(found: MegatronAnswer) -> dict[str, Any]:
+    """Return the document of ``--json``, with intervals and the probability of the gain's sign."""
+    made, trust = found.document(), _trust(found)
+    for name, one in _setups(found):
+        made[name] |= trust.fields(one.iteration_s)
+    more = {"sign_probability": chance(1 / (1 + found.gain)).probability, "interval_basis": trust.basis}
+    return made | more
 
 
 def _tracks(found: MegatronAnswer) -> list[Track]:
     """Return both timelines, with the printed numbers."""
     tokens = found.run.global_batch_size * found.run.seq_length
-    return [emulated_track(name, one, num_tokens=tokens) for name, one in (("now", found.now), ("best", found.best))]
+    return [emulated_track(name, one, num_tokens=tokens) for name, one in _setups(found)]
 
 
 def _peak(one: Timed) -> str:
@@ -98,20 +121,21 @@ def _verdict(found: MegatronAnswer) -> str:
     if found.best is found.now:
         return "no faster setup was found; change nothing"
     if found.gain > 0:
-        return f"faster by {share_text(found.gain)}"
+        return f"faster by {share_text(found.gain)}; sign right: {chance(1 / (1 + found.gain)).text} of published pairs"
     return "the fastest setup that fits; yours is no slower, but does not fit"
 
 
 def _print(found: MegatronAnswer) -> None:
     from pipeloom.report.any_width import Table
 
-    console, timing, run = stdout(), found.timing, found.run
+    console, timing, run, trust = stdout(), found.timing, found.run, _trust(found)
     console.print_line(_title(found), style="bold")
     table = Table()
     for name in ("", "now", "best"):
         table.add_column(name, justify="right" if name else "left")
     rows: dict[str, Callable[[Timed], str]] = {
         "iteration": lambda one: seconds_text(one.iteration_s),
+        INTERVAL: lambda one: trust.text(one.iteration_s),
         "tokens/s": lambda one: f"{timing.tokens_per_s(one):,.0f}",
         "MFU": lambda one: f"{timing.mfu(one):.3f}",
         "bubbles": lambda one: share_text(one.bubble_share),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CLUSTER_HELP = "A description (64xH100, '2x8xB200 ib400'), a cluster of the zoo, or a .toml file."
 FREEZE_HELP = "A module that is not trained; can be repeated."
+TRAINER_HELP = "Trainer whose costs are emulated: fused, megatron, torchtitan, pipeloom, or a .toml file."
 PARAMS_HELP = "A TOML or JSON file with search parameters to change, one table per group."
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
-from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP
+from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
 from pipeloom.emulator import module_parameters
 from pipeloom.heartbeat import doing
@@ -17,6 +17,8 @@ from pipeloom.iteration import sweep as run_sweep
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
+from pipeloom.spec.catalog import load_cluster, load_trainer
+from pipeloom.validation import INTERVAL, SIGN_RIGHT, Chance, Interval, chance, interval_for
 
 HELP = "Emulate every combination of tensor, pipeline and data parallelism on one global batch, fastest first."
 EPILOG = "Example: pipeloom sweep vlm-m --cluster dip-h800-64 --gpus 64."
@@ -41,10 +43,12 @@ def sweep(
         help="Maximum number of rows for combinations that run and for those that do not.",
     ),
     freeze: list[str] = typer.Option([], metavar="MODULE", help=FREEZE_HELP),
+    trainer: str = typer.Option("fused", help=TRAINER_HELP),
     seed: int = typer.Option(0, min=0, max=MAX_SEED, help="Seed of the drawn samples."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    architecture = load_model(model, freeze)
+    architecture, hardware, runs_it = load_model(model, freeze), load_cluster(cluster), load_trainer(trainer)
+    trust = interval_for(hardware.device, architecture, runs_it)
     groups = microbatches_of(architecture, data, microbatches, seed)
     with stderr().status("emulating ...") as status:
 
@@ -54,10 +58,11 @@ def sweep(
 
         entries = run_sweep(
             architecture,
-            cluster,
+            hardware,
             batch=groups,
             points=Points(num_devices=gpus or None, max_tensor=max_tp),
             progress=show,
+            trainer=runs_it,
         )
     if json:
         print_json(
@@ -65,13 +70,15 @@ def sweep(
                 "model": model,
                 "parameters": module_parameters(architecture),
                 "cluster": cluster,
-                "entries": [_document(entry) for entry in entries],
+                "trainer": runs_it.name,
+                "interval_basis": trust.basis,
+                "entries": [_document(entry, entries[0], trust) for entry in entries],
             }
         )
         return
     print_line(samples_text(groups))
     print_line(parameters_text(architecture))
-    _print(entries, f"{model} on {cluster}", top)
+    _print(entries, trust, f"{model} on {cluster}, trainer {runs_it.text}", top)
 
 
 def _name(entry: SweepEntry) -> str:
@@ -79,17 +86,34 @@ def _name(entry: SweepEntry) -> str:
     return f"dp {degrees.data} tp {degrees.tensor} pp {degrees.pipeline}"
 
 
-def _document(entry: SweepEntry) -> dict[str, Any]:
+def _document(entry: SweepEntry, best: SweepEntry, trust: Interval) -> dict[str, Any]:
     degrees = entry.degrees
     row: dict[str, Any] = {"data": degrees.data, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
-    return row | ({"problem": entry.problem} if entry.result is None else document(entry.result))
+    if entry.result is None:
+        return row | {"problem": entry.problem}
+    return row | document(entry.result, trust) | {"sign_probability": _best_is_faster(entry, best).probability}
 
 
-def _print(entries: list[SweepEntry], title: str, top: int) -> None:
+def _best_is_faster(entry: SweepEntry, best: SweepEntry) -> Chance:
+    """Return the probability that the best point of the sweep is faster than another."""
+    return chance(best.iteration_s / entry.iteration_s)
+
+
+def _print(entries: list[SweepEntry], trust: Interval, title: str, top: int) -> None:
     from pipeloom.report.any_width import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("degrees", "iteration", "MFU", "tokens/s", "bubbles", "peak memory", "strategy"):
+    for name in (
+        "degrees",
+        "iteration",
+        INTERVAL,
+        "best faster",
+        "MFU",
+        "tokens/s",
+        "bubbles",
+        "peak memory",
+        "strategy",
+    ):
         table.add_column(name, justify="left" if name in ("degrees", "strategy") else "right")
     problems = [entry for entry in entries if entry.result is None]
     runnable = len(entries) - len(problems)
@@ -99,6 +123,8 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
         table.add_row(
             _name(entry),
             f"{r.iteration_s:.4g} s",
+            trust.text(r.iteration_s),
+            _best_is_faster(entry, entries[0]).text,
             f"{r.mfu:.3f}",
             f"{r.tokens_per_s:,.0f}",
             share_text(r.bubble),
@@ -109,7 +135,10 @@ def _print(entries: list[SweepEntry], title: str, top: int) -> None:
     if runnable:
         console.print(table)
         shown = f"{min(top, runnable)} of {runnable} combinations that run"
-        console.print(f"Emulated, not measured; {shown}. tokens/s is per device.", style="dim")
+        console.print(f"Emulated, not measured; {shown}. tokens/s is per device. {trust.note}.", style="dim")
+        console.print(
+            f"best faster: probability that the first row is faster than this one ({SIGN_RIGHT}).", style="dim"
+        )
     if problems:
         console.print(f"{len(problems)} combinations cannot run:", style="dim")
     for entry in problems[:top]:

@@ -20,6 +20,7 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.current_run import CurrentRun
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import TrainerSpec
 
 PACKING_TIMES = 4
 """Factor of the budget for a search over packings, since each packing needs a search of its order."""
@@ -80,7 +81,8 @@ def answers(
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rest = replace(question, setting=None)  # type: ignore[arg-type]
-        future = pool.submit(_our_answer_for, setting.architecture, setting.cluster, setting.degrees, rest)
+        spec = (setting.architecture, setting.cluster, setting.degrees, setting.trainer)
+        future = pool.submit(_our_answer_for, spec, rest)
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
@@ -113,9 +115,10 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
     )
 
 
-def _our_answer_for(architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, rest: Question) -> Ours:
+def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
     """Run `our_answer` in another process, without sending emulated costs to it."""
-    return our_answer(replace(rest, setting=put_on_cluster(architecture, cluster, degrees)))
+    *on, trainer = spec
+    return our_answer(replace(rest, setting=put_on_cluster(*on, trainer=trainer)))
 
 
 def our_answer(question: Question) -> Ours:

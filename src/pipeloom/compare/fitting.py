@@ -45,7 +45,9 @@ def fitting_degrees(question: Question) -> Degrees | None:
         larger = msgspec.structs.replace(cluster, num_nodes=nodes)
         for degrees in itertools.islice(_candidates(question.setting, larger), _MOST_TRIALS):
             try:
-                setting = put_on_cluster(question.setting.architecture, larger, degrees)
+                setting = put_on_cluster(
+                    question.setting.architecture, larger, degrees, trainer=question.setting.trainer
+                )
                 (one,) = compare_setting(
                     setting, iterations.typical, iterations.groups, [_SIMPLEST], budget=Evaluations(1)
                 )
@@ -90,7 +92,7 @@ def _candidates(setting: ModelOnCluster, cluster: ClusterSpec) -> Iterator[Degre
 def _static_fits(setting: ModelOnCluster, cluster: ClusterSpec, degrees: Degrees) -> bool:
     """Return whether weights and optimizer states fit if divided evenly over the pipeline."""
     try:
-        costs = EmulatedCosts(setting.architecture, cluster, degrees, split=False)
+        costs = EmulatedCosts(setting.architecture, cluster, degrees, split=False, trainer=setting.trainer)
         wholes = [Chunk(module.name, (0, len(module.flat_layers) - 1), 0) for module in setting.model.modules]
         total = sum(costs.static_bytes(whole) for whole in wholes)
     except InputError:

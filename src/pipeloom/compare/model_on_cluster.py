@@ -24,6 +24,7 @@ from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.taskgraph import Assignable, IntArray, TaskGraph, to_ns
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace_bytes
 
@@ -77,13 +78,23 @@ class ModelOnCluster:
         return whole.iteration_s + result.after_s
 
     @property
+    def trainer(self) -> TrainerSpec:
+        """The framework that runs every system."""
+        return self.costs.placement.trainer
+
+    @property
     def memory(self) -> MemoryLimit:
         """Memory limit as in the papers: no reserve for messages, and the same reserve on every rank."""
         return MemoryLimit(self.capacity_bytes, num_messages=0, even=True, host_bytes=self.cluster.offload_bytes)
 
 
 def put_on_cluster(
-    model: str | Architecture, cluster: str | ClusterSpec, degrees: Degrees, *, update: bool = True
+    model: str | Architecture,
+    cluster: str | ClusterSpec,
+    degrees: Degrees,
+    *,
+    update: bool = True,
+    trainer: TrainerSpec = FUSED,
 ) -> ModelOnCluster:
     """Prepare a model on a cluster.
 
@@ -93,6 +104,8 @@ def put_on_cluster(
         Name in the zoo, path of a file, or the spec itself.
     update : bool
         Whether iterations end with gradient reduction and weight update.
+    trainer : TrainerSpec
+        The framework that runs every system.
     """
     architecture = load_architecture(model) if isinstance(model, str) else model
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -102,8 +115,8 @@ def put_on_cluster(
             f"need {degrees.num_devices} devices, {hardware.name} has {hardware.num_devices}",
             "lower them or use a larger cluster",
         )
-    costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps())
-    levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False)
+    costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps(), trainer=trainer)
+    levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False, trainer=trainer)
     return ModelOnCluster(
         architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update
     )

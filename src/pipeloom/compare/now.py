@@ -113,7 +113,9 @@ def run_costs(setting: ModelOnCluster, run: CurrentRun) -> EmulatedCosts:
     own = () if run.strategy is None else (run.strategy,)
     strategies = (*own, *(level for level in LEVELS if level not in own and level.first not in run.rejected))
     split = SCHEDULES[run.order].splits_backward
-    return EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, strategies, split=split)
+    return EmulatedCosts(
+        setting.architecture, setting.cluster, setting.degrees, strategies, split=split, trainer=setting.trainer
+    )
 
 
 def static_graph(setting: ModelOnCluster, layout: Layout, packing: Packing, costs: EmulatedCosts) -> TaskGraph:

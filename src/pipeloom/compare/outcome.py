@@ -17,6 +17,7 @@ from pipeloom.layout.choose import LayoutEvaluation
 from pipeloom.report import Track, key_figures
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.taskgraph import NS_PER_S
+from pipeloom.validation import Chance, Interval, chance, interval_for
 
 _DEFAULT_BASELINE = "interleaved"
 """Reference system of gains without a current run."""
@@ -75,7 +76,9 @@ class Outcome:
             "system": one.name,
             "title": one.title,
             "iteration_s": numbers.iteration_ns / NS_PER_S,
+            **self.interval.fields(numbers.iteration_ns / NS_PER_S),
             "gain": None if base is None else self.iteration_s(base) / self.iteration_s(one) - 1,
+            "sign_probability": None if base is None else self.chance(one).probability,
             "tokens_per_s": numbers.tokens_per_s,
             "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.setting.degrees.num_devices,
             "mfu": mfu(self.setting, self.question.iterations.real, self.iteration_s(one)),
@@ -85,10 +88,21 @@ class Outcome:
             "gap": numbers.gap,
         } | tried
 
+    @property
+    def interval(self) -> Interval:
+        """Interval of every iteration time, relative to it."""
+        return interval_for(self.setting.cluster.device, self.setting.architecture, self.setting.trainer)
+
     def iteration_s(self, one: Comparison) -> float:
         """Return the seconds of an iteration, update included."""
         assert one.result is not None
         return self.setting.iteration_s(one.result)
+
+    def chance(self, one: Comparison) -> Chance:
+        """Return the probability that the sign of a system's gain over the baseline is right."""
+        base = self.baseline
+        assert base is not None
+        return chance(self.iteration_s(one) / self.iteration_s(base))
 
     def step_rows(self) -> list[dict[str, Any]]:
         """Return seconds, saving and share of the total saving of every step from the current run to Pipeloom."""
@@ -107,6 +121,7 @@ class Outcome:
                     "iteration_s": seconds,
                     "saved_s": before - seconds,
                     "share": share,
+                    "sign_probability": chance(seconds / before).probability,
                     "note": step.note,
                 }
             )

@@ -41,7 +41,7 @@ from pipeloom.spec.architecture import Architecture, Layer, PredictionLayer, Res
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec, HostLink
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.spec.trainer import FUSED, TrainerSpec
+from pipeloom.spec.trainer import FUSED, HOST_SHARE, TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 CACHE_SIZE = 16384
@@ -83,13 +83,13 @@ class EmulatedCosts:
         Number of mixtures to offer instead of ``strategies``. In a mixture, each layer of a chunk has its own strategy
         (`pipeloom.cost.mixtures`). ``keep`` is always the first.
     trainer : TrainerSpec
-        The framework that runs the model: what its operators take and keep. The zoo's ``torch`` keeps what layers of a
-        library keep in eager PyTorch.
+        The framework that runs the model: what its operators take and keep. The zoo's ``pipeloom`` keeps what layers of
+        a library keep in eager PyTorch.
 
     Notes
     -----
     Tensor-parallel peers are one rank here, so bytes are those of one device. A chunk's durations are those on idle
-    devices, until every device is idle again.
+    devices, until every device is idle again, and at least the host's time to launch the chunk's layers.
     """
 
     def __init__(
@@ -117,6 +117,10 @@ class EmulatedCosts:
             for layer in module.layers
             if isinstance(layer, ResidualLayer) and layer.emits is not None
         }
+        self._host = {
+            module.name: tuple(trainer.host_s(layer) for layer in module.flat_layers)
+            for module in self.architecture.modules
+        }
         self._links = _Links(self.placement)
         self._options: OrderedDict[tuple[int, Workload], tuple[LayerOption, ...]] = OrderedDict()
         self._known: OrderedDict[tuple[ChunkShape, Workload], tuple[StrategyCost, ...]] = OrderedDict()
@@ -140,14 +144,13 @@ class EmulatedCosts:
     def undivided(self) -> EmulatedCosts:
         """The same costs of whole layers on one device, experts included."""
         alone = msgspec.structs.replace(self.placement.degrees, tensor=1, expert=1)
-        pareto_steps, split = self.pareto_steps, self.split_backward
         return type(self)(
             self.architecture,
             self.cluster,
             alone,
             self.strategies,
-            split=split,
-            pareto_steps=pareto_steps,
+            split=self.split_backward,
+            pareto_steps=self.pareto_steps,
             trainer=self.placement.trainer,
         )
 
@@ -198,12 +201,17 @@ class EmulatedCosts:
 
     def _settings(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs under each strategy. Copies to and from the host are part of the chunk's passes."""
-        found = []
+        found, host = [], self._host_s(chunk)
         for strategy in self.strategies:
             stage = self._chunks.stage(chunk, strategy)
             layers = tuple(run.strategy for run in stage.runs for _ in range(run.count))
-            found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts)))
+            found.append(_cost(str(strategy), layers, stage.cost(workload, self._parts), host))
         return tuple(found)
+
+    def _host_s(self, chunk: Chunk) -> float:
+        """Return the seconds in which the host launches forward and backward of a chunk."""
+        first, last = chunk.layers
+        return sum(self._host[chunk.module][first : last + 1])
 
     def _mixtures(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:
         """Return the costs of the offered mixtures: those of ``keep``, and the time that each layer's strategy adds."""
@@ -213,7 +221,8 @@ class EmulatedCosts:
         rows = self._offered(found)
         distinct = list(dict.fromkeys(rows))
         amounts = found.amounts[distinct, BACKWARD:].tolist()
-        known = {row: _mixture(keep, found, row, each) for row, each in zip(distinct, amounts, strict=True)}
+        host = self._host_s(chunk)
+        known = {row: _mixture(keep, found, row, each, host) for row, each in zip(distinct, amounts, strict=True)}
         return tuple(known[row] for row in rows)
 
     def _offered(self, found: Mixtures) -> list[int]:
@@ -247,7 +256,8 @@ class EmulatedCosts:
 
     def static_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of the chunk's weights, gradients and optimizer state on one device."""
-        return static_bytes(self._chunks.layers(chunk), self.placement.degrees)
+        host = self.placement.trainer.host_optimizer
+        return static_bytes(self._chunks.layers(chunk), self.placement.degrees, host_optimizer=host)
 
     def update_s(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds at a rank's end of an iteration: gradients are reduced, weights updated and gathered."""
@@ -324,7 +334,7 @@ class EmulatedCosts:
         return ModelSpec(self.architecture.name, tuple(modules))
 
 
-def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float]) -> StrategyCost:
+def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float], host_s: float) -> StrategyCost:
     """Return the cost of one mixture from the cost of the chunk under ``keep``. ``amounts`` has no forward time."""
     backward, held, host, copy_out, copy_in = amounts
     again = round(backward - found.base[BACKWARD])
@@ -337,11 +347,11 @@ def _mixture(keep: StageCost, found: Mixtures, row: int, amounts: list[float]) -
             duration[part] = max(duration[part] + again, round(copy_in))
     layers = cast(tuple[Strategy, ...], found.layers(row))
     cost = StageCost(duration, round(held), keep.weight_gradient_bytes, round(host))
-    return _cost(layers[0] if len(set(layers)) == 1 else "mixed", layers, cost)
+    return _cost(layers[0] if len(set(layers)) == 1 else "mixed", layers, cost, host_s)
 
 
-def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost) -> StrategyCost:
-    seconds = {part: ps / PS_PER_S for part, ps in cost.duration_ps.items()}
+def _cost(strategy: str, layers: tuple[Strategy, ...], cost: StageCost, host_s: float) -> StrategyCost:
+    seconds = {part: max(ps / PS_PER_S, host_s * HOST_SHARE[part]) for part, ps in cost.duration_ps.items()}
     split = "I" in seconds
     return StrategyCost(
         strategy=strategy,

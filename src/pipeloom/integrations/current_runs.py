@@ -18,7 +18,7 @@ from pipeloom.spec.strategies import Strategy
 
 WORDS = "tp=2 pp=4 schedule=1f1b recompute=full microbatch_tokens=8192"
 """An example for error messages."""
-_OF_TRAINERS = ("only", "rejected", "state", "source", "notes")
+_OF_TRAINERS = ("only", "rejected", "state", "trainer", "source", "notes")
 """Fields that are only set from a trainer's own files."""
 FIELDS = tuple(name for name in CurrentRun.__struct_fields__ if name not in _OF_TRAINERS)
 """Fields that a user may set."""
@@ -111,7 +111,9 @@ def _of_megatron(path: Path, num_devices: int | None) -> CurrentRun:
     rejected: list[Strategy] = [] if "layernorm" in megatron.recomputable else ["selective"]
     if megatron.rules.full:
         rejected.append("recompute")
-    return msgspec.structs.replace(run, only=only, rejected=tuple(rejected), state=degrees.state)
+    return msgspec.structs.replace(
+        run, only=only, rejected=tuple(rejected), state=degrees.state, trainer=megatron.trainer
+    )
 
 
 def _words(text: str) -> dict[str, Any]:

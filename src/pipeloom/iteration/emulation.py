@@ -23,6 +23,7 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph, build_graph, to_ns
 from pipeloom.taskgraph.iteration import workspace_bytes
 from pipeloom.timeline import Schedule, Timeline, memory_changes, simulate
@@ -104,6 +105,7 @@ def emulate(
     strategy: ChunkStrategy | str | None = None,
     sub_microbatch: Mapping[str, int] | None = None,
     segments: Mapping[str, int] | None = None,
+    trainer: TrainerSpec = FUSED,
 ) -> EmulatedStep:
     """Emulate one iteration of one pipeline replica.
 
@@ -115,6 +117,7 @@ def emulate(
         Strategy of every chunk; None: the fastest that fits.
     sub_microbatch : instances per sub-microbatch by module; default: images by DIP's rule (`image_sizes`)
     segments : chunks per rank by module; default: one
+    trainer : framework that runs the model
 
     Raises
     ------
@@ -127,7 +130,12 @@ def emulate(
     hardware = load_cluster(cluster) if isinstance(cluster, str) else cluster
     microbatches = batch.of(architecture) if isinstance(batch, Draw) else batch
     costs = EmulatedCosts(
-        architecture, hardware, degrees, DEFAULT_STRATEGIES if strategy is None else (strategy,), split=False
+        architecture,
+        hardware,
+        degrees,
+        DEFAULT_STRATEGIES if strategy is None else (strategy,),
+        split=False,
+        trainer=trainer,
     )
     if sub_microbatch is None:
         sub_microbatch = image_sizes(costs, microbatches)

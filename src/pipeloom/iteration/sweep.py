@@ -23,6 +23,7 @@ from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _RETRY_FACTOR = 1.2
 """Points within this factor of the best are also tried with larger sub-microbatches."""
@@ -70,6 +71,7 @@ def sweep(
     points: Points = Points(),
     sub_microbatch: Mapping[str, int] | None = None,
     progress: Callable[[SweepEntry], None] | None = None,
+    trainer: TrainerSpec = FUSED,
 ) -> list[SweepEntry]:
     """Emulate every combination of degrees on the same global batch. Return the results, fastest first.
 
@@ -87,7 +89,8 @@ def sweep(
     @cache
     def sizes(tensor: int) -> Mapping[str, int]:
         # Efficient sizes depend only on tensor parallelism.
-        return image_sizes(EmulatedCosts(architecture, hardware, Degrees(tensor=tensor), ("keep",), split=False), drawn)
+        costs = EmulatedCosts(architecture, hardware, Degrees(tensor=tensor), ("keep",), split=False, trainer=trainer)
+        return image_sizes(costs, drawn)
 
     def entry(degrees: Degrees, times: int, strategies: Sequence[ChunkStrategy | str]) -> SweepEntry:
         try:
@@ -96,7 +99,7 @@ def sweep(
                 parts = {name: times * size for name, size in sizes(degrees.tensor).items()}
             if degrees.data > len(drawn):
                 return SweepEntry(degrees, None, f"{len(drawn)} microbatches for {degrees.data} replicas")
-            costs = EmulatedCosts(architecture, hardware, degrees, strategies, split=False)
+            costs = EmulatedCosts(architecture, hardware, degrees, strategies, split=False, trainer=trainer)
             layout = even_pipeline(costs, drawn, parts, {})
             replicas = [drawn[r :: degrees.data] for r in range(degrees.data)]
             tokens = instance_tokens(costs)

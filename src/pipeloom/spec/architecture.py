@@ -322,6 +322,11 @@ Layer = (
 )
 
 
+def layer_mixers(layer: Layer) -> tuple[Mixer, ...]:
+    """Return the mixers of a layer; none of a layer that is no block."""
+    return layer.mixers if isinstance(layer, ResidualLayer | PredictionLayer) else ()
+
+
 class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One modality module: what it reads, which modules feed it, and its layers."""
 

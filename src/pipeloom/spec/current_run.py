@@ -10,6 +10,7 @@ from pipeloom.bounds import Count, Microbatches, Number
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec.parallelism import MIXED_PRECISION, Degrees, StateBytes
 from pipeloom.spec.strategies import ChunkStrategy, Strategy, chunk_strategy
+from pipeloom.spec.trainer import TrainerSpec
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 """Static schedules by name; `pipeloom.search.schedules` has the orders."""
@@ -68,6 +69,8 @@ class CurrentRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rejected: tuple[Strategy, ...] = ()
     """Strategies that other settings of the trainer do not allow."""
     state: StateBytes = MIXED_PRECISION
+    trainer: TrainerSpec | None = None
+    """Framework whose costs are emulated; None: not known."""
     source: str = ""
     """Source of the description."""
     notes: tuple[str, ...] = ()

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pipeloom.bounds import Factor, Latency, NumBytes, Share
+from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
 
-_MIB = 1 << 20
+HOST_SHARE = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+"""Share of a layer's launches in each pass: the backward has two products for each of the forward."""
+
+
+class Overlap(NamedTuple):
+    """What a run overlaps with computation, by its flags."""
+
+    reduction: bool = False
+    """Reduction of gradients."""
+    gather: bool = False
+    """Gathering of updated parameters."""
+    tensor: bool = False
+    """Messages of tensor parallelism."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,7 +66,42 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     library_bytes: NumBytes = 0
     """Bytes that libraries of matrix products keep."""
 
+    def host_s(self, layer: Layer) -> float:
+        """Return the seconds in which the host launches forward and backward of one layer.
+
+        A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
+        """
+        mixers = layer_mixers(layer)
+        routed = any(isinstance(mixer, ExpertsMixer) for mixer in mixers)
+        block = self.expert_layer_host_s if routed else self.layer_host_s * len(mixers) / 2
+        if isinstance(layer, PredictionLayer):
+            # Each has an embedding and a product that joins two hidden states too.
+            return layer.depth * (2 * self.layer_host_s + block)
+        return block if mixers else self.layer_host_s
+
+    def overlapping(self, overlap: Overlap) -> TrainerSpec:
+        """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""
+        return msgspec.structs.replace(
+            self,
+            hidden_reduction=self.hidden_reduction if overlap.reduction else 0.0,
+            hidden_gather=self.hidden_gather if overlap.gather else 0.0,
+            hidden_tensor=self.hidden_tensor if overlap.tensor else 0.0,
+        )
+
+    def with_graphs(self) -> TrainerSpec:
+        """Return the trainer with layers in CUDA graphs, whose launches take the host no time."""
+        return msgspec.structs.replace(self, layer_host_s=0.0, expert_layer_host_s=0.0)
+
+    @property
+    def text(self) -> str:
+        """The name, and what is overlapped with computation."""
+        parts = {
+            "gradient reduction": self.hidden_reduction,
+            "parameter gathering": self.hidden_gather,
+            "tensor messages": self.hidden_tensor,
+        }
+        hidden = ", ".join(name for name, share in parts.items() if share)
+        return f"{self.name} ({f'overlaps {hidden}' if hidden else 'no overlap'})"
+
 
 FUSED = TrainerSpec()
-MEGATRON_KERNELS = TrainerSpec(name="megatron, kernels alone", gradient_buffers=True, library_bytes=96 * 2**20)
-"""Megatron-LM's memory, with the times of fused kernels alone: for comparing setups of one run."""

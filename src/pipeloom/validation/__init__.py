@@ -1,12 +1,23 @@
 """Predict published training runs, fit constants to them, and say how far predictions can be trusted."""
 
-from pipeloom.validation.confidence import Chance, Interval, chance, interval, published_device
+from pipeloom.validation.confidence import (
+    INTERVAL,
+    SIGN_RIGHT,
+    Chance,
+    Interval,
+    chance,
+    interval,
+    interval_for,
+    published_device,
+)
 from pipeloom.validation.memory import MemoryErrors
 from pipeloom.validation.predict import Prediction, predict
 from pipeloom.validation.runs import PublishedRun, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
 
 __all__ = [
+    "INTERVAL",
+    "SIGN_RIGHT",
     "Chance",
     "Errors",
     "Interval",
@@ -17,6 +28,7 @@ __all__ = [
     "Summary",
     "chance",
     "interval",
+    "interval_for",
     "predict",
     "published_device",
     "read_runs",

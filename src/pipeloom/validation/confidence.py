@@ -13,11 +13,22 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from pipeloom.spec.architecture import Architecture, ExpertsMixer, Mamba2Mixer, layer_mixers
 from pipeloom.spec.catalog import load_device
+from pipeloom.spec.hardware import DeviceSpec
+from pipeloom.spec.trainer import TrainerSpec
+from pipeloom.units import seconds_range_text
 from pipeloom.validation.express import DEVICES
-from pipeloom.validation.runs import read_runs
+from pipeloom.validation.runs import ModelKind, read_runs
 
 LeaveOut = Literal["device", "source", "model"]
+_MODELS: dict[ModelKind, str] = {
+    "dense": "dense models",
+    "experts": "models with experts",
+    "other": "hybrid or multimodal models",
+}
+TRAINERS = ("megatron", "torchtitan")
+"""Trainers of the published runs, in the zoo. The errors are those of times that are predicted with their costs."""
 COVERED = 0.8
 """Share of published runs that intervals are made to cover."""
 FEWEST = 20
@@ -66,12 +77,36 @@ class Interval(NamedTuple):
         """Return the bounds of a predicted time."""
         return self.low * seconds, self.high * seconds
 
+    def text(self, seconds: float) -> str:
+        """Return the bounds of a predicted time as text."""
+        return seconds_range_text(*self.of(seconds))
+
+    def fields(self, seconds: float) -> dict[str, float]:
+        """Return the bounds of a predicted time as fields of a row of ``--json``."""
+        return dict(zip(("iteration_low_s", "iteration_high_s"), self.of(seconds), strict=True))
+
+    @property
+    def note(self) -> str:
+        """What the bounds are, in a sentence without its period."""
+        return f"{INTERVAL} from {self.basis}"
+
 
 class Chance(NamedTuple):
     """The probability that a predicted gain has the right sign, and the number of published pairs that tell."""
 
     probability: float
     num_pairs: int
+
+    @property
+    def text(self) -> str:
+        """The probability in percent; empty if there is no difference."""
+        return f"{100 * self.probability:.0f} %" if self.num_pairs else ""
+
+
+INTERVAL = f"{100 * COVERED:.0f} % interval"
+"""Heading of a column of intervals."""
+SIGN_RIGHT = "share of pairs of published runs, predicted to differ by as much, that differed in this direction"
+"""Explanation of a column of probabilities."""
 
 
 @cache
@@ -89,7 +124,7 @@ def published_device(name: str) -> str | None:
 
 
 def interval(
-    device: str | None, kind: str, counts: Callable[[Residual], bool] | None = None, *, unseen: bool = False
+    device: str | None, kind: ModelKind, counts: Callable[[Residual], bool] | None = None, *, unseen: bool = False
 ) -> Interval:
     """Return the interval of times on a device.
 
@@ -100,7 +135,7 @@ def interval(
     ----------
     device : str or None
         Name of the device in tables of runs (`published_device`). None: no run is published.
-    kind : "dense", "experts" or "other"
+    kind : ModelKind
         Kind of model.
     counts : callable or None
         Whether the error on a run counts. None: all do.
@@ -109,18 +144,43 @@ def interval(
     """
     pool = [one for one in residuals() if counts is None or counts(one)]
     unseen = unseen or device is None
+    runs = f"published runs of {_MODELS[kind]}"
     choices: tuple[tuple[str, Callable[[Residual], bool]], ...] = (
-        (f"{kind} runs on {device}", lambda one: one.device == device and one.kind == kind and not unseen),
-        (f"{kind} runs on any device", lambda one: one.kind == kind),
-        ("all runs", lambda _one: True),
+        (f"{runs} on {device}", lambda one: one.device == device and one.kind == kind and not unseen),
+        (f"{runs} on any device", lambda one: one.kind == kind),
+        ("published runs of any model on any device", lambda _one: True),
     )
-    pools = ((basis, [one for one in pool if belongs(one)]) for basis, belongs in choices)
-    basis, some = next((each for each in pools if len(each[1]) >= FEWEST), ("all runs", pool))
-    basis = f"{len(some)} published {basis}" + (", each device left out in turn" if unseen else "")
+    pools = [(basis, [one for one in pool if belongs(one)]) for basis, belongs in choices]
+    basis, some = next((each for each in pools if len(each[1]) >= FEWEST), pools[-1])
+    basis = f"{len(some)} {basis}" + (", each device left out in turn" if unseen else "")
+    lacking = [] if device else ["on this device"]
+    lacking += [] if any(one.kind == kind for one in pool) else [f"of {_MODELS[kind]}"]
+    if lacking:
+        basis += f"; none is {' or '.join(lacking)}"
     if not some:
         return Interval(1.0, 1.0, "no published run")
     low, high = quantiles([(one.source, one.without_device if unseen else one.error) for one in some])
     return Interval(math.exp(low), math.exp(high), basis)
+
+
+def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
+    """Return the interval of iteration times of a model on a device under a trainer.
+
+    No published run has a measured table, so its interval is that of a device without runs.
+    """
+    name = None if device.basis == "measured" else published_device(device.name)
+    found = interval(name, model_kind(model))
+    if trainer.name in TRAINERS:
+        return found
+    return found._replace(basis=f"{found.basis}; none is by the trainer {trainer.name}")
+
+
+def model_kind(model: Architecture) -> ModelKind:
+    """Return the kind of a model: other if it has several modules, or reads no sequences, or has scans."""
+    mixers = {type(mixer) for module in model.modules for layer in module.layers for mixer in layer_mixers(layer)}
+    if len(model.modules) > 1 or model.modules[0].reads != "sequence" or Mamba2Mixer in mixers:
+        return "other"
+    return "experts" if ExpertsMixer in mixers else "dense"
 
 
 def quantiles(pool: Iterable[tuple[str, float]]) -> tuple[float, float]:
@@ -170,9 +230,10 @@ def chance(ratio: float) -> Chance:
     gap = abs(math.log(ratio)) if ratio > 0 else 0.0
     if gap == 0:
         return Chance(0.5, 0)
-    near = sorted(pairs(), key=lambda pair: abs(math.log(abs(pair.predicted) / gap)))
+    predicted, published, weight = np.array(pairs()).T
+    distance = np.abs(np.log(np.abs(predicted) / gap))
     # Pairs between half and twice the difference, or the nearest if these are few.
-    count = max(FEWEST_PAIRS, sum(0.5 <= abs(pair.predicted) / gap <= 2 for pair in near))
-    some = near[:count]
-    right = sum(pair.weight for pair in some if pair.predicted * pair.published > 0)
-    return Chance(right / sum(pair.weight for pair in some), len(some))
+    count = max(FEWEST_PAIRS, int((distance <= math.log(2)).sum()))
+    some = np.argsort(distance, kind="stable")[:count]
+    right = weight[some] @ (predicted[some] * published[some] > 0)
+    return Chance(float(right / weight[some].sum()), len(some))

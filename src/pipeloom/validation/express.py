@@ -17,7 +17,7 @@ from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.precision import Precision
-from pipeloom.spec.trainer import TrainerSpec
+from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.validation.reasons import NotExpressible
 from pipeloom.validation.runs import PublishedRun
@@ -191,14 +191,14 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     sharded = published.schedule in ("fsdp", "zero") or published.zero == 3
     # Megatron FSDP has Transformer Engine.
     eager = (sharded and published.attention != "te") or published.source in _EAGER_SOURCES
-    trainer = load_trainer("torch" if eager else "megatron")
+    trainer = load_trainer("torchtitan" if eager else "megatron")
     words = f"{overlap} {published.how} {published.reason}".lower()
     asynchronous = re.search(r"async\w*[ -]t(p|ensor)", words) is not None
     hides_tensor = asynchronous or "user buffers" in f"{overlap} {published.assumed}"
-    tensor = trainer.hidden_tensor if hides_tensor else 0.0
     megascale = "megascale" in words
     if megascale:
         tensor = 1 - MEGASCALE_TENSOR * (1 - trainer.hidden_tensor)
+        trainer = msgspec.structs.replace(trainer, hidden_tensor=tensor)
     # Without FlashAttention, recomputing core attention alone is what the run is for.
     own = _OWN_LAYERS.match(published.ref) is not None
     unstated = published.attention in ("", "unknown")
@@ -208,18 +208,20 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     elif published.attention == "flash":
         trainer = msgspec.structs.replace(trainer, attention="flash2")
     if "cuda graph" in overlap.lower():
-        trainer = msgspec.structs.replace(trainer, layer_host_s=0.0, expert_layer_host_s=0.0)
+        trainer = trainer.with_graphs()
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
+    hidden = Overlap(
+        reduction="grad reduce" in overlap or megascale,
+        gather="param gather" in overlap or megascale,
+        tensor=hides_tensor or megascale,
+    )
     return msgspec.structs.replace(
-        trainer,
+        trainer.overlapping(hidden),
         gradient_buffers=engine,
-        library_bytes=trainer.library_bytes if engine or eager else load_trainer("torch").library_bytes,
+        library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
         # SimuMax names its runs with Transformer Engine's fused cross entropy so.
         loss_in_place=published.ref.endswith("_cef"),
         output_twice="all-to-all" in published.assumed,
-        hidden_reduction=trainer.hidden_reduction if "grad reduce" in overlap or megascale else 0.0,
-        hidden_gather=trainer.hidden_gather if "param gather" in overlap or megascale else 0.0,
-        hidden_tensor=tensor,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
 

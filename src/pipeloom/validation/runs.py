@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 from pipeloom.errors import InputError, visible_line
 
 MOST_SIZE = 2**31
 """Largest size of a run."""
+ModelKind = Literal["dense", "experts", "other"]
+_KINDS: dict[str, ModelKind] = {"dense": "dense", "moe": "experts", "mla-moe": "experts"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,9 @@ class PublishedRun:
         return self.arch == "moe" or (self.arch == "mla-moe" and any((self.experts, self.topk, self.moe_ffn)))
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> ModelKind:
         """Kind of the model: dense, experts, or other (hybrid, multimodal or not stated)."""
-        return {"dense": "dense", "moe": "experts", "mla-moe": "experts"}.get(self.arch, "other")
+        return _KINDS.get(self.arch, "other")
 
 
 def read_runs(path: Path) -> list[PublishedRun]:

@@ -112,6 +112,8 @@ MODELED = [
         "swiglu": True,
         "normalization": "RMSNorm",
     },
+    {"overlap_grad_reduce": True, "overlap_param_gather": True, "tp_comm_overlap": True},
+    {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
     {"use_rotary_position_embeddings": True},
     {"position_embedding_type": "rope", "no_position_embedding": True},
     {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "v_head_dim": 8},

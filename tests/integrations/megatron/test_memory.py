@@ -13,7 +13,7 @@ from pipeloom.integrations.megatron.timing import Timing
 from pipeloom.spec.catalog import load_cluster, load_trainer
 from pipeloom.spec.trainer import FUSED, TrainerSpec
 
-MEGATRON, EAGER = load_trainer("megatron"), load_trainer("torch")
+MEGATRON, EAGER = load_trainer("megatron"), load_trainer("torchtitan")
 
 B200 = load_cluster("8xb200")
 HIDDEN, INNER, HEADS, WORDS, TOKENS = 1024, 4096, 8, 32768, 2048

@@ -17,7 +17,7 @@ from pipeloom.search import Evaluations, group_sizes
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
 from pipeloom.timeline import check
-from tests.integrations.megatron.cases import listed
+from tests.integrations.megatron.cases import KERNELS, listed
 
 H100 = load_cluster("h100-8")
 
@@ -29,7 +29,7 @@ def run_of(**changes):
 def test_stages_cost_what_the_emulator_says():
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "hidden_dropout": 0.0}
     run = run_of(**sizes, swiglu=True, disable_bias_linear=True)
-    costs = StageCosts(run, H100)
+    costs = StageCosts(run, H100, KERNELS)
     emulated = EmulatedCosts(run.architecture, H100, run.degrees, ("keep", "recompute"), split=False)
     setup = PipelineSettings(("Et", "t" * 4, "t" * 7, "L"), 4, 4)
     keep, again = costs.of(setup), costs.of(replace(setup, recompute=Recompute("full", "uniform", 1)))
@@ -51,7 +51,7 @@ def test_recomputing_modules_costs_time_and_frees_bytes():
     mla = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256}
     run = run_of(**moe, **mla)
     assert run.recomputable == ("layernorm", "mlp", "moe_act", "moe", "mla_up_proj")
-    costs = StageCosts(run, H100)
+    costs = StageCosts(run, H100, KERNELS)
     dense, routed = run.model.blocks[0], run.model.blocks[-1]
     tokens = 4096
     norm = costs.saving(dense, ("layernorm",))
@@ -81,7 +81,7 @@ def test_recomputing_modules_costs_time_and_frees_bytes():
 def test_a_pipeline_takes_the_textbook_time():
     """Stages of whole layers alone, so that all but the ends are alike: bubbles as in the formula."""
     run = run_of(num_layers=24, global_batch_size=32)
-    timing = Timing(run, H100)
+    timing = Timing(run, H100, KERNELS)
     one = timing.of(PipelineSettings(("E" + "t" * 6, "t" * 6, "t" * 6, "t" * 6 + "L"), 4, 4))
     numbers = timing.costs.of(one.setup)
     slowest = numbers[3].forward_ns + numbers[3].backward_ns
@@ -97,7 +97,7 @@ def test_a_pipeline_takes_the_textbook_time():
 
 def test_virtual_stages_halve_the_bubbles_and_larger_groups_hold_more():
     run = run_of(num_layers=24, global_batch_size=32, vocab_size=1024)
-    timing = Timing(run, H100)
+    timing = Timing(run, H100, KERNELS)
 
     def timed(v, size=4):
         each = 24 // (4 * v)
@@ -115,7 +115,7 @@ def test_virtual_stages_halve_the_bubbles_and_larger_groups_hold_more():
 
 def test_empty_stages_pass_on():
     run = run_of(num_layers=6, pipeline_model_parallel_layout="E||t*3|t*3L")
-    timed = Timing(run, H100).of(run.now)
+    timed = Timing(run, H100, KERNELS).of(run.now)
     assert timed.pipeline_s > 0
     assert timed.timeline.peak_bytes[1] == 0
 
@@ -130,7 +130,7 @@ def test_the_search_finds_the_best_of_small_instances():
     run = run_of(
         num_layers=7, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*4|t*3L", global_batch_size=6
     )
-    timing = Timing(run, H100)
+    timing = Timing(run, H100, KERNELS)
     best = float("inf")
     for v in (1, 2, 3):
         for sizes in itertools.product(range(8), repeat=2 * v):
@@ -141,7 +141,7 @@ def test_the_search_finds_the_best_of_small_instances():
                 for size in group_sizes(2, 6) if v > 1 else (2,):
                     one = timing.of(PipelineSettings(tuple(letters), 2, size))
                     best = min(best, one.iteration_s if one.fits else best)
-    found = best_layout(run, H100, budget=Evaluations(1500))
+    found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(1500))
     assert found.best.fits
     assert found.best.iteration_s <= best * 1.005
     assert found.best.iteration_s >= best * 0.98  # v = 4 is not among those tried here
@@ -152,19 +152,19 @@ def test_the_answer_reads_back_and_is_never_worse_than_now():
         changes = {"num_experts": 8, "moe_layer_freq": "[0]*3+[1]*9", "mtp_num_layers": 1, "global_batch_size": 24}
         layout = ("Et|t*5|t*5|tmL", "Et*3|t*3|t*3|t*3mL", "E|tt|tt|tt|tt|tt|tt|mL")[seed]
         run = run_of(**changes, pipeline_model_parallel_layout=layout, position_embedding_type="rope")
-        found = best_layout(run, H100, budget=Evaluations(120), seed=seed)
+        found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(120), seed=seed)
         assert found.best.iteration_s <= found.now.iteration_s
         words = [word.strip("'") for line in found.arguments() for word in line.split()]
         again = read_megatron([*listed(changes, position_embedding_type="rope"), *words])
         assert replace(again.now, group_size=found.best.setup.group_size) == found.best.setup
-        assert Timing(again, H100).of(again.now).iteration_s == found.best.iteration_s
+        assert Timing(again, H100, KERNELS).of(again.now).iteration_s == found.best.iteration_s
         assert run.replaced == ("--pipeline-model-parallel-layout",)
         assert "m" in found.best.setup.stages[-1] or "m" in found.best.setup.stages[-2]
 
 
 def test_the_same_seed_gives_the_same_answer():
     run = run_of(num_layers=16)
-    a, b = (best_layout(run, H100, budget=Evaluations(150), seed=3) for _ in range(2))
+    a, b = (best_layout(run, H100, trainer=KERNELS, budget=Evaluations(150), seed=3) for _ in range(2))
     assert a.best.setup == b.best.setup
     assert a.document() == b.document()
 
@@ -174,15 +174,15 @@ def test_what_does_not_fit_is_recomputed_or_refused():
     run = read_megatron(listed(large, tensor_model_parallel_size=8, sequence_parallel=True), default_devices=64)
     cluster = load_cluster("h100-64")
     tight = replace_memory(cluster, 12)
-    now = Timing(run, tight).of(run.now)
+    now = Timing(run, tight, KERNELS).of(run.now)
     assert not now.fits
-    found = best_layout(run, tight, budget=Evaluations(200))
+    found = best_layout(run, tight, trainer=KERNELS, budget=Evaluations(200))
     assert found.best.fits
     assert found.best.setup.recompute.granularity is not None
     with pytest.raises(
         InfeasibleError, match=r"no layout fits, with all layers recomputed a rank needs .* of 3 GiB; use"
     ):
-        best_layout(run, replace_memory(cluster, 3), budget=Evaluations(200))
+        best_layout(run, replace_memory(cluster, 3), trainer=KERNELS, budget=Evaluations(200))
 
 
 def replace_memory(cluster, gibibytes):
@@ -196,7 +196,7 @@ def test_a_model_with_nothing_to_move():
     """One layer between ends that are alone: no layer can move, and the search ends all the same."""
     more = {"transformer_impl": "local", "num_layers": 1, "pipeline_model_parallel_size": 3}
     run = run_of(**more, pipeline_model_parallel_layout="E|t|L", position_embedding_type="rope")
-    found = best_layout(run, H100, budget=Evaluations(50))
+    found = best_layout(run, H100, trainer=KERNELS, budget=Evaluations(50))
     assert found.best.iteration_s <= found.now.iteration_s
     assert found.best.setup.stages == ("E", "t", "L")
     assert found.evaluations < 60
@@ -205,7 +205,7 @@ def test_a_model_with_nothing_to_move():
 def test_clusters_that_are_too_small_are_refused():
     run = read_megatron(listed(), num_devices=16)
     with pytest.raises(InputError, match="'h100-8' has 8 devices"):
-        best_layout(run, H100)
+        best_layout(run, H100, trainer=KERNELS)
 
 
 OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True}
@@ -237,7 +237,7 @@ def test_the_search_keeps_to_what_megatron_accepts(changes, least, most, full, m
     monkeypatch.setattr("pipeloom.integrations.megatron.search.Timing", Watched)
     for gibibytes in (80, 24, 12):
         with contextlib.suppress(InfeasibleError):
-            best_layout(run, replace_memory(H100, gibibytes), budget=Evaluations(60))
+            best_layout(run, replace_memory(H100, gibibytes), trainer=KERNELS, budget=Evaluations(60))
     assert {1, 2} & {setup.virtual for setup in tried}
     assert all(least <= setup.virtual <= most for setup in tried)
     assert any(setup.recompute.granularity == "full" for setup in tried) == full

@@ -19,6 +19,7 @@ from pipeloom.integrations.megatron.costs import StageCosts
 from pipeloom.layout import blocks_of_stages
 from pipeloom.spec import Chunk
 from pipeloom.spec.catalog import load_cluster
+from tests.integrations.megatron.cases import KERNELS
 
 H100 = load_cluster("h100-8")
 APART = """
@@ -48,7 +49,7 @@ def placed(random, layers, predictors, p, v=1):
 def test_the_stage_of_the_loss_has_the_products_with_the_vocabulary():
     """Of the figures of a run: seconds, and GiB of the stages of the predictions and of the loss."""
     run = apart("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Et*3|t*5|m|L")
-    now = Timing(run, H100).of(run.now)
+    now = Timing(run, H100, KERNELS).of(run.now)
     assert now.iteration_s == pytest.approx(0.2445, rel=0.005)
     assert now.peak_bytes[2:] / 2**30 == pytest.approx([4.45, 6.0], rel=0.01)
 
@@ -56,7 +57,7 @@ def test_the_stage_of_the_loss_has_the_products_with_the_vocabulary():
 @pytest.mark.parametrize("predictors", [1, 2, 3])
 def test_where_predictions_stand_moves_their_blocks_alone(predictors):
     random, run = Random(predictors), apart("--mtp-num-layers", str(predictors))
-    costs, plain = StageCosts(run, H100), StageCosts(apart(), H100)
+    costs, plain = StageCosts(run, H100, KERNELS), StageCosts(apart(), H100, KERNELS)
     whole = dict.fromkeys(range(2), 0)
     for _ in range(12):
         setup = placed(random, 8, predictors, 4, random.choice((1, 2)))
@@ -78,7 +79,7 @@ def test_where_predictions_stand_moves_their_blocks_alone(predictors):
 
 def test_a_stage_has_one_copy_of_the_embedding():
     run = apart("--mtp-num-layers", "2")
-    costs = StageCosts(run, H100)
+    costs = StageCosts(run, H100, KERNELS)
     table = 128000 * 2048 * (2 + 4 + 12 / 2)
     block = costs.of_ranks(PipelineSettings(("E", "t" * 8, "mm", "L"), 4, 4))[1].static_bytes / 8
     for stages, copies in (
@@ -96,7 +97,7 @@ def test_a_stage_has_one_copy_of_the_embedding():
 
 def test_messages_with_states_of_predictions_take_longer():
     run = apart("--mtp-num-layers", "3")
-    timing = Timing(run, H100)
+    timing = Timing(run, H100, KERNELS)
     near = timing.of(PipelineSettings(("E", "t" * 8, "", "mmmL"), 4, 4))
     graph = timing.of(PipelineSettings(("E", "t" * 8, "mmm", "L"), 4, 4)).graph
     longest, plain = int(graph.edge_delay_ns.max()), int(near.graph.edge_delay_ns.max())
@@ -112,15 +113,15 @@ def test_messages_with_states_of_predictions_take_longer():
 def test_the_architecture_keeps_all_parameters(predictors, tied, more):
     words = [word for word in shlex.split(APART) if not tied or "untie" not in word]
     run = read_megatron([*words, "--mtp-num-layers", str(predictors), *more], num_devices=8)
-    assert sum(module_parameters(run.architecture).values()) == StageCosts(run, H100).num_parameters
+    assert sum(module_parameters(run.architecture).values()) == StageCosts(run, H100, KERNELS).num_parameters
     if (predictors, tied, more) == (2, False, ()):
-        assert StageCosts(run, H100).num_parameters == 1_043_329_280
+        assert StageCosts(run, H100, KERNELS).num_parameters == 1_043_329_280
 
 
 def test_the_architecture_costs_what_stages_do():
     """Prediction layers and loss as layers of a model take what they take as parts of Megatron's stages."""
     run = apart("--mtp-num-layers", "2")
-    costs = EmulatedCosts(run.architecture, H100, run.degrees, ("keep",), split=False)
+    costs = EmulatedCosts(run.architecture, H100, run.degrees, ("keep",), split=False, trainer=run.trainer)
     stages = StageCosts(run, H100).of(PipelineSettings(("E", "t" * 8, "mm", "L"), 4, 4))
     for layer, stage in ((9, stages[2]), (10, stages[3])):
         (found,) = costs.chunk_costs(Chunk("lm", (layer, layer), 0), run.workload)

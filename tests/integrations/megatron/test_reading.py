@@ -369,6 +369,5 @@ def test_what_is_emulated_otherwise_is_said():
     run = read(kitchen_recipe_number=1, overlap_grad_reduce=True, cuda_graph_impl="none")
     assert beside_defaults(run.notes) == (
         "--kitchen-recipe-number: bfloat16 is emulated in its place; the emulated time and memory are too high",
-        "--overlap-grad-reduce: the reduction is emulated behind the pipeline; the emulated time is too high",
     )
     assert "float32" in " ".join(read(bf16=None).notes)

@@ -69,8 +69,8 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         whole = _whole(setting, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
-        own = replace(setting, costs=EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False))
-        update_ns = own.update_ns(whole.layout).repeat(devices)
+        costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)
+        update_ns = replace(setting, costs=costs).update_ns(whole.layout).repeat(devices)
         return replace(_timeline(setting, whole, devices, level), update_ns=update_ns)
 
     modules = setting.model.modules
@@ -80,7 +80,7 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
 
 def _whole(setting: ModelOnCluster, microbatches: Microbatches, num_replicas: int) -> _Whole:
     degrees = Degrees(data=num_replicas, zero=3, state=setting.degrees.state)
-    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, LEVELS, split=False, trainer=setting.trainer)
     modules = setting.model.modules
     wholes = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
     layout = Layout(1, tuple(ModuleLayout.of(m) for m in modules), wholes)

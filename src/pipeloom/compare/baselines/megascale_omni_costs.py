@@ -26,11 +26,14 @@ class LongShortCosts(EmulatedCosts):
 
     def __init__(self, setting: ModelOnCluster) -> None:
         degrees = setting.degrees
-        super().__init__(setting.architecture, setting.cluster, degrees, LEVELS, split=False)
+        trainer = setting.trainer
+        super().__init__(setting.architecture, setting.cluster, degrees, LEVELS, split=False, trainer=trainer)
         everywhere = msgspec.structs.replace(
             degrees, tensor=1, pipeline=1, expert=1, data=degrees.tensor * degrees.pipeline * degrees.data
         )
-        self._whole = EmulatedCosts(setting.architecture, setting.cluster, everywhere, LEVELS, split=False)
+        self._whole = EmulatedCosts(
+            setting.architecture, setting.cluster, everywhere, LEVELS, split=False, trainer=trainer
+        )
         self._encoders = {module.name for module in setting.model.modules[:-1]}
 
     def chunk_costs(self, chunk: Chunk, workload: Workload) -> tuple[StrategyCost, ...]:

@@ -27,7 +27,7 @@ def zero_bubble(setting: ModelOnCluster, batches: Sequence[Microbatches], balanc
     uses its best number of delayed microbatches. Every rank recomputes as little as fits. An iteration that does not
     fit runs by 1F1B with whole backwards.
     """
-    costs = EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, LEVELS)
+    costs = EmulatedCosts(setting.architecture, setting.cluster, setting.degrees, LEVELS, trainer=setting.trainer)
 
     def system(layout: Layout) -> System:
         def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:

@@ -25,7 +25,7 @@ from pipeloom.integrations.megatron.setup import SELECTIVE_OPERATORS, PipelineSe
 from pipeloom.spec import Strategy, Workload
 from pipeloom.spec.architecture import Layer
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import MEGATRON_KERNELS, TrainerSpec
+from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.totals import PS_PER_S
 
 PS_PER_NS = PS_PER_S // 1_000_000_000
@@ -88,10 +88,10 @@ class StageCosts:
     from their rank, and all other weights are frozen.
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = MEGATRON_KERNELS) -> None:
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec | None = None) -> None:
         self.run, self.cluster = run, cluster
         precision, model, trains = run.precision, run.model, not run.adapter_rank
-        trainer = msgspec.structs.replace(trainer, dropout=run.dropout)
+        trainer = msgspec.structs.replace(trainer or run.trainer, dropout=run.dropout)
         plain = self.placement = Placement(cluster, run.degrees, trainer)
         quantized = replace(plain, precision=precision.products, quantized_weights=precision.quantized_weights)
         self._embedding, own = self._ends(plain)

@@ -24,11 +24,13 @@ from pipeloom.integrations.megatron.setup import (
     read_rules,
     read_stages,
 )
+from pipeloom.integrations.megatron.trainer import read_trainer
 from pipeloom.limits import MAX_MICROBATCHES
 from pipeloom.search import check_group_size
 from pipeloom.spec import Workload
 from pipeloom.spec.architecture import Architecture, Layer, ModuleArchitecture, PredictionLayer
 from pipeloom.spec.parallelism import Degrees, StateBytes
+from pipeloom.spec.trainer import FUSED, TrainerSpec
 
 _HALF = ("bf16", "fp16", "fp8-format", "fp4-format", "params-dtype")
 _BYTES = {
@@ -66,6 +68,8 @@ class MegatronRun:
         Tokens of every sequence that the encoder of the model reads; 0: there is no encoder.
     adapter_rank : int
         Rank of the low-rank adapters (LoRA) of all linear layers, whose own weights are frozen. 0: all are trained.
+    trainer : TrainerSpec
+        Megatron of the zoo, with what the arguments of this run switch on and off.
     is_recipe : bool
         Whether the source is a recipe of Megatron Bridge, which has configuration fields.
     read, ignored, notes : tuple of str
@@ -86,6 +90,7 @@ class MegatronRun:
     replaced: tuple[str, ...] = ()
     encoder_length: int = 0
     adapter_rank: int = 0
+    trainer: TrainerSpec = FUSED
     is_recipe: bool = False
     read: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -195,6 +200,7 @@ def read_megatron(
         modules,
         rules,
         replaced=tuple(arguments.given[name].label for name in PIPELINE_ARGUMENTS if name in arguments.given),
+        trainer=read_trainer(arguments, sequence_parallel=degrees.sequence_parallel),
         is_recipe=arguments.is_recipe,
         read=arguments.read,
         ignored=arguments.ignored,

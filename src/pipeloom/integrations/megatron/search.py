@@ -23,6 +23,7 @@ from pipeloom.report import size_text
 from pipeloom.search import Deadline, StoppingRule, group_sizes
 from pipeloom.search.stopping import Watch
 from pipeloom.spec.hardware import ClusterSpec
+from pipeloom.spec.trainer import TrainerSpec
 
 GROUPS = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Group sizes to try, as multiples of the number of ranks; a group of all microbatches is tried too."""
@@ -71,6 +72,7 @@ class MegatronAnswer:
             "cluster": self.cluster.name,
             "device_basis": self.cluster.device.basis,
             "kind_of_time": "emulated",
+            "trainer": self.timing.trainer.name,
             "parameters": self.timing.costs.num_parameters,
             "num_microbatches": self.run.num_microbatches,
             "now": self._row(self.now),
@@ -102,7 +104,12 @@ class MegatronAnswer:
 
 
 def best_layout(
-    run: MegatronRun, cluster: ClusterSpec, *, budget: StoppingRule | None = None, seed: int = 0
+    run: MegatronRun,
+    cluster: ClusterSpec,
+    *,
+    budget: StoppingRule | None = None,
+    seed: int = 0,
+    trainer: TrainerSpec | None = None,
 ) -> MegatronAnswer:
     """Search stages, virtual stages, group size and recomputation of a run.
 
@@ -110,6 +117,8 @@ def best_layout(
     ----------
     budget : StoppingRule or None
         Stops the search; None for five seconds. An evaluation is one simulated iteration.
+    trainer : TrainerSpec or None
+        None: Megatron with the run's own overlap.
 
     Raises
     ------
@@ -118,7 +127,7 @@ def best_layout(
     InfeasibleError
         No setup fits into memory, even if all layers are recomputed.
     """
-    timing = Timing(run, cluster)
+    timing = Timing(run, cluster, trainer)
     watch = (budget or Deadline(5.0)).start()
     now = timing.of(run.now)
     search = _Search(timing, watch, np.random.default_rng(seed))

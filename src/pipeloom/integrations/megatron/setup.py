@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.megatron.arguments import Arguments
+from pipeloom.integrations.megatron.trainer import GRAPHS
 from pipeloom.io.stage_names import megatron_stages, megatron_text
 
 Granularity = Literal["full", "selective"]
@@ -206,7 +207,7 @@ def read_rules(arguments: Arguments, num_ranks: int) -> Rules:
         modules |= dict.fromkeys(("layernorm", "moe_act"), "fp8-format")
     if arguments.on("moe-shared-expert-overlap"):
         modules["shared_experts"] = "moe-shared-expert-overlap"
-    graphs = first("cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph")
+    graphs = first(*GRAPHS)
     if graphs:
         # Which modules a graph can recompute depends on its scope.
         modules |= dict.fromkeys(set(MODULES) - set(modules), graphs)

@@ -14,7 +14,7 @@ from pipeloom.iteration import TimedIteration
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
 from pipeloom.spec.hardware import ClusterSpec
-from pipeloom.spec.trainer import MEGATRON_KERNELS, TrainerSpec
+from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.taskgraph import IntArray, TaskGraph
 from pipeloom.timeline import Schedule, simulate
 
@@ -35,9 +35,9 @@ class Timing:
         The cluster has fewer devices than the run needs, or tensor parallelism does not divide a width.
     """
 
-    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec = MEGATRON_KERNELS) -> None:
-        self.run, self.cluster = run, cluster
-        self.costs = StageCosts(run, cluster, trainer)
+    def __init__(self, run: MegatronRun, cluster: ClusterSpec, trainer: TrainerSpec | None = None) -> None:
+        self.run, self.cluster, self.trainer = run, cluster, trainer or run.trainer
+        self.costs = StageCosts(run, cluster, self.trainer)
         self.evaluations = 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
         self._orders: dict[tuple[int, int], Schedule] = {}

@@ -1,0 +1,70 @@
+"""Trainers change costs, and a run's flags change its trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.integrations.megatron import Timing, read_megatron
+from pipeloom.spec import Chunk, Workload
+from pipeloom.spec.catalog import load_cluster, load_trainer, names
+from pipeloom.spec.parallelism import Degrees
+from pipeloom.spec.trainer import FUSED, Overlap
+from pipeloom.validation.constants import constants
+from tests.integrations.megatron.cases import listed
+
+
+def test_the_default_is_in_the_zoo() -> None:
+    assert load_trainer("fused") == FUSED
+    assert {load_trainer(name).name for name in names("trainers")} == set(names("trainers"))
+
+
+def test_a_constant_has_one_value_in_all_trainers() -> None:
+    for constant in constants():
+        targets = [target.split("/")[1].rsplit(".", 1) for target in constant.targets if target.startswith("trainers/")]
+        assert len({getattr(load_trainer(name), field) for name, field in targets}) <= 1, constant.name
+
+
+def test_eager_operators_cost_time_and_memory() -> None:
+    chunk, work = Chunk("lm", (1, 4), 0), Workload((4096,))
+    found = {}
+    for name in ("fused", "megatron", "pipeloom"):
+        costs = EmulatedCosts("llama2-7b", "8xH100", Degrees(), ("keep",), split=False, trainer=load_trainer(name))
+        (found[name],) = costs.chunk_costs(chunk, work)
+    assert found["fused"].forward_s < found["megatron"].forward_s < found["pipeloom"].forward_s
+    assert found["fused"].activation_bytes == found["megatron"].activation_bytes < found["pipeloom"].activation_bytes
+
+
+@pytest.mark.parametrize("strategies", [("keep", "recompute")])
+def test_a_pass_takes_at_least_its_launches(strategies: tuple[str, ...]) -> None:
+    """Short microbatches are bound by the host, whatever is recomputed."""
+    costs = EmulatedCosts("llama2-7b", "8xH100", Degrees(), strategies, trainer=load_trainer("megatron"))
+    host = 4 * load_trainer("megatron").layer_host_s
+    for cost in costs.chunk_costs(Chunk("lm", (1, 4), 0), Workload((8,))):
+        assert cost.forward_s == pytest.approx(host / 3)
+        assert cost.backward_s == pytest.approx(2 * host / 3)
+        assert cost.backward_input_s == pytest.approx(host / 3)
+
+
+def test_flags_decide_what_is_hidden() -> None:
+    sizes = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+    full = load_trainer("megatron")
+    plain = read_megatron(listed(sizes), num_devices=16)
+    overlapped = read_megatron(
+        listed(sizes, overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True), num_devices=16
+    )
+    assert plain.trainer == full.overlapping(Overlap())
+    assert "no overlap" in plain.trainer.text
+    assert overlapped.trainer == full
+    assert "gradient reduction, parameter gathering, tensor messages" in overlapped.trainer.text
+    cluster = load_cluster("16xH100")
+    slow, fast = (Timing(run, cluster).of(run.now) for run in (plain, overlapped))
+    assert slow.iteration_s - slow.pipeline_s > fast.iteration_s - fast.pipeline_s
+
+
+def test_graphs_and_a_fused_loss_change_the_trainer() -> None:
+    graphed = read_megatron(listed(enable_cuda_graph=True)).trainer
+    assert graphed.layer_host_s == graphed.expert_layer_host_s == 0
+    fused = read_megatron(listed(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")).trainer
+    assert fused.cross_entropy == 1
+    assert fused.loss_in_place
