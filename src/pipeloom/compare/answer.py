@@ -117,8 +117,8 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
 
 def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
     """Run `our_answer` in another process, without sending emulated costs to it."""
-    *on, trainer = spec
-    return our_answer(replace(rest, setting=put_on_cluster(*on, trainer=trainer)))
+    model, cluster, degrees, trainer = spec
+    return our_answer(replace(rest, setting=put_on_cluster(model, cluster, degrees, trainer=trainer)))
 
 
 def our_answer(question: Question) -> Ours:
