@@ -81,8 +81,9 @@ def answers(
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rest = replace(question, setting=None)  # type: ignore[arg-type]
-        spec = (setting.architecture, setting.cluster, setting.degrees, setting.trainer)
-        future = pool.submit(_our_answer_for, spec, rest)
+        future = pool.submit(
+            _our_answer_for, setting.architecture, setting.cluster, setting.degrees, setting.trainer, rest
+        )
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
@@ -115,10 +116,11 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
     )
 
 
-def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
+def _our_answer_for(
+    architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, trainer: TrainerSpec, rest: Question
+) -> Ours:
     """Run `our_answer` in another process, without sending emulated costs to it."""
-    *on, trainer = spec
-    return our_answer(replace(rest, setting=put_on_cluster(*on, trainer=trainer)))
+    return our_answer(replace(rest, setting=put_on_cluster(architecture, cluster, degrees, trainer=trainer)))
 
 
 def our_answer(question: Question) -> Ours:
