@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks import joint
 from pipeloom.collector import collector_paused
-from pipeloom.compare.model_on_cluster import batch_of
+from pipeloom.iteration import batch_of
 from pipeloom.layout.cooptimize import cooptimize, graph_of
 from pipeloom.packing import PackingSpec, budget_tokens
 from pipeloom.planner import PlanningProblem

@@ -18,8 +18,8 @@ import pipeloom
 from pipeloom import bounds, limits
 from pipeloom.cli.app import commands, run
 from pipeloom.conversion import convert
-from pipeloom.emulator import Draw, emulate
 from pipeloom.errors import InputError
+from pipeloom.iteration import Draw, emulate
 from pipeloom.spec import Sample
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.datasets import load_mixture

@@ -87,12 +87,12 @@ def test_steps_begin_with_the_layout_and_end_with_the_plan() -> None:
     assert not check(packed.graph, packed.schedule, packed.timeline)
     steps = split_gain(setting, run, given.groups, packed, ONE)
     assert [step.name for step in steps] == ["layout", "packing", "order", "memory"]
-    assert steps[-1].iteration_s == packed.iteration_s
+    assert steps[-1].iteration_s == setting.iteration_s(packed)
     # The first step has my layout replaced alone; with my own layout it would be what I run.
     mine = now_system(setting, run)
     other = replace(packed, layout=mine.layout)
     (first, *_), now = split_gain(setting, run, given.groups, other, ONE), mine.run(given.groups, ONE, 0)
-    assert first.iteration_s == pytest.approx(now.iteration_s)
+    assert first.iteration_s == pytest.approx(setting.iteration_s(now))
     # Samples that are no longer padded are a third as long.
     assert steps[1].iteration_s < steps[0].iteration_s
     assert steps[2].iteration_s <= steps[1].iteration_s

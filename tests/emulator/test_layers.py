@@ -230,7 +230,7 @@ def test_sharded_layers_hide_messages_that_are_faster_than_their_products():
     def seconds(**context):
         layer = LayerTemplate(m.MLP(8, 16), 8, Context(**context), slow)
         stage = Stage(runs_of([layer] * many))
-        return stage.duration_ps(Workload((64,)), "B") / 1e12
+        return stage.cost(Workload((64,)), ("B",)).duration_ps["B"] / 1e12
 
     plain, sharded = seconds(), seconds(shard=4)
     one = seconds(shard=4) / many

@@ -1,4 +1,4 @@
-"""Reuse equals no reuse exactly, over random nested subgraphs and sessions."""
+"""Reuse equals no reuse exactly, over random nested subgraphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
-from pipeloom.emulator.session import Session
 from pipeloom.emulator.subgraph import INPUT, Call, Composite, Leaf, Port
 from pipeloom.errors import InputError
 
@@ -93,59 +92,9 @@ def test_reused_times_equal_those_written_out(graph, data):
     assert reused == run_flat(graph, free, ready)
 
 
-@given(st.data())
-def test_a_restored_session_equals_one_that_had_the_edges_from_the_start(data):
-    pool = [data.draw(leaves()) for _ in range(3)]
-    num_devices = 4
-    whole, session = Session(num_devices), Session(num_devices)
-    made = data.draw(calls(pool, num_devices, 0, data.draw(st.integers(3, 8))))
-    edges = [
-        (Port(data.draw(st.integers(0, c - 1)), 0), c)
-        for c in range(1, len(made))
-        if made[c].graph.num_inputs and data.draw(st.booleans())
-    ]
-    for call in made:
-        for s in (whole, session):
-            s.call(call.graph, call.devices, call.inputs, repeat=call.repeat)
-    for source, target in edges:
-        whole.connect(source, target)
-    saved = session.checkpoint()
-    resumed = Session.restore(saved)
-    for source, target in edges:
-        resumed.connect(source, target)
-    expected = whole.run()
-    np.testing.assert_array_equal(resumed.run(), expected)
-    if edges:
-        assert resumed.num_reused == min(target for _, target in edges)
-    for c, call in enumerate(made):
-        for port in range(call.graph.num_outputs):
-            assert resumed.ready_ps(Port(c, port)) == whole.ready_ps(Port(c, port))
-    flat = run_flat(whole.as_subgraph(), [0] * num_devices, [0])
-    assert flat == expected.tolist()
-    again = Session.restore(saved)
-    np.testing.assert_array_equal(again.run(), session.run())
-
-
-def test_replacing_a_call_reruns_only_what_comes_after():
-    def leaf(ps):
-        return Leaf(1, 1, np.array([0]), np.array([ps]), np.array([0, 1]), np.array([-1]), np.array([0]))
-
-    session = Session(2)
-    for k in range(6):
-        session.call(leaf(10), (k % 2,), [[Port(k - 1)] if k else []])
-    assert session.run().tolist() == [50, 60]
-    old = session.calls[4]
-    session.replace(4, Call(leaf(25), old.devices, old.inputs))
-    assert session.run().tolist() == [65, 75]
-    assert session.num_reused == 4
-
-
 def test_ports_must_name_earlier_calls():
     leaf = Leaf(1, 1, np.array([0]), np.array([1]), np.array([0, 1]), np.array([-1]), np.array([0]))
-    session = Session(1)
-    with pytest.raises(InputError, match="not an output of an earlier call"):
-        session.call(leaf, (0,), [[Port(0)]])
     with pytest.raises(InputError, match="edges follow the issue order"):
         Composite(1, 0, (Call(leaf, (0,), ((Port(1),),)),), ())
     with pytest.raises(InputError, match="are not all below 1"):
-        session.call(leaf, (1,))
+        Composite(1, 0, (Call(leaf, (1,), ((),)),), ())

@@ -9,19 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.cost.emulated import EmulatedCosts
-from pipeloom.emulator import Draw, Points, sweep
 from pipeloom.emulator import modules as m
-from pipeloom.emulator.build import Placement, count_parameters
-from pipeloom.emulator.pipeline import PipelineModel
+from pipeloom.emulator.build import count_parameters
 from pipeloom.emulator.size import Size, Window, window_pairs
-from pipeloom.emulator.step import Step
 from pipeloom.emulator.tape import Context
 from pipeloom.emulator.template import LayerTemplate
 from pipeloom.errors import InputError
 from pipeloom.integrations.huggingface import architecture_of
-from pipeloom.spec import Workload
+from pipeloom.iteration import Draw, Points, emulate, sweep
+from pipeloom.spec import Sample, Workload
 from pipeloom.spec import architecture as a
 from pipeloom.spec.parallelism import Degrees
+from pipeloom.taskgraph import BACKWARD, FORWARD, NO_TASK
 from tests.emulator.cases import ATTENTION, PLAIN, machine
 from tests.integrations.published import QWEN2_5_VL_7B, QWEN3_VL_8B
 
@@ -107,31 +106,26 @@ def test_parameters_and_bytes_of_streams():
 
 
 def test_streams_travel_and_are_waited_for_both_ways():
-    work = {"vision": (Workload((64,)), Workload((64,))), "lm": (Workload((48,)),)}
-    model = PipelineModel(tapped(), Placement(machine(), Degrees(pipeline=2)), work)
-    (stream,) = model.streams
-    step = Step(model, [work] * 2, "keep", in_flight=1)
-    result, tasks = step.run(), step.tasks
-    size = 64 // 4 * 32 * 2
-    found = {False: 0, True: 0}
-    for target, edges in enumerate(step._all.edges):
-        for source, size_between in edges:
-            one, other = tasks[source], tasks[target]
-            ends = [(one.module, one.stage), (other.module, other.stage)]
-            if sorted(ends) == sorted([stream.source, stream.target]) and one.backward == other.backward:
-                found[one.backward] += 1
-                assert ends == [stream.source, stream.target][:: -1 if one.backward else 1]
-                assert result.end_ps[source] <= result.start_ps[target]
-                if one.rank != other.rank:
-                    assert size_between == step._all.bytes_between(source, target) >= size
-    assert found == {False: 4, True: 4}
-    # A step of the same tasks has the same streams, and frozen encoders get no gradients.
-    assert Step(model, [work] * 2, "keep", in_flight=1, like=step).run().iteration_s == result.iteration_s
+    samples = [[Sample(f"{i}", 40, (4, 4), (16, 16))] for i in range(2)]
+    result = emulate(tapped(), machine(), Degrees(pipeline=2), batch=samples, sub_microbatch={"vision": 1})
+    graph, ends = result.graph, result.timeline.end_ns
+    emits, takes = ([c for c in result.layout.chunks if c.module == name] for name in ("vision", "lm"))
+    source = result.layout.chunks.index(next(c for c in emits if c.layers[1] >= 2))
+    target = result.layout.chunks.index(next(c for c in takes if c.layers[1] >= 2))
+    found = {FORWARD: 0, BACKWARD: 0}
+    for one, other in zip(graph.edge_source.tolist(), graph.edge_target.tolist(), strict=True):
+        assert ends[one] <= result.timeline.start_ns[other]
+        chunks = [graph.labels[graph.pair[task]].chunk for task in (one, other)]
+        if sorted(chunks) == sorted((source, target)):
+            found[int(graph.kind[one])] += 1
+            assert chunks == [source, target][:: -1 if graph.kind[one] == BACKWARD else 1]
+    assert found == {FORWARD: 4, BACKWARD: 4}
+    # Frozen encoders get no gradients.
     vision, lm = tapped().modules
     still = a.Architecture("still", "made up", (msgspec.structs.replace(vision, frozen=True), lm))
-    frozen = Step(PipelineModel(still, model.placement, work), [work] * 2, "keep", in_flight=1)
-    assert not any(task.backward and task.module == "vision" for task in frozen.tasks)
-    assert 0 < frozen.run().iteration_s < result.iteration_s
+    frozen = emulate(still, machine(), Degrees(pipeline=2), batch=samples, sub_microbatch={"vision": 1})
+    assert (frozen.graph.backward_of[frozen.graph.module[frozen.graph.forward_of] == 0] == NO_TASK).all()
+    assert 0 < frozen.iteration_s < result.iteration_s
 
 
 def test_streams_that_cannot_be_are_reported():
@@ -166,6 +160,4 @@ def test_features_of_inner_blocks_go_from_an_encoder_to_a_language_model():
     costs = EmulatedCosts(model, "dip-h800-64", Degrees(tensor=2), ("keep",))
     work = Workload((1024, 256))
     assert costs.stream_bytes("deepstack_1", work) == (1024 + 256) // 4 * 4096 * 2 // 2  # sequence parallel
-    placement = Placement(costs.cluster, Degrees(tensor=2, pipeline=2))
-    pipeline = PipelineModel(model, placement, {"vision": (work,), "lm": (Workload((832,)),)})
-    assert len(pipeline.streams) == 3
+    assert sum(len(module.emits) for module in costs.model_spec.modules) == 3

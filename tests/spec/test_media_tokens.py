@@ -7,9 +7,9 @@ import re
 import msgspec
 import pytest
 
-from pipeloom.emulator.sweep import default_data, draw_microbatches, drawn_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
+from pipeloom.iteration.microbatches import default_data, draw_microbatches, drawn_samples
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import (
     AdapterLayer,

@@ -68,7 +68,7 @@ def test_every_rank_of_simumax_is_within_two_percent() -> None:
 
 @pytest.mark.parametrize(
     ("source", "lowest", "highest", "median"),
-    [("nanotron", 0.0, 0.09, 0.05), ("vocab-parallel", -0.22, 0.02, 0.01), ("zero-bubble", -0.06, 0.01, 0.035)],
+    [("nanotron", 0.0, 0.09, 0.05), ("vocab-parallel", -0.22, 0.03, 0.012), ("zero-bubble", -0.06, 0.02, 0.035)],
 )
 def test_errors_of_other_sources_stay_within_their_bounds(
     source: str, lowest: float, highest: float, median: float

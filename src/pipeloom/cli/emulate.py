@@ -10,13 +10,14 @@ import typer
 
 from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP
 from pipeloom.cli.output import JSON_HELP, check_targets, draw, print_json, print_written, stderr, stdout
-from pipeloom.emulator import Draw, EmulatedStep, module_parameters
-from pipeloom.emulator import emulate as run_emulation
+from pipeloom.emulator import module_parameters
 from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
 from pipeloom.integrations.huggingface.known import known_models
 from pipeloom.integrations.models import load_model
+from pipeloom.iteration import Draw, EmulatedStep
+from pipeloom.iteration import emulate as run_emulation
 from pipeloom.limits import MAX_DEVICES, MAX_MICROBATCHES, MAX_RANKS, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import emulated_track, share_text, size_text
@@ -85,7 +86,8 @@ def emulate(
     if trace is not None or html is not None:
         note = f"Emulated from the {hardware.device.basis} table of {hardware.device.name}; trainer: {runs_it.text}. "
         note += f"{trust.text(result.iteration_s)}: {trust.note}."
-        written = draw([emulated_track("emulated", result)], title=title, note=note, trace_file=trace, html_file=html)
+        track = emulated_track("emulated", result, result.layout.chunk_names)
+        written = draw([track], title=title, note=note, trace_file=trace, html_file=html)
     if json:
         print_json(
             document(result, trust)
@@ -168,8 +170,8 @@ def document(result: EmulatedStep, trust: Interval) -> dict[str, Any]:
         "pipeline_s": result.pipeline_s,
         "bubble_share": result.bubble,
         "mfu": result.mfu,
-        "peak_memory_bytes": list(result.peak_bytes),
-        "static_memory_bytes": list(result.static_bytes),
+        "peak_memory_bytes": result.peak_bytes.tolist(),
+        "static_memory_bytes": result.static_bytes.tolist(),
         "fits": result.fits,
         "strategy": result.strategy,
         "microbatches_in_flight": result.in_flight,
@@ -199,7 +201,7 @@ def _print(result: EmulatedStep, trust: Interval, title: str, basis: str) -> Non
     memory = Table(title="Peak memory, and layers", title_justify="left")
     for name in ("rank", "peak", "of it static", "layers"):
         memory.add_column(name, justify="left" if name == "layers" else "right")
-    ranks = zip(result.peak_bytes, result.static_bytes, result.layers, strict=True)
+    ranks = zip(result.peak_bytes.tolist(), result.static_bytes.tolist(), result.layers, strict=True)
     for rank, (peak, static, layers) in enumerate(ranks):
         memory.add_row(str(rank), size_text(peak), size_text(static), _layers_text(layers))
     console.print(memory)

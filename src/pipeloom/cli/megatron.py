@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from pipeloom.cli.output import JSON_HELP, check_targets, draw, note_compiling, 
 from pipeloom.heartbeat import doing
 from pipeloom.limits import MAX_DEVICES
 from pipeloom.printing import print_line
-from pipeloom.report import Track, make_track, seconds_text, share_text, size_text
+from pipeloom.report import Track, emulated_track, seconds_text, share_text, size_text
 from pipeloom.validation import INTERVAL, Interval, chance, interval_for
 
 if TYPE_CHECKING:
@@ -109,13 +108,8 @@ def _document(found: MegatronAnswer) -> dict[str, Any]:
 
 def _tracks(found: MegatronAnswer) -> list[Track]:
     """Return both timelines, with the printed numbers."""
-    tracks = []
-    for name, one in _setups(found):
-        timeline = replace(one.timeline, peak_bytes=one.peak_bytes)
-        track = make_track(name, one.graph, one.schedule, timeline)
-        after = round((one.iteration_s - one.pipeline_s) * 1e9)
-        tracks.append(replace(track, after_ns=after, num_tokens=found.run.global_batch_size * found.run.seq_length))
-    return tracks
+    tokens = found.run.global_batch_size * found.run.seq_length
+    return [emulated_track(name, one, num_tokens=tokens) for name, one in _setups(found)]
 
 
 def _peak(one: Timed) -> str:

@@ -9,10 +9,11 @@ import typer
 from pipeloom.cli.emulate import document, microbatches_of, parameters_text, samples_text
 from pipeloom.cli.options import CLUSTER_HELP, FREEZE_HELP, TRAINER_HELP
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
-from pipeloom.emulator import Points, SweepEntry, module_parameters
-from pipeloom.emulator import sweep as run_sweep
+from pipeloom.emulator import module_parameters
 from pipeloom.heartbeat import doing
 from pipeloom.integrations.models import load_model
+from pipeloom.iteration import Points, SweepEntry
+from pipeloom.iteration import sweep as run_sweep
 from pipeloom.limits import MAX_COUNT, MAX_DEVICES, MAX_MICROBATCHES, MAX_SEED
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
@@ -127,7 +128,7 @@ def _print(entries: list[SweepEntry], trust: Interval, title: str, top: int) -> 
             f"{r.mfu:.3f}",
             f"{r.tokens_per_s:,.0f}",
             share_text(r.bubble),
-            size_text(max(r.peak_bytes)),
+            size_text(int(r.peak_bytes.max())),
             r.strategy,
         )
     console = stdout()

@@ -81,9 +81,8 @@ def answers(
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         rest = replace(question, setting=None)  # type: ignore[arg-type]
-        future = pool.submit(
-            _our_answer_for, setting.architecture, setting.cluster, setting.degrees, setting.trainer, rest
-        )
+        spec = (setting.architecture, setting.cluster, setting.degrees, setting.trainer)
+        future = pool.submit(_our_answer_for, spec, rest)
         try:
             yield from _others(question, on_system)
             on_system("Pipeloom")
@@ -116,11 +115,10 @@ def _others(question: Question, on_system: Callable[[str], None]) -> Iterator[Co
     )
 
 
-def _our_answer_for(
-    architecture: Architecture, cluster: ClusterSpec, degrees: Degrees, trainer: TrainerSpec, rest: Question
-) -> Ours:
+def _our_answer_for(spec: tuple[Architecture, ClusterSpec, Degrees, TrainerSpec], rest: Question) -> Ours:
     """Run `our_answer` in another process, without sending emulated costs to it."""
-    return our_answer(replace(rest, setting=put_on_cluster(architecture, cluster, degrees, trainer=trainer)))
+    model, cluster, degrees, trainer = spec
+    return our_answer(replace(rest, setting=put_on_cluster(model, cluster, degrees, trainer=trainer)))
 
 
 def our_answer(question: Question) -> Ours:

@@ -122,7 +122,7 @@ def replica_seconds(setting: ModelOnCluster, layout: Layout) -> float:
 
 def _encoder_dp_update_s(setting: ModelOnCluster, layout: Layout) -> float:
     """Return the additional update time of modules with encoder data parallelism, on the rank with most of them."""
-    if not layout.encoder_dp_modules or setting.degrees.tensor == 1 or not setting.update_s:
+    if not layout.encoder_dp_modules or setting.degrees.tensor == 1 or not setting.update:
         return 0.0
     of_ranks = (
         [c for c in layout.chunks if c.rank == r and c.module in layout.encoder_dp_modules]
@@ -151,10 +151,10 @@ def fixed_systems(name: str, setting: ModelOnCluster, layouts: Sequence[Layout],
 
 
 def mfu(setting: ModelOnCluster, microbatches: Microbatches, seconds: float) -> float:
-    """Return the model FLOPs utilization of an iteration of ``seconds``, plus its update."""
+    """Return the model FLOPs utilization of an iteration of ``seconds``, update included."""
     devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
     peak = devices * setting.cluster.device.flops_per_s
-    return model_flops(setting, microbatches) / (peak * (seconds + setting.update_s))
+    return model_flops(setting, microbatches) / (peak * seconds)
 
 
 def loads_by(setting: ModelOnCluster, batches: Sequence[Microbatches], balance: str) -> list[LayerLoad]:

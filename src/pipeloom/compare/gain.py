@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeloom.compare.baseline import SIZES, System, in_turn, replica_seconds, searched_system, sized
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, batch_of, pack_microbatches
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, pack_microbatches
 from pipeloom.compare.now import run_costs, static_graph, under_static_order
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError, InputError
+from pipeloom.iteration import batch_of
 from pipeloom.packing import PackingSpec
 from pipeloom.packing.loads import budget_tokens
 from pipeloom.planner.joint import decide, least_bound
@@ -27,7 +28,7 @@ MOST_TOGETHER = 8
 
 @dataclass(frozen=True)
 class GainStep:
-    """Time of the pipeline after one more part of the setup is replaced by Pipeloom's."""
+    """Time of an iteration after one more part of the setup is replaced by Pipeloom's."""
 
     name: str
     iteration_s: float
@@ -141,9 +142,9 @@ def split_gain(
             candidate = found.schedule.candidate
             recomputes_more = run.strategy is not None and candidate is not None and candidate[0]
             note = "recomputes more, to fit" if recomputes_more else ""
-            steps.append(GainStep(name, found.iteration_s + after_s, note))
-        steps.append(GainStep("order", _ordered(found, budget, seed).iteration_s + after_s))
-    return (*steps, GainStep("memory", ours.iteration_s))
+            steps.append(GainStep(name, setting.iteration_s(found) + after_s, note))
+        steps.append(GainStep("order", setting.iteration_s(_ordered(found, budget, seed)) + after_s))
+    return (*steps, GainStep("memory", setting.iteration_s(ours)))
 
 
 def _ordered(static: BaselineResult, budget: StoppingRule, seed: int) -> BaselineResult:

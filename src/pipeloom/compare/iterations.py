@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, draw_iteration
-from pipeloom.emulator.sweep import default_data, drawn_samples
 from pipeloom.errors import InputError
 from pipeloom.integrations.data.sources import names_samples, read_all_samples
+from pipeloom.iteration.microbatches import default_data, drawn_samples
 from pipeloom.spec import Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.datasets import clips_of_iterations, pack_documents

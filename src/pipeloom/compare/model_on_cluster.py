@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
+from pipeloom.compare.result import BaselineResult
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.cost.emulated_mixtures import ParetoSteps
 from pipeloom.cost.encoder_dp import EncoderDpCosts
-from pipeloom.emulator.sweep import Draw, default_data, draw_microbatches, emulate
 from pipeloom.errors import InputError
+from pipeloom.iteration import Microbatches as Microbatches
+from pipeloom.iteration import TimedIteration, draw_microbatches
+from pipeloom.iteration import pack_microbatches as pack_groups
+from pipeloom.iteration.emulation import model_flops as flops_of
+from pipeloom.iteration.microbatches import default_data
 from pipeloom.layout import ModulePlacement, single_rank
-from pipeloom.packing import Loads, Packing, assign_to_replicas, packing_from_counts
-from pipeloom.spec import Batch, Chunk, ChunkStrategy, Layout, ModelSpec, Sample
+from pipeloom.packing import Loads, Packing, assign_to_replicas
+from pipeloom.spec import Chunk, ChunkStrategy, Layout, ModelSpec
 from pipeloom.spec.architecture import Architecture, ExpertsMixer, ResidualLayer
 from pipeloom.spec.catalog import load_architecture, load_cluster
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.parallelism import Degrees
 from pipeloom.spec.trainer import FUSED, TrainerSpec
-from pipeloom.taskgraph import Assignable, TaskGraph
+from pipeloom.taskgraph import Assignable, IntArray, TaskGraph, to_ns
 from pipeloom.taskgraph.iteration import MemoryLimit, iteration_graph, workspace_bytes
-
-Microbatches = Sequence[Sequence[Sample]]
-"""The samples of every microbatch, for one iteration of one pipeline replica."""
 
 LEVELS = (
     ChunkStrategy("keep"),
@@ -45,8 +46,8 @@ class ModelOnCluster:
         Costs with the strategies that a planner chooses for every pair, and with those that other systems choose once.
     capacity_bytes : int
         Memory of each device for static bytes and activations. Workspace is subtracted per layout.
-    update_s : float
-        Time of gradient reduction and optimizer step after the pipeline, the same for every system.
+    update : bool
+        Whether iterations end with gradient reduction and weight update.
     """
 
     architecture: Architecture
@@ -56,12 +57,25 @@ class ModelOnCluster:
     levels: EmulatedCosts
     model: ModelSpec
     capacity_bytes: int
-    update_s: float
+    update: bool
 
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return self.degrees.pipeline
+
+    def update_ns(self, layout: Layout) -> IntArray:
+        """Return the time that each rank of a layout needs to reduce gradients and update weights."""
+        ranks = [[chunk for chunk in layout.chunks if chunk.rank == rank] for rank in range(layout.num_ranks)]
+        seconds = [self.costs.update_s(chunks) if self.update else 0.0 for chunks in ranks]
+        return np.array([to_ns(each, "update_s") for each in seconds], np.int64)
+
+    def iteration_s(self, result: BaselineResult) -> float:
+        """Return the seconds of an iteration with the updates of all ranks."""
+        update = self.update_ns(result.layout) if result.update_ns is None else result.update_ns
+        none = np.zeros_like(update)
+        whole = TimedIteration(result.graph, result.schedule, result.timeline, update, none, self.capacity_bytes)
+        return whole.iteration_s + result.after_s
 
     @property
     def trainer(self) -> TrainerSpec:
@@ -103,15 +117,8 @@ def put_on_cluster(
         )
     costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps(), trainer=trainer)
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False, trainer=trainer)
-    update_s = 0.0
-    if update:
-        # The update does not depend on the iteration's data.
-        end = emulate(
-            architecture, hardware, degrees, batch=Draw(1), strategy="recompute", sub_microbatch={}, trainer=trainer
-        )
-        update_s = end.iteration_s - end.pipeline_s
     return ModelOnCluster(
-        architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update_s
+        architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update
     )
 
 
@@ -133,31 +140,9 @@ def draw_iteration(setting: ModelOnCluster, num_microbatches: int, seed: int, da
     return draw_microbatches(setting.architecture, data or default_data(setting.architecture), num_microbatches, seed)
 
 
-def batch_of(microbatches: Microbatches) -> Batch:
-    """Return all samples of an iteration, with unique ids, since the same document may be drawn twice."""
-    return Batch(
-        tuple(
-            msgspec.structs.replace(sample, id=f"{m}.{i}")
-            for m, microbatch in enumerate(microbatches)
-            for i, sample in enumerate(microbatch)
-        )
-    )
-
-
 def pack_microbatches(setting: ModelOnCluster, layout: Layout, microbatches: Microbatches) -> Packing:
-    """Pack given microbatches, with ``ceil(N / B)`` even sub-microbatches per module."""
-    members, counts, first = [], [], 0
-    for microbatch in microbatches:
-        members.append(tuple(range(first, first + len(microbatch))))
-        first += len(microbatch)
-        row = []
-        for module in layout.modules:
-            spec = setting.model.module(module.name)
-            total = sum(len(spec.instance_lengths(sample)) for sample in microbatch)
-            parts = 0 if total == 0 else 1 if module.sub_microbatch is None else -(-total // module.sub_microbatch)
-            row.append(tuple(total // parts + (k < total % parts) for k in range(parts)))
-        counts.append(tuple(row))
-    return packing_from_counts(batch_of(microbatches), setting.model, layout, tuple(members), tuple(counts))
+    """Pack given microbatches for a layout of the setting's model."""
+    return pack_groups(setting.model, layout, microbatches)
 
 
 def resized(microbatches: Microbatches, together: int) -> Microbatches:
@@ -235,15 +220,9 @@ def layer_seconds(
 
 
 def model_flops(setting: ModelOnCluster, microbatches: Microbatches) -> float:
-    """Return the FLOPs of an iteration's matrix products, with the backward counted as two forwards."""
-    packing = pack_microbatches(setting, single_rank(setting.model, {}), microbatches)
-    total = 0.0
-    for column, module in enumerate(setting.model.modules):
-        whole = Chunk(module.name, (0, len(module.flat_layers) - 1), 0)
-        factor = 1 if module.frozen else 3
-        for microbatch in packing.microbatches:
-            total += sum(factor * setting.costs.chunk_flops(whole, part.workload) for part in microbatch.parts[column])
-    return total
+    """Return the FLOPs of an iteration's matrix products."""
+    layout = single_rank(setting.model, {})
+    return flops_of(setting.costs, layout, pack_microbatches(setting, layout, microbatches))
 
 
 def assign_microbatches(

@@ -81,7 +81,7 @@ class Outcome:
             "sign_probability": None if base is None else self.chance(one).probability,
             "tokens_per_s": numbers.tokens_per_s,
             "tokens_per_s_per_device": (numbers.tokens_per_s or 0.0) / self.setting.degrees.num_devices,
-            "mfu": mfu(self.setting, self.question.iterations.real, one.result.iteration_s),
+            "mfu": mfu(self.setting, self.question.iterations.real, self.iteration_s(one)),
             "bubble_share": numbers.bubble_share,
             "peak_memory_bytes": numbers.peak_bytes,
             "fits": numbers.peak_bytes <= capacity,
@@ -96,7 +96,7 @@ class Outcome:
     def iteration_s(self, one: Comparison) -> float:
         """Return the seconds of an iteration, update included."""
         assert one.result is not None
-        return one.result.iteration_s + self.setting.update_s
+        return self.setting.iteration_s(one.result)
 
     def chance(self, one: Comparison) -> Chance:
         """Return the probability that the sign of a system's gain over the baseline is right."""
@@ -110,10 +110,10 @@ class Outcome:
         if not self.steps or base is None or base.name != NOW:
             return []
         before = first = self.iteration_s(base)
-        saved_all = first - (self.steps[-1].iteration_s + self.setting.update_s)
+        saved_all = first - self.steps[-1].iteration_s
         rows = []
         for step in self.steps:
-            seconds = step.iteration_s + self.setting.update_s
+            seconds = step.iteration_s
             share = (before - seconds) / saved_all if saved_all else 0.0
             rows.append(
                 {
@@ -133,7 +133,8 @@ class Outcome:
         assert one.result is not None
         named = replace(one.result, name=f"{one.name}: {one.title}")
         tokens = backbone_tokens(self.setting, self.question.iterations.real)
-        return track_of(named, update_s=self.setting.update_s, num_tokens=tokens)
+        update_s = self.iteration_s(one) - one.result.iteration_s
+        return track_of(named, update_s=update_s, num_tokens=tokens)
 
     def tracks(self) -> list[Track]:
         """Return the tracks of all systems that fit, the fastest first.

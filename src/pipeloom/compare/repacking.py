@@ -9,9 +9,10 @@ import numpy as np
 
 from pipeloom.compare.baseline import SIZES, System
 from pipeloom.compare.gain import MOST_TOGETHER, packs_anew
-from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, batch_of, resized
+from pipeloom.compare.model_on_cluster import Microbatches, ModelOnCluster, resized
 from pipeloom.compare.result import BaselineResult
 from pipeloom.errors import InfeasibleError
+from pipeloom.iteration import batch_of
 from pipeloom.layout import single_rank
 from pipeloom.packing import Loads, PackingSpec, cost_loads
 from pipeloom.packing.choices import even_microbatches, numbers, walk

@@ -12,7 +12,7 @@ from pipeloom.packing import Packing
 from pipeloom.report import Track, layers_by_rank, make_track
 from pipeloom.search import uniform_settings
 from pipeloom.spec import Layout
-from pipeloom.taskgraph import NS_PER_S, TaskGraph
+from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
 from pipeloom.timeline import LowerBound, Schedule, Timeline, lower_bound, simulate, within_limits
 
 
@@ -31,10 +31,12 @@ class BaselineResult:
     """Time after the pipeline that only this system needs, for gradients of replicated modules."""
     packing: Packing | None = None
     """Packing, for systems whose plans can be executed."""
+    update_ns: IntArray | None = None
+    """Time to reduce gradients and update weights on each rank of the graph; None: that of the layout's chunks."""
 
     @property
     def iteration_s(self) -> float:
-        """Time of the pipeline plus ``after_s``."""
+        """Time of the pipeline plus ``after_s``, without the update of the weights."""
         return self.timeline.makespan_ns / NS_PER_S + self.after_s
 
     @property
@@ -49,7 +51,7 @@ def track_of(result: BaselineResult, *, update_s: float = 0.0, num_tokens: int =
     Parameters
     ----------
     update_s : float
-        Time after the pipeline of every system: gradient reduction and weight update.
+        Time after the pipeline and ``after_s``: gradient reduction and weight update.
     num_tokens : int
         Tokens of the iteration on all replicas; 0: unknown.
     """

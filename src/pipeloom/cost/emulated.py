@@ -173,6 +173,14 @@ class EmulatedCosts:
         whole.__dict__.pop("undivided", None)
         return whole
 
+    def with_strategies(self, strategies: Sequence[ChunkStrategy | str]) -> EmulatedCosts:
+        """Return the same costs with other strategies for every chunk."""
+        other = copy(self)
+        other.strategies, other.pareto_steps = tuple(map(chunk_strategy, strategies)), None
+        other._known = OrderedDict()
+        other.__dict__.pop("undivided", None)
+        return other
+
     @property
     def _parts(self) -> tuple[Part, ...]:
         return ("F", "B", "I", "W") if self.split_backward else ("F", "B")
@@ -303,7 +311,7 @@ class EmulatedCosts:
             ),
         )
 
-    @property
+    @functools.cached_property
     def model_spec(self) -> ModelSpec:
         """The planner's view of the model. Shapes are those of whole activations."""
         modules = []

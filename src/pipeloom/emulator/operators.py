@@ -151,7 +151,7 @@ def _norm(x: Tensor, kind: NormKind, width: float, groups: int) -> Tensor:
     """
     elements, eager = x.rows * width, x.context.eager and kind == "rms"
     num_bytes = elements * x.dtype_bytes
-    extra = [(x.rows, groups * (2.0 if kind == "layer" else 1.0), STATISTIC_BYTES)]
+    extra: list[tuple[Size, float, float]] = [(x.rows, groups * (2.0 if kind == "layer" else 1.0), STATISTIC_BYTES)]
     if eager:
         extra += [(x.rows, width, STATISTIC_BYTES), (x.rows, width, x.dtype_bytes)]
     y = x.tape.record(
@@ -305,7 +305,7 @@ def attention(
     for tensor in inputs:
         moved = moved + tensor.num_bytes
     backward = Cost(f"{kind}_backward", flops * 2.5, moved * 2, variant=query_key_width, flops_per_key=more * 2.5)
-    extra = [(rows, heads, STATISTIC_BYTES)]
+    extra: list[tuple[Size, float, float]] = [(rows, heads, STATISTIC_BYTES)]
     if first.context.context > 1 and first.context.output_twice:
         extra.append((rows, width, first.dtype_bytes))
     return first.tape.record(

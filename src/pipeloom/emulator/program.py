@@ -260,7 +260,7 @@ class _Writer:
         self._unshard()
         if part == "B" and any(record.weight_gradient for record in self.tape.records):
             # A link carries messages in the order in which they are issued. The next layer's weights are gathered
-            # before this layer's gradients are reduced, so the next layer, which is usually equal, issues the reduction.
+            # before this layer's gradients are reduced, so the next, usually equal layer issues the reduction.
             self._reduce(ENTRY)
         self._enter()
         self._have("g", output, ENTRY)

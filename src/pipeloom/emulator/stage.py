@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class StageCost:
 
 
 class Stage:
-    """A chain of layers under strategies. Results are cached per workload."""
+    """A chain of layers under strategies."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
@@ -64,8 +63,6 @@ class Stage:
                     "needs a link to the host, the device has none",
                     "give pcie_bytes_per_s or choose another strategy",
                 )
-        self._graphs: OrderedDict[tuple[Workload, Part], Composite] = OrderedDict()
-        self._matrices: OrderedDict[tuple[Workload, Part], IntArray] = OrderedDict()
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -87,14 +84,8 @@ class Stage:
         return [run.layer.on(workload) for run in self.runs]
 
     def matrix(self, workload: Workload, part: Part) -> IntArray:
-        """Return the max-plus matrix of one pass, shape (devices + 2, devices + 2), cached per workload."""
-        key = (workload, part)
-        known = self._matrices.get(key)
-        if known is None:
-            known = self._matrices[key] = self._matrix(self._evaluated(workload), part)
-            if len(self._matrices) > CACHE_SIZE:
-                self._matrices.popitem(last=False)
-        return known
+        """Return the max-plus matrix of one pass, shape (devices + 2, devices + 2)."""
+        return self._matrix(self._evaluated(workload), part)
 
     def _matrix(self, layers: Sequence[EvaluatedLayer], part: Part) -> IntArray:
         out: IntArray | None = None
@@ -110,10 +101,6 @@ class Stage:
             np.fill_diagonal(out, 0)
         return out
 
-    def duration_ps(self, workload: Workload, part: Part) -> int:
-        """Return the picoseconds of one pass on idle devices, until all of them are idle again."""
-        return max(0, int(self.matrix(workload, part).max()))
-
     def cost(self, workload: Workload, parts: Sequence[Part] | None = None) -> StageCost:
         """Return durations of the requested parts, and bytes, on one workload."""
         evaluated = self._evaluated(workload)
@@ -125,10 +112,6 @@ class Stage:
             sum(layer.weight_gradient_bytes[run.strategy] * run.count for run, layer in layers),
             sum(layer.host_bytes[run.strategy] * run.count for run, layer in layers),
         )
-
-    def output_bytes(self, workload: Workload) -> int:
-        """Return the bytes of the stage's output on one device."""
-        return self.runs[-1].layer.on(workload).output_bytes
 
     def model_flops(self, workload: Workload) -> float:
         """Return the operations of the forward's matrix products on one device."""
@@ -161,10 +144,6 @@ class Stage:
 
     def graph(self, workload: Workload, part: Part) -> Composite:
         """Return one pass as a reusable subgraph. Give both input ports ("ready", "entered") the same value."""
-        key = (workload, part)
-        known = self._graphs.get(key)
-        if known is not None:
-            return known
         calls: list[Call] = []
         evaluated = self._evaluated(workload)
         for i in self._ordered.get(part, ()):
@@ -173,12 +152,4 @@ class Stage:
             leaf = evaluated[i].leaves[run.strategy, part]
             calls.append(Call(leaf, LOCAL, ((before[0],), (before[1],)), run.count, run.layer.context.tensor))
         last = len(calls) - 1 if calls else INPUT
-        graph = Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))
-        graph.__dict__["matrix"] = self.matrix(workload, part)  # the same product, already computed
-        self._graphs[key] = graph
-        if len(self._graphs) > CACHE_SIZE:
-            self._graphs.popitem(last=False)
-        return graph
-
-
-CACHE_SIZE = 4096
+        return Composite(NUM_DEVICES, 2, tuple(calls), (Port(last, 0), Port(last, 1)))

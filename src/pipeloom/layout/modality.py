@@ -11,10 +11,12 @@ from itertools import pairwise
 import msgspec
 
 from pipeloom.cost import CostModel
-from pipeloom.emulator.sizes import ENOUGH, shares_of_best, smallest_sufficient
 from pipeloom.errors import InputError
 from pipeloom.layout.layouts import LayerLoad, ModulePlacement, separate
 from pipeloom.spec import Chunk, Layout, ModelSpec, Sample, Workload
+
+ENOUGH = 0.95
+"""Share of the best efficiency that a sub-microbatch must reach (DIP section 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,13 @@ def sub_microbatch_size(
         raise InputError(f"module {module!r}", "has no instances in the sampled batches")
     sizes = tuple(range(1, len(lengths) + 1))
     seconds = [_seconds(costs, module, num_layers, Workload(tuple(lengths[:n]))) for n in sizes]
-    efficiency = shares_of_best([sum(lengths[:n]) for n in sizes], seconds)
-    chosen = smallest_sufficient(efficiency, share)
+    if not 0 < share <= 1:
+        raise InputError("share", f"{share} is not above 0 and at most 1")
+    # Tokens per second, so that unequal instances compare fairly.
+    rates = [sum(lengths[:n]) / s if s > 0 else 0.0 for n, s in zip(sizes, seconds, strict=True)]
+    best = max(rates) or 1.0
+    efficiency = tuple(rate / best for rate in rates)
+    chosen = next(i for i, each in enumerate(efficiency) if each >= share)
     return SizeChoice(sizes, efficiency, sizes[chosen], seconds[chosen])
 
 

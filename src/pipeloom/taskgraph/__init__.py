@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from pipeloom.lazy import lazy_names
 from pipeloom.limits import MAX_S, MAX_TOTAL
-from pipeloom.taskgraph.assignment import Assignable, with_delays
+from pipeloom.taskgraph.assignment import Assignable
 from pipeloom.taskgraph.candidates import Candidate
+from pipeloom.taskgraph.changes import with_delays, with_edges, with_microbatch
 from pipeloom.taskgraph.columns import KIND_NAMES, Edges, IntArray, PairLabel, Pairs, Tasks, check_candidates
 from pipeloom.taskgraph.graph import (
     BACKWARD,
@@ -53,4 +54,6 @@ __all__ = [
     "to_ns",
     "topological_order",
     "with_delays",
+    "with_edges",
+    "with_microbatch",
 ]

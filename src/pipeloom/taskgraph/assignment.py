@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from pipeloom.errors import InputError
 from pipeloom.taskgraph.candidates import Candidate
+from pipeloom.taskgraph.changes import with_delays
 from pipeloom.taskgraph.columns import IntArray
 from pipeloom.taskgraph.graph import NO_TASK, TaskGraph
-from pipeloom.taskgraph.rows import adjacency
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +152,3 @@ class Assignable:
         """
         fastest = self.with_speed_of(int(self.slowness.argmin()))
         return with_delays(fastest, np.where(self.loose, 0, self.graph.edge_delay_ns))
-
-
-def with_delays(graph: TaskGraph, edge_delay_ns: IntArray) -> TaskGraph:
-    """Return the graph with other edge delays, shape (num_edges,)."""
-    edges = (graph.edge_source, graph.edge_target, edge_delay_ns)
-    pairs = (graph.forward_of, graph.backward_of, graph.weight_of)
-    return replace(graph, edge_delay_ns=edge_delay_ns, **adjacency(edges, pairs, graph.num_tasks))

@@ -3,6 +3,7 @@
 from pipeloom.timeline.bounds import assignable_bound, bound_of, longest_paths, lower_bound
 from pipeloom.timeline.bubbles import Bubbles, bubbles
 from pipeloom.timeline.check import Violation, check, require_feasible
+from pipeloom.timeline.checkpoints import Checkpoint, checkpoint, resume
 from pipeloom.timeline.resolve import Resolved, resolve_candidates
 from pipeloom.timeline.schedule import LowerBound, Schedule, Timeline, gap, random_schedule
 from pipeloom.timeline.simulate import (
@@ -17,6 +18,7 @@ from pipeloom.timeline.simulate import (
 
 __all__ = [
     "Bubbles",
+    "Checkpoint",
     "LowerBound",
     "Resolved",
     "Schedule",
@@ -26,6 +28,7 @@ __all__ = [
     "bound_of",
     "bubbles",
     "check",
+    "checkpoint",
     "gap",
     "host_peaks",
     "longest_paths",
@@ -36,6 +39,7 @@ __all__ = [
     "random_schedule",
     "require_feasible",
     "resolve_candidates",
+    "resume",
     "running_order",
     "simulate",
     "within_limits",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeloom.compiled import kernel
+from pipeloom.compiled import callee, kernel
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +34,6 @@ def retime(
     number of predecessors of every task and is overwritten; ``after`` (next task on the rank) and ``queue`` are
     scratch. If fewer than all tasks could run, the order deadlocks, and ``waiting`` of the others is above zero.
     """
-    head = 0
     tail = 0
     for task in range(len(duration)):
         start[task] = 0
@@ -47,6 +46,24 @@ def retime(
         if waiting[order[i]] == 0:
             queue[tail] = order[i]
             tail += 1
+    return run_ready(0, tail, duration, successor_start, successor, successor_delay, waiting, start, end, after, queue)
+
+
+@callee
+def run_ready(
+    head: int,
+    tail: int,
+    duration: Array,
+    successor_start: Array,
+    successor: Array,
+    successor_delay: Array,
+    waiting: Array,
+    start: Array,
+    end: Array,
+    after: Array,
+    queue: Array,
+) -> int:
+    """Run ``queue[head:tail]`` and all tasks that become ready; return the new tail."""
     while head < tail:
         task = queue[head]
         head += 1
@@ -67,6 +84,56 @@ def retime(
                 queue[tail] = other
                 tail += 1
     return tail
+
+
+@kernel
+def resume(
+    rest: Array,
+    before: Array,
+    predecessor_start: Array,
+    predecessor: Array,
+    predecessor_delay: Array,
+    duration: Array,
+    successor_start: Array,
+    successor: Array,
+    successor_delay: Array,
+    waiting: Array,
+    start: Array,
+    end: Array,
+    after: Array,
+    queue: Array,
+) -> int:
+    """Write start and end of ``rest``, the last tasks of ``queue``; return how many tasks have run in all.
+
+    The others keep their times. The rest is sorted again, since new edges may reverse its order. ``before`` and
+    ``after`` are the previous and the next task on the rank, or -1. ``waiting`` is scratch.
+    """
+    first = len(queue) - len(rest)
+    for i in range(first):
+        waiting[queue[i]] = -1
+    for task in rest:
+        waiting[task] = 0
+    for task in rest:
+        start[task] = 0
+        other = before[task]
+        if other >= 0 and waiting[other] < 0:
+            start[task] = end[other]
+        elif other >= 0:
+            waiting[task] += 1
+        for e in range(predecessor_start[task], predecessor_start[task + 1]):
+            other = predecessor[e]
+            if waiting[other] < 0:
+                start[task] = max(start[task], end[other] + predecessor_delay[e])
+            else:
+                waiting[task] += 1
+    tail = first
+    for task in rest:
+        if waiting[task] == 0:
+            queue[tail] = task
+            tail += 1
+    return run_ready(
+        first, tail, duration, successor_start, successor, successor_delay, waiting, start, end, after, queue
+    )
 
 
 @kernel

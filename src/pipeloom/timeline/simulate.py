@@ -44,14 +44,19 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     chosen = graph.with_candidates(schedule.candidate)
     start, end, _, waiting, done = _retime(graph, flat, rows, chosen.duration_ns)
     if done < graph.num_tasks:
-        raise PlanError("order deadlocks: " + _cycle(graph, flat, rows, waiting))
+        raise PlanError("order deadlocks: " + cycle_text(graph, flat, rows, waiting))
+    return timeline_of(chosen, flat, rows, (start, end))
+
+
+def timeline_of(chosen: TaskGraph, flat: IntArray, rows: IntArray, times: tuple[IntArray, IntArray]) -> Timeline:
+    """Return starts and ends with the peaks of an order, for a graph without candidates."""
     at_start, at_end = memory_changes(chosen)
     if ((chosen.duration_ns == 0) & ((at_start | at_end) != 0)).any():
         # Only the times show which changes coincide.
-        timeline = Timeline(start, end)
-        peaks = [int(memory_curve(chosen, timeline, rank)[1].max()) for rank in range(graph.num_ranks)]
-        return Timeline(start, end, np.array(peaks, np.int64))
-    return Timeline(start, end, _peaks(chosen, flat, rows))
+        timeline = Timeline(*times)
+        peaks = [int(memory_curve(chosen, timeline, rank)[1].max()) for rank in range(chosen.num_ranks)]
+        return Timeline(*times, np.array(peaks, np.int64))
+    return Timeline(*times, _peaks(chosen, flat, rows))
 
 
 def peaks_with_instants(graph: TaskGraph, schedule: Schedule) -> IntArray:
@@ -184,7 +189,7 @@ def memory_curve(graph: TaskGraph, timeline: Timeline, rank: int) -> tuple[IntAr
     return times, np.cumsum(steps)
 
 
-def _cycle(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray) -> str:
+def cycle_text(graph: TaskGraph, flat: IntArray, rows: IntArray, waiting: IntArray) -> str:
     """Walk back from a task that never ran along predecessors that never ran, until a task repeats."""
     position = np.empty(graph.num_tasks, np.int64)
     position[flat] = np.arange(len(flat))

@@ -113,7 +113,10 @@ SIGN_RIGHT = "share of pairs of published runs, predicted to differ by as much, 
 def residuals() -> tuple[Residual, ...]:
     """Return the errors on the published runs, as ``scripts/fit_constants.py`` recorded them."""
     rows = list(csv.reader((DATA / "residuals.csv").read_text().splitlines()))[1:]
-    return tuple(Residual(*row[:5], *map(float, row[5:])) for row in rows)
+    return tuple(
+        Residual(i, source, device, model, kind, float(error), float(without))
+        for i, source, device, model, kind, error, without in rows
+    )
 
 
 @cache

@@ -139,7 +139,10 @@ def fitted_runs() -> tuple[FittedRun, ...]:
         raise ValueError(
             f"fit.csv has the constants {rows[0][6:]}, constants.toml {names}; run scripts/fit_constants.py"
         )
-    return tuple(FittedRun(*row[:5], float(row[5]), tuple(map(float, row[6:]))) for row in rows[1:])
+    return tuple(
+        FittedRun(i, source, device, model, kind, float(error), tuple(map(float, slopes)))
+        for i, source, device, model, kind, error, *slopes in rows[1:]
+    )
 
 
 @cache

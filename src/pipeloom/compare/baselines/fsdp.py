@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from pipeloom.compare.model_on_cluster import (
     ModelOnCluster,
     most_workspace_bytes,
     pack_microbatches,
-    put_on_cluster,
 )
 from pipeloom.compare.result import BaselineResult
 from pipeloom.cost import StrategyCost
@@ -62,8 +61,7 @@ def fsdp_time(setting: ModelOnCluster, microbatches: Microbatches, num_devices: 
 def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     """Make FSDP2 with ZeRO-3 on the devices of one pipeline, each a replica that computes whole microbatches.
 
-    All replicas begin a module's pass together, since they gather its weights together. The difference of its update
-    time from that of the pipeline is counted.
+    All replicas begin a module's pass together, since they gather its weights together.
     """
     devices = setting.degrees.tensor * setting.degrees.pipeline * setting.degrees.context
     degrees = Degrees(data=devices * setting.degrees.data, zero=3, state=setting.degrees.state)
@@ -71,8 +69,9 @@ def fsdp(setting: ModelOnCluster, _batches: Sequence[Microbatches]) -> System:
     def run(microbatches: Microbatches, _budget: StoppingRule, _seed: int) -> BaselineResult:
         whole = _whole(setting, microbatches, degrees.num_devices)
         _, level = _fastest(whole, devices)
-        own = put_on_cluster(setting.architecture, setting.cluster, degrees, trainer=setting.trainer)
-        return _timeline(setting, whole, devices, level, own.update_s - setting.update_s)
+        costs = EmulatedCosts(setting.architecture, setting.cluster, degrees, split=False, trainer=setting.trainer)
+        update_ns = replace(setting, costs=costs).update_ns(whole.layout).repeat(devices)
+        return replace(_timeline(setting, whole, devices, level), update_ns=update_ns)
 
     modules = setting.model.modules
     chunks = tuple(Chunk(m.name, (0, len(m.flat_layers) - 1), 0) for m in modules)
@@ -120,7 +119,7 @@ def _pass(column: list[tuple[StrategyCost, ...]], level: int) -> tuple[float, fl
     return sum(o[level].forward_s for o in column), sum(o[level].backward_s for o in column)
 
 
-def _timeline(setting: ModelOnCluster, whole: _Whole, num_replicas: int, level: int, after_s: float) -> BaselineResult:
+def _timeline(setting: ModelOnCluster, whole: _Whole, num_replicas: int, level: int) -> BaselineResult:
     """Make the timeline with one rank per device; a pass begins when all passes of the previous module have ended."""
     tasks: list[tuple[int, int, int, int, int, int]] = []
     """Kind, rank, nanoseconds, pair, microbatch and module of every task."""
@@ -166,7 +165,7 @@ def _timeline(setting: ModelOnCluster, whole: _Whole, num_replicas: int, level: 
     )
     schedule = Schedule(tuple(np.array(tasks, np.int64) for tasks in order), None, NAME)
     timeline = simulate(graph, schedule)
-    return BaselineResult(NAME, whole.layout, graph, schedule, timeline, lower_bound(graph), after_s)
+    return BaselineResult(NAME, whole.layout, graph, schedule, timeline, lower_bound(graph))
 
 
 def fsdp_seconds(replicas: Sequence[Sequence[Sequence[Pass]]]) -> float:

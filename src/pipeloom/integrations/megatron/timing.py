@@ -10,46 +10,20 @@ import numpy as np
 from pipeloom.integrations.megatron.costs import StageCosts, StageNumbers
 from pipeloom.integrations.megatron.run import MegatronRun
 from pipeloom.integrations.megatron.setup import PipelineSettings
+from pipeloom.iteration import TimedIteration
 from pipeloom.layout.cooptimize import LayerChain, PartitionPlacement, graph_of
 from pipeloom.search import interleaved_one_f_one_b, one_f_one_b, zero_bubble_in_flight
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
-from pipeloom.taskgraph import NS_PER_S, IntArray, TaskGraph
-from pipeloom.timeline import Schedule, Timeline, simulate
+from pipeloom.taskgraph import IntArray, TaskGraph
+from pipeloom.timeline import Schedule, simulate
 
 
 @dataclass(frozen=True, eq=False)
-class Timed:
-    """A setup and its simulated iteration. Times are emulated.
-
-    Attributes
-    ----------
-    iteration_s : float
-        Seconds of the iteration, with the reduction of gradients and the update after the pipeline.
-    pipeline_s : float
-        Seconds of the pipeline.
-    bubble_share : float
-        Mean share of the pipeline's time in which a rank is idle.
-    peak_bytes : array, shape (num_ranks,)
-        Peak memory of each rank: static memory, activations, the workspace of the largest pass, and receive buffers.
-    capacity_bytes : int
-        Memory of each device.
-    """
+class Timed(TimedIteration):
+    """A setup and its simulated iteration. Times are emulated."""
 
     setup: PipelineSettings
-    iteration_s: float
-    pipeline_s: float
-    bubble_share: float
-    peak_bytes: IntArray
-    capacity_bytes: int
-    graph: TaskGraph
-    schedule: Schedule
-    timeline: Timeline
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank fits into memory."""
-        return bool(self.peak_bytes.max() <= self.capacity_bytes)
 
 
 class Timing:
@@ -71,27 +45,17 @@ class Timing:
     def of(self, setup: PipelineSettings) -> Timed:
         """Time one setup."""
         self.evaluations += 1
-        numbers, p, m = self.costs.of(setup), setup.num_ranks, self.run.num_microbatches
-        ranks = self.costs.of_ranks(setup)
+        numbers, ranks = self.costs.of(setup), self.costs.of_ranks(setup)
         graph = self._graph(setup, numbers, np.array([rank.static_bytes for rank in ranks], np.int64))
         schedule = self._order(setup, graph)
-        timeline = simulate(graph, schedule)
-        # A rank updates its weights as soon as its last task ends.
-        end = [
-            int(timeline.end_ns[tasks[-1]]) + rank.update_ns for tasks, rank in zip(schedule.order, ranks, strict=True)
-        ]
-        work = m * sum(n.forward_ns + n.backward_ns + n.weight_ns for n in numbers)
-        pipeline = timeline.makespan_ns
         return Timed(
-            setup,
-            iteration_s=max(end) / NS_PER_S,
-            pipeline_s=pipeline / NS_PER_S,
-            bubble_share=1 - work / (p * pipeline),
-            peak_bytes=timeline.peak_bytes + self._other_bytes(setup, numbers),
+            graph,
+            schedule,
+            simulate(graph, schedule),
+            update_ns=np.array([rank.update_ns for rank in ranks], np.int64),
+            other_bytes=self._other_bytes(setup, numbers),
             capacity_bytes=self.cluster.device.usable_bytes,
-            graph=graph,
-            schedule=schedule,
-            timeline=timeline,
+            setup=setup,
         )
 
     def mfu(self, timed: Timed) -> float:

@@ -58,7 +58,7 @@ def table_1(options: Options) -> Outcome:
             label = name.split(" (")[0]
             flops = model_flops(setting, groups)
             rows.setdefault(label, []).append(
-                (found.iteration_s, flops, mfu(setting, groups, found.iteration_s), even.iteration_s)
+                (found.iteration_s, flops, mfu(setting, groups, setting.iteration_s(found)), even.iteration_s)
             )
     static_paper, dynamic_paper = ("4.567", "0.351", "12.5 %"), ("6.789", "0.239", "40.3 %")
     paper = (("4.068", "0.400", ""), static_paper, dynamic_paper, static_paper, dynamic_paper)

@@ -100,7 +100,7 @@ def _seconds_and_mfu(setting: ModelOnCluster, groups: Microbatches) -> tuple[flo
     found = runs.run(megatron_1f1b(setting, [groups]), groups, Evaluations(1), 0)
     if found is None:
         raise InfeasibleError("1F1B by parameters: an iteration of the axis does not fit")
-    return found.iteration_s, mfu(setting, groups, found.iteration_s)
+    return found.iteration_s, mfu(setting, groups, setting.iteration_s(found))
 
 
 def _nearest(rows: Sequence[tuple[str, ...]], places: tuple[int, int, int], paper: float) -> tuple[str, str, str]:

@@ -75,12 +75,11 @@ def mean_and_mfu(
     setup: PaperSetup, name: str, numbers: list[tuple[int, int]], search_s: float
 ) -> tuple[float, float] | None:
     """Mean seconds with the update of the weights, and mean MFU; None: an iteration does not fit."""
-    found = runs.seconds_of(setup, name, numbers, search_s)
+    found = runs.all_timed(setup, name, numbers, search_s)
     if found is None:
         return None
-    setting = setup.setting
-    used = [mfu(setting, setup.groups(*at), seconds) for at, seconds in zip(numbers, found, strict=True)]
-    return mean(found) + setting.update_s, mean(used)
+    used = [mfu(setup.setting, setup.groups(*at), one.whole_s) for at, one in zip(numbers, found, strict=True)]
+    return mean(one.whole_s for one in found), mean(used)
 
 
 def _layout_name(setup: PaperSetup) -> str:

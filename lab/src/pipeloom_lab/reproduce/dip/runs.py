@@ -181,6 +181,8 @@ class TimedIteration:
 
     seconds: float
     """Of the iteration, without the update of the weights."""
+    whole_s: float
+    """With the update."""
     processor_s: float
     """Of planning it: costs, graph, search, strategies and simulation."""
     num_tasks: int
@@ -298,6 +300,7 @@ def timed(setup: PaperSetup, name: str, seed: int, number: int, search_s: float)
     judge(found)
     return TimedIteration(
         found.iteration_s,
+        setup.setting.iteration_s(found),
         spent,
         found.graph.num_tasks,
         found.lower_bound.ns / NS_PER_S + found.after_s,

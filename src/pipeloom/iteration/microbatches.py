@@ -1,0 +1,101 @@
+"""Microbatches of an iteration: drawn from a data set of the zoo, and packed for a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeloom.errors import InputError, check_count
+from pipeloom.packing import Packing, packing_of
+from pipeloom.spec import Batch, Layout, ModelSpec, Sample
+from pipeloom.spec.architecture import Architecture
+from pipeloom.spec.datasets import clips_of_iterations, draw_samples, load_mixture, pack_documents
+from pipeloom.spec.media_tokens import fitted_images
+
+Microbatches = Sequence[Sequence[Sample]]
+"""The samples of every microbatch, for one iteration of one pipeline replica."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Microbatches to draw from a data set of the zoo with a seed. No ``data``: the model's default."""
+
+    num_microbatches: int
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("num_microbatches", self.num_microbatches)
+
+    def of(self, architecture: Architecture) -> Microbatches:
+        """Draw the microbatches for a model."""
+        return draw_microbatches(
+            architecture, self.data or default_data(architecture), self.num_microbatches, self.seed
+        )
+
+
+def default_data(architecture: Architecture) -> str:
+    """Return the data set of the zoo for a model: the papers' mixture for what it reads."""
+    reads = {module.reads for module in architecture.modules}
+    return "dip-t2v" if "videos" in reads else "dip-vlm"
+
+
+def drawn_samples(architecture: Architecture, data: str, count: int, seed: int) -> list[Sample]:
+    """Draw samples of a data set as a model reads them, in random order.
+
+    Models without images read only the texts, so there may be fewer than ``count``. Images of the zoo's data sets have
+    as many tokens as the model makes of their patches. A data set in a file is used unchanged.
+    """
+    samples = draw_samples(data, count, seed)
+    reads = {module.reads for module in architecture.modules}
+    if "videos" in reads:
+        return samples
+    if "images" not in reads:
+        return [Sample(s.id, s.text_tokens) for s in samples if s.text_tokens]
+    return samples if data.endswith(".toml") else fitted_images(architecture, samples)
+
+
+def draw_microbatches(architecture: Architecture, data: str, count: int, seed: int) -> list[list[Sample]]:
+    """Draw ``count`` microbatches of samples, prepared as in the papers for what the model reads.
+
+    Models without images read only the texts, packed the same way.
+    """
+    reads = {module.reads for module in architecture.modules}
+    mixture, parts = load_mixture(data)
+    videos = "videos" in reads
+    if videos and not all(dataset.frames for dataset, _ in parts):
+        raise InputError(
+            f"data {data!r}", f"has samples without videos, which {architecture.name} reads", "use dip-t2v"
+        )
+    factor = 2 if videos else 24
+    while True:
+        samples = drawn_samples(architecture, data, count * factor, seed)
+        if videos:
+            groups = next(iter(clips_of_iterations(samples, count)), [])
+        else:
+            groups = pack_documents(samples, mixture.context_tokens, mixture.max_images)[:-1]
+        if len(groups) >= count:
+            return groups[:count]
+        factor *= 2
+
+
+def batch_of(microbatches: Microbatches) -> Batch:
+    """Return all samples of an iteration, with unique ids, since the same document may be drawn twice."""
+    return Batch(
+        tuple(
+            msgspec.structs.replace(sample, id=f"{m}.{i}")
+            for m, microbatch in enumerate(microbatches)
+            for i, sample in enumerate(microbatch)
+        )
+    )
+
+
+def pack_microbatches(model: ModelSpec, layout: Layout, microbatches: Microbatches) -> Packing:
+    """Pack given microbatches. Each module's part is split as the layout states."""
+    members, first = [], 0
+    for microbatch in microbatches:
+        members.append(tuple(range(first, first + len(microbatch))))
+        first += len(microbatch)
+    return packing_of(batch_of(microbatches), model, layout, tuple(members))
