@@ -90,7 +90,7 @@ def test_every_time_has_an_interval_and_its_trainer(capsys: pytest.CaptureFixtur
     shown = " ".join(capsys.readouterr().out.split())
     assert "80 % interval" in shown
     assert "trainer: pipeloom (no overlap)" in shown
-    assert "none is by the trainer pipeloom" in shown
+    assert "none by the trainer pipeloom" in shown
 
 
 def test_a_trainer_is_a_name_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli.app import run
-from pipeloom.integrations.megatron import read_megatron
+from pipeloom.integrations.megatron import best_layout, read_megatron
 from pipeloom.report import size_text, time_text
+from pipeloom.search import Evaluations
+from pipeloom.spec.catalog import load_cluster
 from tests.integrations.megatron.cases import listed
 
 ROOT = Path(__file__).parents[2]
@@ -78,30 +80,28 @@ _TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict", "writes"),
-    [
-        (
-            {
-                "num_layers": 2,
-                "pipeline_model_parallel_layout": "E|t|t|L",
-                "microbatch_group_size_per_virtual_pipeline_stage": 4,
-            },
-            "no faster setup was found; change nothing",
-            False,
-        ),
-        (_TOO_LARGE, "the fastest setup that fits; yours is no slower, but does not fit", True),
-    ],
-)
-def test_only_a_setup_that_is_faster_or_fits_is_offered(
-    changes: dict[str, object], verdict: str, writes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _answer_to(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     file = tmp_path / "arguments.txt"
-    file.write_text(" ".join(listed(changes, pipeline_model_parallel_size=2, position_embedding_type="rope")))
+    file.write_text(shlex.join(words))
     assert run(["megatron", str(file), "--cluster", "h100-8", "--budget", "0.1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert verdict in lines
-    assert any("rite:" in line for line in lines) == writes
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_to_an_answer_is_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = listed(num_layers=2, pipeline_model_parallel_size=2, position_embedding_type="rope")
+    best = best_layout(read_megatron(words), load_cluster("h100-8"), budget=Evaluations(2000))
+    lines = _answer_to([*words, *shlex.split(" ".join(best.arguments()))], tmp_path, capsys)
+    assert "no faster setup was found; change nothing" in lines
+    assert not any("rite:" in line for line in lines)
+
+
+def test_a_setup_that_fits_is_offered_if_the_present_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = listed(_TOO_LARGE, pipeline_model_parallel_size=2, position_embedding_type="rope")
+    lines = _answer_to(words, tmp_path, capsys)
+    assert "the fastest setup that fits; yours is no slower, but does not fit" in lines
+    assert any("rite:" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,11 @@ def interval(
     pools = [(basis, [one for one in pool if belongs(one)]) for basis, belongs in choices]
     basis, some = next((each for each in pools if len(each[1]) >= FEWEST), pools[-1])
     basis = f"{len(some)} {basis}" + (", each device left out in turn" if unseen else "")
-    lacking = [] if device else ["on this device"]
-    lacking += [] if any(one.kind == kind for one in pool) else [f"of {_MODELS[kind]}"]
-    if lacking:
-        basis += f"; none is {' or '.join(lacking)}"
+    alike = {f"on {device or 'this device'}": [one.device == device for one in some]}
+    alike[f"of {_MODELS[kind]}"] = [one.kind == kind for one in some]
+    for what, flags in alike.items():
+        if not all(flags):
+            basis += f"; {sum(flags) or 'none'} {what}"
     if not some:
         return Interval(1.0, 1.0, "no published run")
     low, high = quantiles([(one.source, one.without_device if unseen else one.error) for one in some])
@@ -175,7 +176,7 @@ def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) 
     found = interval(name, model_kind(model))
     if trainer.name in TRAINERS:
         return found
-    return found._replace(basis=f"{found.basis}; none is by the trainer {trainer.name}")
+    return found._replace(basis=f"{found.basis}; none by the trainer {trainer.name}")
 
 
 def model_kind(model: Architecture) -> ModelKind:
