@@ -54,12 +54,14 @@ def main() -> None:
             values = rounded(refit(fitted, values))
             fitted = slopes_of(runs, values)
             print(", ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
-        write_constants(values)
     write_fit(fitted)
     write_residuals(runs, fitted, values)
     if options.halves:
         print_halves(runs, fitted, values)
         print_left_out(runs, "source", errors_without(runs, fitted, values, lambda run: (run.source,)))
+    if not options.keep:
+        # Last, because runs are expressed with the values of the zoo.
+        write_constants(values)
 
 
 def counts(run: PublishedRun) -> bool:
