@@ -241,6 +241,8 @@ def test_a_system_that_cannot_run_gets_one_line(
 
     entry = registry.Baseline("Never", refuses)  # type: ignore[arg-type]
     monkeypatch.setitem(registry.BASELINES, "never", entry)
+    # Wide enough for the table, whatever the lengths of the times.
+    monkeypatch.setenv("COLUMNS", "160")
     assert run(["compare", *SMALL, "--systems", "never,1f1b,fsdp"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^never +cannot run *$", shown, re.MULTILINE)
