@@ -32,7 +32,7 @@ def validate(
         None, metavar="[RUNS.csv]", help="A table of runs; default: the published runs that come with Pipeloom."
     ),
     leave_out: Literal["device", "source", "model"] | None = typer.Option(
-        None, help="Make each interval without the runs of the same device, source or model."
+        None, help="Fit the constants, and make each interval, without the runs of the same device, source or model."
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

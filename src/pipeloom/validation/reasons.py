@@ -20,7 +20,7 @@ class NotExpressible(InputError):
 
     def __init__(self, run: str, kind: str, detail: str = "") -> None:
         self.kind, self.detail = kind, detail
-        between = ": " if " " in detail else " " if detail else ""
+        between = (": " if " " in kind or " " in detail else " ") if detail else ""
         super().__init__(run, f"{kind}{between}{detail}")
 
     def __reduce__(self) -> tuple[type[NotExpressible], tuple[str, str, str]]:
