@@ -116,9 +116,10 @@ def test_an_interval_names_the_runs_it_comes_from() -> None:
     assert "dense models on H100" in known.basis
     assert known.low < 1 < known.high
     assert published_device("my own chip") is None
-    unknown = interval(None, "dense")
-    assert "left out" in unknown.basis
-    assert unknown.low < 1 < unknown.high
+    for device in (None, "H20", "not in the zoo"):
+        unknown = interval(device, "dense")
+        assert "left out" in unknown.basis
+        assert unknown.low < 1 < unknown.high
 
 
 def test_a_larger_gain_is_surer() -> None:

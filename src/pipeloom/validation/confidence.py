@@ -137,16 +137,17 @@ def interval(
     Parameters
     ----------
     device : str or None
-        Name of the device in tables of runs (`published_device`). None: no run is published.
+        Name of the device in tables of runs (`published_device`). None, or without a run: the interval is that of
+        leaving each device out.
     kind : ModelKind
         Kind of model.
     counts : callable or None
         Whether the error on a run counts. None: all do.
     unseen : bool
-        Whether the constants know no run of the device. The interval is then that of leaving each device out.
+        Whether the constants were fitted without the runs of the device. The interval is then the same.
     """
     pool = [one for one in residuals() if counts is None or counts(one)]
-    unseen = unseen or device is None
+    unseen = unseen or all(one.device != device for one in pool)
     runs = f"published runs of {_MODELS[kind]}"
     choices: tuple[tuple[str, Callable[[Residual], bool]], ...] = (
         (f"{runs} on {device}", lambda one: one.device == device and one.kind == kind and not unseen),
