@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,13 +35,9 @@ def validate(
     ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    from pipeloom.validation import predict, read_runs, summarize
+    from pipeloom.validation import predict, published_runs, read_runs, summarize
 
-    if runs is None:
-        with as_file(files("pipeloom.validation") / "data" / "runs.csv") as path:
-            table = read_runs(path)
-    else:
-        table = read_runs(runs)
+    table = published_runs() if runs is None else read_runs(runs)
     predictions = []
     with stderr().status("predicting ...") as status:
         for number, run in enumerate(table, 1):

@@ -12,7 +12,7 @@ from pipeloom.validation.confidence import (
 )
 from pipeloom.validation.memory import MemoryErrors
 from pipeloom.validation.predict import Prediction, predict
-from pipeloom.validation.runs import PublishedRun, read_runs
+from pipeloom.validation.runs import PublishedRun, published_runs, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "interval_for",
     "predict",
     "published_device",
+    "published_runs",
     "read_runs",
     "summarize",
 ]

@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.resources import as_file, files
 from itertools import combinations
 from typing import Literal, NamedTuple
 
@@ -19,7 +18,7 @@ from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.units import seconds_range_text
 from pipeloom.validation.express import DEVICES
-from pipeloom.validation.runs import ModelKind, read_runs
+from pipeloom.validation.runs import DATA, ModelKind, published_runs
 
 LeaveOut = Literal["device", "source", "model"]
 _MODELS: dict[ModelKind, str] = {
@@ -35,7 +34,6 @@ FEWEST = 20
 """Fewest runs of a device and kind of model that give an interval of their own."""
 FEWEST_PAIRS = 40
 """Fewest pairs of runs that give a probability."""
-DATA = files("pipeloom.validation") / "data"
 
 
 class Residual(NamedTuple):
@@ -212,12 +210,11 @@ class Pair(NamedTuple):
 @cache
 def pairs() -> tuple[Pair, ...]:
     """Return all pairs of published runs that differ in configuration. Pairs of one source and model weigh less."""
-    with as_file(DATA / "runs.csv") as path:
-        runs = {run.id: run for run in read_runs(path)}
+    runs = {run.id: run for run in published_runs()}
     groups: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     for one in residuals():
         run = runs[one.id]
-        published = math.log((run.measured_s or 1.0) * (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1)))
+        published = math.log(run.per_token(run.measured_s or 1.0))
         groups[one.source, one.model, one.device].append((published - one.error, published))
     found = []
     for group in groups.values():

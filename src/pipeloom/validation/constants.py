@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 import msgspec
@@ -25,11 +24,11 @@ from pipeloom.spec.catalog import load_generation, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.validation.express import ExpressedRun
+from pipeloom.validation.runs import DATA
 
 FloatArray = npt.NDArray[np.float64]
 Values = Mapping[str, float]
 """Value of every constant, by its name."""
-DATA = files("pipeloom.validation") / "data"
 TYPICAL_ERROR = 0.06
 """Errors above it count linearly in the fit, not by their square, so that single runs cannot bend a constant."""
 EVIDENCE = 0.3
@@ -107,10 +106,11 @@ def with_values(expressed: ExpressedRun, values: Values) -> ExpressedRun:
     if not changes:
         return expressed
     cluster, trainer = _with_generation(expressed.cluster, changes), expressed.trainer
+    zoo = load_trainer(trainer.name)
     for field in TrainerSpec.__struct_fields__:
         # Fields that the run does not use are 0 or differ from the zoo's.
         value, _ = changes.get(f"trainers/{trainer.name}.{field}", (0.0, 1.0))
-        if value and getattr(trainer, field) == getattr(load_trainer(trainer.name), field):
+        if value and getattr(trainer, field) == getattr(zoo, field):
             trainer = msgspec.structs.replace(trainer, **{field: value})
     return replace(expressed, cluster=cluster, trainer=trainer)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from pipeloom.validation.predict import Prediction
-from pipeloom.validation.runs import PublishedRun
+from pipeloom.validation.runs import DATA, PublishedRun
 
 Rank = Literal["fullest", "last", "mean"]
 Kind = Literal["allocated", "reserved", "not stated"]
@@ -127,7 +126,7 @@ def memory_errors_of(name: str, errors: Iterable[float]) -> MemoryErrors:
 @cache
 def memory_by_rank() -> dict[str, RankMemory]:
     """Return the published memory of every device, by the run's ``id``."""
-    text = (files("pipeloom.validation") / "data" / "memory_by_rank.csv").read_text()
+    text = (DATA / "memory_by_rank.csv").read_text()
     return {
         name: RankMemory(tuple(float(one) * _MIB for one in allocated.split()), float(reserved) * 1024 * _MIB)
         for name, reserved, allocated in list(csv.reader(text.splitlines()))[1:]

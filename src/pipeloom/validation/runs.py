@@ -6,11 +6,14 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Literal
 
 from pipeloom.errors import InputError, visible_line
 
+DATA = files("pipeloom.validation") / "data"
+"""Tables that come with Pipeloom."""
 MOST_SIZE = 2**31
 """Largest size of a run."""
 ModelKind = Literal["dense", "experts", "other"]
@@ -98,10 +101,20 @@ class PublishedRun:
         """Whether the model has experts. Latent attention alone does not mean that."""
         return self.arch == "moe" or (self.arch == "mla-moe" and any((self.experts, self.topk, self.moe_ffn)))
 
+    def per_token(self, seconds: float) -> float:
+        """Return the seconds of a device for each token, if an iteration takes ``seconds``."""
+        return seconds * (self.gpus or 1) / ((self.gbs or 1) * (self.seq_len or 1))
+
     @property
     def kind(self) -> ModelKind:
         """Kind of the model: dense, experts, or other (hybrid, multimodal or not stated)."""
         return _KINDS.get(self.arch, "other")
+
+
+def published_runs() -> list[PublishedRun]:
+    """Return the published runs that come with Pipeloom."""
+    with as_file(DATA / "runs.csv") as path:
+        return read_runs(path)
 
 
 def read_runs(path: Path) -> list[PublishedRun]:

@@ -121,9 +121,7 @@ def kendall_tau_of(predicted: Iterable[tuple[PublishedRun, float]]) -> float | N
     agree = differ = 0
     groups: dict[Hashable, list[tuple[float, float]]] = {}
     for run, seconds in predicted:
-        # Seconds of a device for each token.
-        scale = (run.gpus or 1) / ((run.gbs or 1) * (run.seq_len or 1))
-        costs = (run.measured_s or 0.0) * scale, seconds * scale
+        costs = run.per_token(run.measured_s or 0.0), run.per_token(seconds)
         groups.setdefault((run.source, run.model, run.device), []).append(costs)
     for group in groups.values():
         for (published, cost), (other_published, other_cost) in combinations(group, 2):
