@@ -32,9 +32,9 @@ _NOT_READ = {
     "pipeloom.cost.profile.LayerMeasurement",
     "pipeloom.cost.profile.StrategyMeasurement",
     "pipeloom.emulator.fit.Measurement",
-    "pipeloom.integrations.pipelining.planning.Order",
-    "pipeloom.integrations.pipelining.control.StepMessage",
-    "pipeloom.integrations.pipelining.control.StepReport",
+    "pipeloom.integrations.steps.planning.Order",
+    "pipeloom.integrations.steps.control.StepMessage",
+    "pipeloom.integrations.steps.control.StepReport",
     "pipeloom.spec.batch.Workload",
 }
 NUMBERS = (0, -1, 1, 2**31, 2**31 + 1, 2**62, 2**63, -(2**63), 10**400, 1e300, -1e300, math.nan, math.inf, -math.inf)

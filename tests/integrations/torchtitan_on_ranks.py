@@ -294,7 +294,7 @@ def by_file(folder: str) -> dict[str, Any]:
     use_cpus()
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
-    from pipeloom.integrations.pipelining.planning import Planning, StepPlanner
+    from pipeloom.integrations.steps.planning import Planning, StepPlanner
     from pipeloom.plan import to_pytorch_csv
     from pipeloom.spec import Chunk, Layout, ModuleLayout
 

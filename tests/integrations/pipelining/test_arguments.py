@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import InputError
-from pipeloom.integrations.pipelining.planning import Planning, check_whole, checked_sizes
+from pipeloom.integrations.steps.planning import Planning, check_whole, checked_sizes
 
 
 @pytest.mark.parametrize("change", [{"backward": "x"}, {"order": 5}, {"budget_s": math.nan}, {"budget_s": "1"}])

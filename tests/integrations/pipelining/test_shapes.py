@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.integrations.pipelining.inputs import StepInputs, default_size, signature
-from pipeloom.integrations.pipelining.planning import single_packing
 from pipeloom.integrations.pipelining.running import StepLoss
-from pipeloom.integrations.pipelining.shapes import (
+from pipeloom.integrations.steps.planning import single_packing
+from pipeloom.integrations.steps.shapes import (
     Boundary,
     Meta,
     Spread,

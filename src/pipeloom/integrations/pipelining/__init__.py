@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pipeloom.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeloom.integrations.pipelining.planning import Planning
     from pipeloom.integrations.pipelining.schedule import PlannedSchedule
+    from pipeloom.integrations.steps.planning import Planning
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining.running import StageMicrobatch
-from pipeloom.integrations.pipelining.shapes import Signature
+from pipeloom.integrations.steps.shapes import Signature
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]

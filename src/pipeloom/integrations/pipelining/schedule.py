@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeloom.collector import collector_paused
-from pipeloom.errors import ExecutionError, InputError, PipeloomError
-from pipeloom.integrations.pipelining.control import ControlChannel, StepMessage, StepReport
-from pipeloom.integrations.pipelining.executors import StageExecutors
+from pipeloom.errors import InputError
 from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
-from pipeloom.integrations.pipelining.orders import KnownOrder, KnownOrders
-from pipeloom.integrations.pipelining.planning import (
-    Planning,
-    Row,
-    Sizes,
-    StepPlanner,
-    UpcomingSizes,
-    check_whole,
-    checked_sizes,
-)
-from pipeloom.integrations.pipelining.running import MODULE, StageMicrobatch, StepLoss
-from pipeloom.integrations.pipelining.shapes import Boundaries, Flat, flat_meta
+from pipeloom.integrations.pipelining.running import StageLayer, StageMicrobatch, StepLoss
+from pipeloom.integrations.steps.agreement import Words, agree, check_reports
+from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
+from pipeloom.integrations.steps.executors import StepExecutors
+from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
+from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
+from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
+from pipeloom.integrations.steps.running import MODULE, StepExecutor, step_executor
+from pipeloom.integrations.steps.shapes import Boundaries
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
-from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism
+from pipeloom.runtime.launch.transport import TorchTransport
+from pipeloom.spec import Chunk, Layout, ModuleLayout, Parallelism, TensorShape
+
+_WORDS = Words("a training step", "forwards only", "call step or eval on all ranks")
 
 SizeOf = Callable[..., int]
 """Returns the size of a microbatch from its inputs: tokens, or another number that costs grow with."""
-
-_MEASURED_STEPS = range(1, 4)
-"""Steps in which the costs of the stages are measured. The first step is not, since it allocates memory."""
 
 
 @dataclass(eq=False)
@@ -100,9 +93,11 @@ class PlannedSchedule:
             check_whole("n_microbatches", self.n_microbatches)
         first = self.stages[0]
         self.layout = _gathered(self.stages)
-        self._control = ControlChannel(first.group, self._leader, self.together, first.device)
+        source = source_of(first.group, self._leader, self.together)
+        everyone = first.group if self.together is None else self.together
+        self._control = ControlChannel(everyone, source, first.device)
         self._loss = StepLoss(self.loss_fn)
-        self._executors = StageExecutors(self.stages, self.layout, self._loss)
+        self._executors = StepExecutors(self.layout, self._make)
         self._boundaries = Boundaries(len(self.layout.chunks), {stage.stage_index for stage in self.stages})
         self._orders = KnownOrders()
         self._num_steps = 0
@@ -234,62 +229,23 @@ class PlannedSchedule:
             report = StepReport(*inputs.check(trains and self._has_last), trains)
         except InputError as error:
             failure, report = error, StepReport(failure=str(error))
-        reports = self._control.gather(report)
-        if failure is None:
-            return self._control.broadcast(
-                self._decided(inputs, trains, reports) if self._planner is not None else None
-            )
-        if self._planner is not None:
-            self._control.broadcast(self._failed(failure))
-        else:
-            # This rank reports its own failure, whatever the message says.
-            with suppress(ExecutionError):
-                self._control.broadcast(None)
-        raise failure
-
-    def _decided(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
-        """Decide what all ranks will run, on the rank that broadcasts. A failure is broadcast, and raised here."""
-        try:
-            for place, report in enumerate(reports):
-                if report.failure:
-                    raise ExecutionError(f"rank {self._control.global_rank(place)}: {report.failure}")
-            return self._decide(inputs, trains, reports)
-        except Exception as error:
-            self._control.broadcast(self._failed(error))
-            raise
-
-    def _failed(self, error: Exception) -> StepMessage:
-        """Return a failure as a message that names the rank."""
-        text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
-        if not text.startswith("rank "):
-            text = f"rank {self._control.source}, of the first stage: {text}"
-        return StepMessage(failure=text.partition("\n")[0])
+        return agree(self._control, report, failure, lambda reports: self._decide(inputs, trains, reports))
 
     def _decide(self, inputs: StepInputs, trains: bool, reports: Sequence[StepReport]) -> StepMessage:
         planner = self._planner
         assert planner is not None
         given = inputs.split(self._splitting)
-        for place, report in enumerate(reports):
-            if report.trains != trains:
-                here, there = ("a training step", "forwards only")[:: 1 if trains else -1]
-                problem = f"runs {there}, the rank of the first stage {here}"
-                raise InputError(f"rank {self._control.global_rank(place)}", problem, "call step or eval on all ranks")
-            if report.count not in (0, len(given)):
-                raise InputError(
-                    f"rank {self._control.global_rank(place)}: {report.name}",
-                    f"has {report.count} microbatches, the step {len(given)}",
-                    "give one for each",
-                )
+        check_reports(self._control, reports, trains, len(given), _WORDS)
         self._given = given
         sizes = self._sizes(given, trains)
         widths = None
-        if trains and self._num_steps == _MEASURED_STEPS.stop and not planner.is_measured:
+        if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
             planner.take_measured()
             widths = tuple(planner.measurements.widths)
         order = planner.order(sizes, trains)
         if trains and self._upcoming is not None and self._upcoming.following is not None:
             planner.ask(self._upcoming.following)
-        measures = trains and self._num_steps in _MEASURED_STEPS and not planner.is_measured
+        measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
         return self._orders.message(order, tuple(signature(*each) for each in given), measures, widths)
 
     def _sizes(self, given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], trains: bool) -> Sizes:
@@ -313,34 +269,30 @@ class PlannedSchedule:
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[StageMicrobatch]) -> None:
         """Gather the measured times and widths on the rank of the first stage."""
-        sizes, samples = known.order.sizes, known.order.samples
-        number_of = {name: i for i, name in enumerate(self.layout.chunk_names)}
-        rows: list[Row] = [
-            (
-                number_of[time.chunk],
-                str(time.verb),
-                sizes[samples[time.microbatch]],
-                (time.end_ns - time.start_ns) * 1e-9,
-            )
-            for time in result.compute_times
-        ]
-        widths = {}
-        for number in (stage.stage_index for stage in self.stages):
-            every = [(each.metas[number + 1], size) for each, size in zip(microbatches, sizes, strict=True)]
-            handed = [(flat_meta(metas), size) for metas, size in every if metas is not None]
-            if handed:
-                widths[number] = sum(_words(meta) / size for meta, size in handed) / len(handed)
+        numbers = [stage.stage_index for stage in self.stages]
+        times = step_times(self.layout, numbers, known.order, result, microbatches)
+        into = None if self._planner is None else self._planner.measurements
+        gather_times(times, into, self.stages[0].group, self._leader)
+
+    def _make(self, shapes: Sequence[TensorShape]) -> StepExecutor:
+        """Make the executor of this rank's stages."""
         first = self.stages[0]
-        every_rank: list[Any] | None = [None] * self.layout.num_ranks if first.group_rank == self._leader else None
-        dist.gather_object((rows, widths), every_rank, group=first.group, group_dst=self._leader)
-        if self._planner is not None and every_rank is not None:
-            for their_rows, their_widths in every_rank:
-                self._planner.measurements.note(their_rows, their_widths)
+        return step_executor(
+            {stage.stage_index: StageLayer(stage) for stage in self.stages},
+            self.layout,
+            first.group_rank,
+            TorchTransport(first.group),
+            self._loss,
+            shapes,
+            device=first.device,
+            inputs=lambda part: part.samples[0].args,
+            reduce_gradients=self._reduce,
+        )
 
-
-def _words(meta: Flat) -> float:
-    """Return the size of a tensor in units of four bytes."""
-    return math.prod(meta.shape) * meta.dtype.itemsize / 4
+    def _reduce(self, chunk: int, _: Sequence[nn.Module]) -> None:
+        """Reduce a stage's gradients over all ranks that have it, as PyTorch does, and scale them."""
+        (stage,) = (stage for stage in self.stages if stage.stage_index == chunk)
+        stage.perform_reduce_grad(self._loss.scale)
 
 
 def _checked(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:

@@ -74,6 +74,11 @@ def broadcast_bytes(
     return beginning + _broadcast(rest, group, source, device).tobytes()
 
 
+def message_device(group: dist.ProcessGroup | None, device: torch.device | str) -> torch.device:
+    """Return the device of a group's small messages: the CPU if the group supports it, else ``device``."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else torch.device(device)
+
+
 def _broadcast(
     numbers: np.ndarray, group: dist.ProcessGroup | None, source: int, device: torch.device | str
 ) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from pipeloom.cost import Correction, LayerFit, Profile, StrategyFit
 from pipeloom.cost.fits import aligned, fit_seconds, workload_features
 from pipeloom.errors import InputError, PipeloomError, check_count
-from pipeloom.integrations.pipelining.running import MODULE, stage_kind
+from pipeloom.integrations.steps.running import MODULE, stage_kind
 from pipeloom.limits import MAX_COUNT, MAX_WAIT_S
 from pipeloom.packing import Microbatch, Packing, PackingSpec, SubMicrobatch
 from pipeloom.plan import Answer, BackendName, Delivery, ExecutionPlan
@@ -114,7 +114,7 @@ class UpcomingSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """Options for planning a `PlannedSchedule`."""
+    """Options for planning every step."""
 
     budget_s: float = 0.5
     """Seconds that the planner, which runs in its own process, searches for a step's plan; 0: a fixed heuristic."""

@@ -1,4 +1,4 @@
-"""Control messages, which the rank of the first stage broadcasts at the beginning of a step."""
+"""Agreement of ranks at the beginning of a step: they report, and the rank of the first stage broadcasts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ExecutionError
-from pipeloom.integrations.pipelining.planning import Order
-from pipeloom.integrations.pipelining.shapes import Signature
-from pipeloom.runtime.launch.coordination import broadcast_bytes
+from pipeloom.integrations.steps.planning import Order
+from pipeloom.integrations.steps.shapes import Signature
+from pipeloom.runtime.launch.coordination import broadcast_bytes, message_device
 
 _REPORT = 1024
 """Bytes of a report."""
@@ -48,42 +48,44 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """Why this rank cannot take part."""
 
 
-class ControlChannel:
-    """Gathers reports of all ranks on one of them, which broadcasts what all will run.
+def source_of(pipeline: dist.ProcessGroup | None, leader: int, together: dist.ProcessGroup | None) -> int:
+    """Return the global rank that broadcasts: the first stage's rank, of the first pipeline if there are several.
 
     Parameters
     ----------
     pipeline : torch.distributed.ProcessGroup or None
-        Ranks of the pipeline.
+        Ranks of this rank's pipeline.
     leader : int
         Rank of the first stage in the pipeline's group.
     together : torch.distributed.ProcessGroup or None
-        All receivers, where they are more than the pipeline; the leader of its first pipeline broadcasts.
+        All receivers, where they are more than the pipeline. All of its ranks call this function together.
+    """
+    first = leader if pipeline is None else dist.get_global_rank(pipeline, leader)
+    if together is None:
+        return first
+    every: list[int | None] = [None] * dist.get_world_size(together)
+    dist.all_gather_object(every, first, group=together)
+    return min(rank for rank in every if rank is not None)
+
+
+class ControlChannel:
+    """Gathers reports of all ranks of a group on one of them, which broadcasts what all will run.
+
+    Parameters
+    ----------
+    source : int
+        Global rank of the one that broadcasts.
     device : torch.device
         Device of the messages, unless the group also supports the CPU.
     """
 
-    def __init__(
-        self,
-        pipeline: dist.ProcessGroup | None,
-        leader: int,
-        together: dist.ProcessGroup | None,
-        device: torch.device | str,
-    ) -> None:
-        self.group = pipeline if together is None else together
-        leaders = dist.get_global_rank(pipeline, leader) if pipeline is not None else leader
-        self.source = leaders
-        if together is not None:
-            every: list[int | None] = [None] * dist.get_world_size(together)
-            dist.all_gather_object(every, leaders, group=together)
-            self.source = min(rank for rank in every if rank is not None)
+    def __init__(self, group: dist.ProcessGroup | None, source: int, device: torch.device | str) -> None:
+        self.group, self.source = group, source
         self.broadcasts = dist.get_rank() == self.source
-        self._place = self.source if self.group is None else dist.get_group_rank(self.group, self.source)
+        self.place = self.source if self.group is None else dist.get_group_rank(self.group, self.source)
         """Rank of the source in the group."""
         self.is_alone = dist.get_world_size(self.group) == 1
-        # Where the group supports the CPU too, nothing is moved to the device.
-        supports_cpu = "gloo" in str(dist.get_backend_config(self.group))
-        self.device = torch.device("cpu") if supports_cpu else torch.device(device)
+        self.device = message_device(group, device)
 
     def global_rank(self, place: int) -> int:
         """Return the global rank of a rank of the group."""
@@ -102,7 +104,7 @@ class ControlChannel:
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         frame = frame.to(self.device)
         every = [torch.empty_like(frame) for _ in range(dist.get_world_size(self.group))] if self.broadcasts else None
-        dist.gather(frame, every, group=self.group, group_dst=self._place)
+        dist.gather(frame, every, group=self.group, group_dst=self.place)
         decoder = msgspec.msgpack.Decoder(StepReport)
         # The last field is text, so that the zeros behind it are padding.
         return [decoder.decode(each.cpu().numpy().tobytes().rstrip(b"\0")) for each in every or ()]
@@ -118,7 +120,7 @@ class ControlChannel:
         if message is not None and self.is_alone:
             return message
         data = None if message is None else msgspec.msgpack.encode(message)
-        data = broadcast_bytes(data, self.group, _FRAME, source=self._place, device=self.device)
+        data = broadcast_bytes(data, self.group, _FRAME, source=self.place, device=self.device)
         if message is not None:
             return message
         received = msgspec.msgpack.decode(data, type=StepMessage)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.integrations.pipelining.control import StepMessage
-from pipeloom.integrations.pipelining.planning import MOST_KNOWN, Order
-from pipeloom.integrations.pipelining.shapes import Signature
+from pipeloom.integrations.steps.control import StepMessage
+from pipeloom.integrations.steps.planning import MOST_KNOWN, Order
+from pipeloom.integrations.steps.shapes import Signature
 from pipeloom.packing import Packing
 
 Signatures = tuple[Signature, ...]

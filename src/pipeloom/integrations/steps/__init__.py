@@ -1,0 +1,1 @@
+"""What integrations share that run a plan made for every step: planning, agreement of ranks, execution."""

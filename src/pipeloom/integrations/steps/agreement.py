@@ -1,0 +1,91 @@
+"""Decide what all ranks run in a step, after each has reported; a failure ends the step on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from pipeloom.errors import ExecutionError, InputError, PipeloomError
+from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
+
+Decide = Callable[[Sequence[StepReport]], StepMessage]
+"""Returns what all ranks run from their reports, by rank of the group; called on the rank that broadcasts."""
+
+
+class Words(NamedTuple):
+    """How messages name the two kinds of steps."""
+
+    trains: str
+    forwards: str
+    remedy: str
+
+
+def agree(control: ControlChannel, report: StepReport, failure: InputError | None, decide: Decide) -> StepMessage:
+    """Return what all ranks will run. All ranks of the channel call it together.
+
+    Parameters
+    ----------
+    report : StepReport
+        What this rank reports.
+    failure : InputError or None
+        Why this rank cannot take part, as in the report.
+
+    Raises
+    ------
+    InputError
+        ``failure``, once the other ranks know it.
+    ExecutionError
+        When another rank cannot take part.
+    """
+    reports = control.gather(report)
+    if failure is None:
+        return control.broadcast(_decided(control, reports, decide) if control.broadcasts else None)
+    if control.broadcasts:
+        control.broadcast(_failed(control, failure))
+    else:
+        # This rank reports its own failure, whatever the message says.
+        with suppress(ExecutionError):
+            control.broadcast(None)
+    raise failure
+
+
+def check_reports(
+    control: ControlChannel, reports: Sequence[StepReport], trains: bool, count: int, words: Words
+) -> None:
+    """Raise `InputError` if a rank runs another kind of step, or has another number of microbatches, than this rank.
+
+    Parameters
+    ----------
+    count : int
+        Number of microbatches of the step.
+    """
+    for place, report in enumerate(reports):
+        rank = f"rank {control.global_rank(place)}"
+        if report.trains != trains:
+            here, there = (words.trains, words.forwards)[:: 1 if trains else -1]
+            raise InputError(rank, f"runs {there}, the rank of the first stage {here}", words.remedy)
+        if report.count not in (0, count):
+            raise InputError(
+                f"{rank}: {report.name}", f"has {report.count} microbatches, the step {count}", "give one for each"
+            )
+
+
+def _decided(control: ControlChannel, reports: Sequence[StepReport], decide: Decide) -> StepMessage:
+    """Decide what all ranks will run. A failure is broadcast, and raised here."""
+    try:
+        for place, report in enumerate(reports):
+            if report.failure:
+                raise ExecutionError(f"rank {control.global_rank(place)}: {report.failure}")
+        return decide(reports)
+    except Exception as error:
+        control.broadcast(_failed(control, error))
+        raise
+
+
+def _failed(control: ControlChannel, error: Exception) -> StepMessage:
+    """Return a failure as a message that names the rank."""
+    text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
+    if not text.startswith("rank "):
+        text = f"rank {control.source}, of the first stage: {text}"
+    return StepMessage(failure=text.partition("\n")[0])
