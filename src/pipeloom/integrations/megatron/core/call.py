@@ -1,0 +1,133 @@
+"""The arguments of Megatron Core's forward-backward functions, and the parts of its interface that we rely on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import megatron.core
+from megatron.core.pipeline_parallel import schedules
+from torch import nn
+
+from pipeloom.errors import InputError
+
+TRIED_VERSIONS = ("0.16.1", "0.19.2")
+"""Versions of Megatron Core with which the tests were run."""
+_FORWARD_STEP = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store"),
+    *("config", "cp_group_size", "collect_non_loss_data", "checkpoint_activations_microbatch"),
+    *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
+)
+"""Parameters of ``schedules.forward_step`` that we pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """The arguments of one call, as Megatron Core's training loop passes them."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
+
+    @cached_property
+    def chunks(self) -> list[nn.Module]:
+        """Model chunks of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @cached_property
+    def iterators(self) -> list[Any]:
+        """Data iterator of each chunk of this rank; None where a chunk reads no data."""
+        given = self.data_iterator
+        return list(given) if isinstance(given, (list, tuple)) else [given] * len(self.chunks)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments by name, to call Megatron Core's own function."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def check_interface(version: str = megatron.core.__version__, library: Any = schedules) -> None:
+    """Raise `InputError` if this version of Megatron Core has another interface than the one that we rely on."""
+    problem = next(_differences(library), "")
+    if problem:
+        tried = f"{TRIED_VERSIONS[0]} to {TRIED_VERSIONS[-1]}"
+        raise InputError(f"megatron-core {version}", problem, f"install a version from {tried}")
+
+
+def _differences(library: Any) -> Any:
+    """Yield what differs, in words."""
+    step = getattr(library, "forward_step", None)
+    if step is None:
+        yield "has no schedules.forward_step"
+        return
+    parameters = inspect.signature(step).parameters
+    for name in _FORWARD_STEP:
+        if name not in parameters:
+            yield f"has no parameter {name!r} of schedules.forward_step"
+    for name, parameter in parameters.items():
+        if name not in _FORWARD_STEP and parameter.default is inspect.Parameter.empty:
+            yield f"requires a parameter {name!r} of schedules.forward_step"
+    for kind in ("with", "without"):
+        function = getattr(library, f"forward_backward_pipelining_{kind}_interleaving", None)
+        if function is None:
+            yield f"has no schedules.forward_backward_pipelining_{kind}_interleaving"
+            continue
+        names = set(inspect.signature(function).parameters)
+        for name in sorted(names ^ set(StepCall.__dataclass_fields__)):
+            yield f"{'has' if name in names else 'lacks'} the parameter {name!r} of {function.__name__}"
+
+
+def check_supported(config: Any, groups: Any) -> None:
+    """Raise `InputError` if a setting of the model depends on Megatron Core's own order of microbatches."""
+    for name, remedy in _ORDER_BOUND.items():
+        if getattr(config, name, None) not in (None, False, "none"):
+            raise InputError(f"config.{name}", "needs the order of Megatron Core's own schedule", remedy)
+    if groups is not None and not hasattr(groups, "pp"):
+        raise InputError("pg_collection", "has no group 'pp'", "give one collection, not those of several modules")
+
+
+_ORDER_BOUND = {
+    "overlap_moe_expert_parallel_comm": "switch it off",
+    "defer_embedding_wgrad_compute": "switch it off",
+    "fine_grained_activation_offloading": "switch it off",
+    "cuda_graph_impl": "set it to 'none'",
+    "moe_paged_stash": "switch it off",
+}
+"""Settings whose buffers pair forwards and backwards by their order, and what to do about each."""
+
+
+def check_split(config: Any, backward: str) -> None:
+    """Raise `InputError` if backwards are to be split, but the layers compute both gradients in one kernel."""
+    if backward == "whole":
+        return
+    for name in ("gradient_accumulation_fusion", "recompute_granularity", "cpu_offloading"):
+        if getattr(config, name, None):
+            raise InputError(
+                "planner.backward",
+                f"is {backward!r}, and config.{name} runs the backward of a layer as a whole",
+                "give 'whole', or switch it off",
+            )
+
+
+def iterators_fit(iterators: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
+    """Raise `InputError` unless every chunk has an iterator that can be read."""
+    if len(iterators) != len(chunks):
+        raise InputError(
+            "data_iterator", f"has {len(iterators)} iterators for {len(chunks)} model chunks", "give one for each"
+        )
+    for iterator in iterators:
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise InputError("data_iterator", f"is a {type(iterator).__name__}", "give an iterator, or None")

@@ -1,0 +1,190 @@
+"""Model chunks as stages, and the state of one step on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor, nn
+
+from pipeloom.integrations.megatron.core.call import StepCall
+from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
+from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
+from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes
+from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
+from pipeloom.plan import Verb
+from pipeloom.runtime.execute.iteration import Iteration
+from pipeloom.runtime.execute.unit import UnitState
+from pipeloom.runtime.model.model import Part
+
+_REMEDY = "set config.variable_seq_lengths if shapes differ between microbatches"
+
+
+@dataclass(eq=False)
+class MegatronStep:
+    """One step on one rank.
+
+    Attributes
+    ----------
+    readers : sequence of Reader or None
+        Reader of each chunk of this rank.
+    numbers : mapping of int to int
+        Number of each stage of this rank in ``call.model``.
+    stored : list of list
+        What the loss function returned for logging, by microbatch.
+    num_tokens : torch.Tensor
+        Number of tokens so far, an integer.
+    """
+
+    call: StepCall
+    config: Any
+    cp_size: int
+    readers: Sequence[Reader | None]
+    numbers: dict[int, int]
+    sync: GradientSync
+    num_tokens: Tensor
+    stored: list[list[Any]] = field(init=False)
+    started: set[int] = field(default_factory=set)
+    """Stages that have run a forward."""
+    in_flight: dict[int, int] = field(default_factory=dict)
+    """Forwards of each stage whose backward has not ended."""
+
+    def __post_init__(self) -> None:
+        self.stored = [[] for _ in range(self.call.num_microbatches)]
+
+    def results(self) -> list[Any]:
+        """Return what the loss function returned, in the order of the microbatches."""
+        return [each for stored in self.stored for each in stored]
+
+    def is_first(self, stage: int) -> bool:
+        """Return the flag of a stage's first forward, and note that it runs."""
+        first, call = stage not in self.started, self.call
+        self.started.add(stage)
+        if call.first_val_step is not None and call.forward_only:
+            return call.first_val_step and first
+        return first
+
+    def checkpoints_all(self, stage: int) -> bool | None:
+        """Return whether a forward recomputes all layers; None where Megatron's configuration decides."""
+        limit = self.config.num_microbatches_with_partial_activation_checkpoints
+        before = self.in_flight.get(stage, 0)
+        self.in_flight[stage] = before + 1
+        return None if limit is None else before >= limit
+
+
+@dataclass(slots=True, eq=False)
+class MegatronMicrobatch:
+    """One microbatch of a step on one rank.
+
+    Attributes
+    ----------
+    metas : list
+        Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
+    """
+
+    number: int
+    step: MegatronStep
+    metas: list[Metas | None]
+
+
+class ChunkLayer(nn.Module):
+    """A model chunk as a layer, which takes and returns one tensor.
+
+    The chunk is not a submodule, so that nothing but Megatron changes its parameters.
+    """
+
+    def __init__(self, chunk: nn.Module, stage: int, vp_stage: int | None, is_last: bool) -> None:
+        super().__init__()
+        self.stage, self.vp_stage, self.is_last = stage, vp_stage, is_last
+        self._chunk = (chunk,)
+
+    def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch) -> Any:
+        """Run Megatron Core's forward step on one microbatch."""
+        step, number = microbatch.step, microbatch.number
+        call = step.call
+        tensor = None
+        if given:
+            metas = microbatch.metas[self.stage]
+            assert metas is not None
+            (tensor,) = unbundle(given[0], metas)
+        reader = step.readers[step.numbers[self.stage]]
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            None if reader is None else MicrobatchIterator(reader, number),
+            self._chunk[0],
+            call.num_microbatches,
+            tensor,
+            step.stored[number],
+            step.config,
+            cp_group_size=step.cp_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
+            is_first_microbatch=step.is_first(self.stage),
+            current_microbatch=number,
+            vp_stage=self.vp_stage,
+            is_last_stage=self.is_last,
+        )
+        step.num_tokens += num_tokens.to(step.num_tokens.device)
+        if self.is_last:
+            return output
+        return bundle((output,), note_shapes(microbatch, self.stage, (output,), _REMEDY))
+
+
+def scaled_loss(output: Any, part: Part) -> Tensor:
+    """Return the loss of a microbatch, scaled as for Megatron's backward."""
+    step: MegatronStep = part.samples[0].step
+    if step.call.forward_only:
+        return torch.zeros(())
+    scale = step.config.grad_scale_func
+    loss: Tensor = output if scale is None else scale(output)
+    return loss.reshape(())
+
+
+class MegatronIteration(StepIteration):
+    """An iteration whose backwards pass gradients through Megatron's hooks, and switch their reduction on and off."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.step: MegatronStep = self.samples[0].step
+        self.last: dict[int, UnitState] = {}
+        """Unit of each stage's last backward."""
+        for action, argument in zip(self.linked.actions, self.linked.arguments, strict=True):
+            if action.verb in (Verb.B, Verb.W):
+                self.last[argument.chunk] = argument
+
+    def backward(self, unit: UnitState) -> None:
+        self._timed(unit, super().backward)
+
+    def backward_input(self, unit: UnitState) -> None:
+        timers = self.step.config.timers
+        if timers is not None:
+            timers("backward-compute", log_level=2).start()
+        super().backward_input(unit)
+        if timers is not None:
+            timers("backward-compute").stop()
+
+    def backward_weight(self, unit: UnitState) -> None:
+        self._timed(unit, self._weights)
+
+    def _weights(self, unit: UnitState) -> None:
+        super().backward_weight(unit)
+        run_hooks(self.step.call.chunks[self.step.numbers[unit.chunk]])
+
+    def _timed(self, unit: UnitState, run: Any) -> None:
+        step, timers = self.step, self.step.config.timers
+        if timers is not None:
+            timers("backward-compute", log_level=2).start()
+        with step.sync.backward(step.numbers[unit.chunk], self.last[unit.chunk] is unit):
+            run(unit)
+        step.in_flight[unit.chunk] -= 1
+        if timers is not None:
+            timers("backward-compute").stop()
+
+
+class MegatronExecutor(StepExecutor):
+    """Runs plans of model chunks on one rank; see `Executor`."""
+
+    iteration_type: type[Iteration] = MegatronIteration

@@ -1,0 +1,176 @@
+"""Read a step's microbatches in the data's order, for chunks that run them in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from pipeloom.errors import ExecutionError, InputError
+
+
+class Reader:
+    """Reads the data iterator of a model chunk.
+
+    A plan runs microbatches in any order, so the items of a step are kept until it ends. An item is read when a
+    microbatch first needs it, as Megatron does. Items that were read ahead belong to later steps.
+
+    Attributes
+    ----------
+    was_read : bool
+        Whether any microbatch has taken an item.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+        self.was_read = False
+        self._items: list[Any] = []
+        """Items of this step, and then those of later steps."""
+        self._num_taken = 0
+        """Items of this step that microbatches have taken, counted from the first."""
+        self._ahead: Future[None] | None = None
+
+    def begin(self) -> None:
+        """Begin a step. If Megatron's state machine repeats the step before, the items are the same."""
+        self.wait()
+        if not getattr(self.iterator, "replaying", False):
+            del self._items[: self._num_taken]
+        self._num_taken = 0
+
+    def wait(self) -> None:
+        """Wait until reading ahead has ended."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.result()
+
+    def fill(self, count: int) -> None:
+        """Read the items of a step.
+
+        Raises
+        ------
+        InputError
+            When the iterator ends before.
+        """
+        self._read(count)
+        # An iterator that no microbatch takes from may be a placeholder.
+        if len(self._items) < count and (self._items or self.was_read):
+            raise InputError(
+                "data_iterator",
+                f"ends after {len(self._items)} of {count} microbatches",
+                "give an item for every microbatch",
+            )
+
+    def item(self, number: int) -> Any:
+        """Return the item of a microbatch."""
+        self._read(number + 1)
+        if len(self._items) <= number:
+            raise ExecutionError(f"data_iterator ends before microbatch {number}; give an item for every microbatch")
+        self.was_read = True
+        for each in self._items[self._num_taken : number + 1]:
+            self._note(each)
+        self._num_taken = max(self._num_taken, number + 1)
+        return self._items[number]
+
+    def items(self, count: int) -> list[Any]:
+        """Return the items that are there, of a step that has `count` of them."""
+        return self._items[:count]
+
+    def read_ahead(self, taken: int, count: int, pool: ThreadPoolExecutor) -> Future[list[Any]]:
+        """Read the items of the next step in a thread, and return them; fewer if the iterator ends.
+
+        Parameters
+        ----------
+        taken : int
+            Number of items of this step.
+        count : int
+            Number of items of the next step.
+        """
+
+        def read() -> list[Any]:
+            self._read(taken + count)
+            return self._items[taken : taken + count]
+
+        future = pool.submit(read)
+        self._ahead = Future()
+        future.add_done_callback(_passed_to(self._ahead))
+        return future
+
+    def _read(self, count: int) -> None:
+        source = self.iterator
+        # Megatron's wrapper records what is read for a repeated step. Items of later steps must not be recorded.
+        if not getattr(source, "replaying", False) and hasattr(source, "saved_microbatches"):
+            source = source.iterable
+        while len(self._items) < count:
+            try:
+                self._items.append(next(source))
+            except StopIteration:
+                return
+
+    def _note(self, item: Any) -> None:
+        """Record an item of this step where Megatron's wrapper would have recorded it."""
+        saved = getattr(self.iterator, "saved_microbatches", None)
+        if saved is not None and not self.iterator.replaying:
+            from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+            if get_rerun_state_machine().get_mode() != RerunMode.DISABLED:
+                saved.append(item)
+
+
+def _passed_to(waiting: Future[None]) -> Any:
+    """Return a callback that ends a future when another one ends, with its exception."""
+
+    def ended(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(error)
+
+    return ended
+
+
+class MicrobatchIterator:
+    """The data iterator that ``forward_step_func`` gets for one microbatch. It has one item."""
+
+    def __init__(self, reader: Reader, number: int) -> None:
+        self._reader, self._number, self._is_taken = reader, number, False
+
+    def __iter__(self) -> MicrobatchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_taken:
+            raise ExecutionError(
+                f"forward_step_func reads two items for microbatch {self._number}; read one for each microbatch"
+            )
+        self._is_taken = True
+        return self._reader.item(self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader.iterator, name)
+
+
+def readers_of(iterators: Sequence[Any], known: dict[int, Reader]) -> list[Reader | None]:
+    """Return the reader of each iterator; chunks with the same iterator share one.
+
+    Parameters
+    ----------
+    known : dict
+        Readers by identity of their iterators, which are kept for later steps.
+    """
+    for iterator in iterators:
+        if iterator is not None and id(iterator) not in known:
+            known[id(iterator)] = Reader(iterator)
+    return [None if iterator is None else known[id(iterator)] for iterator in iterators]
+
+
+def reading_thread(device: torch.device) -> ThreadPoolExecutor:
+    """Return a thread that reads ahead, with this process's GPU selected."""
+
+    def select() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return ThreadPoolExecutor(1, "pipeloom-read-ahead", select)

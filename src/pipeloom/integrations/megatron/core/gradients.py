@@ -1,0 +1,107 @@
+"""When gradients are summed over data-parallel ranks: in the last backward of a chunk, or after it in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientSync:
+    """Switches the reduction of gradients off, except in the last backward of each chunk, as Megatron does.
+
+    Megatron launches reductions from hooks of the last backward. All data-parallel ranks must launch them in one
+    order. If replicas run different plans, and a rank has several chunks, reductions are therefore launched after the
+    chunks' last backwards, from the last chunk to the first.
+
+    Parameters
+    ----------
+    chunks : sequence of torch.nn.Module
+        Model chunks of this rank.
+    config
+        Megatron's configuration, with ``no_sync_func`` and ``grad_sync_func``.
+    same_order : bool
+        Whether all data-parallel ranks run the chunks' last backwards in one order.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, same_order: bool) -> None:
+        self._chunks = chunks
+        functions = config.no_sync_func
+        self._no_sync: list[Callable[[], AbstractContextManager[Any]]] = (
+            list(functions) if isinstance(functions, (list, tuple)) else [functions or nullcontext]
+        )
+        sync = config.grad_sync_func
+        self._sync: list[Callable[[Any], Any]] | None = None
+        if sync is not None:
+            self._sync = list(sync) if isinstance(sync, (list, tuple)) else [sync] * len(chunks)
+        can_launch = all(hasattr(chunk, "start_grad_sync") for chunk in chunks)
+        self._by_hooks = self._sync is None and (same_order or functions is None or len(chunks) == 1 or not can_launch)
+        self._stack: ExitStack | None = None
+        self._ended: set[int] = set()
+        self._next = len(chunks) - 1
+        """Chunk whose reduction is launched next."""
+
+    def off(self) -> None:
+        """Switch reductions off."""
+        if self._stack is None:
+            self._stack = ExitStack()
+            for function in self._no_sync:
+                self._stack.enter_context(function())
+
+    def on(self) -> None:
+        """Switch reductions on again."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+
+    @contextmanager
+    def backward(self, chunk: int, is_last: bool) -> Iterator[None]:
+        """Return a context for a backward of a chunk, which is given by its number on this rank."""
+        if not is_last:
+            yield
+            return
+        if self._by_hooks:
+            self.on()
+            yield
+            self.off()
+            return
+        yield
+        self._ended.add(chunk)
+        while self._next in self._ended:
+            self._launch(self._next)
+            self._next -= 1
+
+    def finish(self) -> None:
+        """Launch what is left, and leave reductions switched on."""
+        self.on()
+        if not self._by_hooks:
+            for chunk in range(self._next, -1, -1):
+                self._launch(chunk)
+
+    def _launch(self, number: int) -> None:
+        self.on()
+        chunk = self._chunks[number]
+        if self._sync is not None:
+            self._sync[number](chunk.parameters())
+        elif hasattr(chunk, "start_grad_sync"):
+            chunk.start_grad_sync()
+        self.off()
+
+
+def run_hooks(chunk: nn.Module) -> None:
+    """Pass gradients in ``.grad`` through the hooks that Megatron's wrapper has on its parameters.
+
+    The second half of a split backward adds to ``.grad`` without them.
+    """
+    weights: list[nn.Parameter] = []
+    gradients: list[Tensor] = []
+    for parameter in chunk.parameters():
+        if parameter.grad is not None and hasattr(parameter, "main_grad"):
+            weights.append(parameter)
+            gradients.append(parameter.grad)
+            parameter.grad = None
+    if weights:
+        torch.autograd.backward(weights, gradients)

@@ -1,0 +1,157 @@
+"""Which rank has which chunk, and which ranks run one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.steps.running import MODULE
+from pipeloom.spec import Chunk, Layout, ModuleLayout
+
+
+class RankReport(NamedTuple):
+    """What a rank reports before the first step."""
+
+    stages: tuple[int, ...]
+    """Numbers of its stages."""
+    pipeline: tuple[int, ...]
+    """Global ranks of its pipeline, in pipeline order."""
+    together: tuple[tuple[int, ...], ...]
+    """Global ranks of the groups whose collectives its layers call."""
+    reads: bool
+    """Whether its first chunk has a data iterator."""
+    problem: str
+    """Why this rank cannot run; empty if it can."""
+
+
+class Place(NamedTuple):
+    """A rank's place among all ranks."""
+
+    layout: Layout
+    """Stages of this rank's pipeline."""
+    group: Any
+    """Group of all ranks that run one plan, of the CPU."""
+    source: int
+    """Global rank that decides what they run."""
+    is_first: bool
+    """Whether this rank belongs to the pipeline of the source."""
+    one_order: bool
+    """Whether one plan runs on all ranks."""
+
+
+def default_groups() -> ProcessGroupCollection:
+    """Return Megatron's global groups, as its schedules collect them."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def groups_together(groups: Any, config: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the global ranks of the groups that must run their layers in one order.
+
+    With experts, these include data-parallel ranks: expert-parallel groups and the balance of experts span them.
+    """
+    names = ["pp", "tp", "cp"]
+    if getattr(config, "num_moe_experts", None):
+        names.append("dp_cp")
+    found = (getattr(groups, name, None) for name in names)
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in found if group is not None)
+
+
+def find_place(report: RankReport) -> Place:
+    """Exchange reports, check them, and make the group of this rank. All ranks call it together.
+
+    Raises
+    ------
+    InputError
+        When a rank cannot run, or the stages of a pipeline do not form a chain. All ranks raise it.
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tuple(report))
+    reports = [RankReport(*each) for each in every]
+    for rank, each in enumerate(reports):
+        if each.problem:
+            raise InputError(f"rank {rank}", each.problem)
+    ranks_of = {each.pipeline: _ranks_of_stages(each.pipeline, reports) for each in reports}
+    rank_of = ranks_of[report.pipeline]
+    for pipeline, other in ranks_of.items():
+        if other != rank_of:
+            raise InputError(
+                f"the pipeline of ranks {', '.join(map(str, pipeline))}",
+                "has its chunks on other pipeline ranks than the rest",
+                "place the chunks of all pipelines alike",
+            )
+    layout = Layout(
+        len(report.pipeline),
+        (ModuleLayout(MODULE),),
+        tuple(Chunk(MODULE, (i, i), rank) for i, rank in enumerate(rank_of)),
+    )
+    here, own, source = dist.get_rank(), None, 0
+    cells = _connected([ranks for each in reports for ranks in (each.pipeline, *each.together)], len(reports))
+    for cell in cells:
+        group = dist.new_group(cell, backend="gloo")
+        if here in cell:
+            own, source = group, _source(cell, reports)
+    return Place(layout, own, source, source in report.pipeline, len(cells) == 1)
+
+
+def _ranks_of_stages(pipeline: Sequence[int], reports: Sequence[RankReport]) -> list[int]:
+    """Return the pipeline rank of every stage.
+
+    Raises
+    ------
+    InputError
+        When the stages do not form a chain.
+    """
+    rank_of: dict[int, int] = {}
+    remedy = "give every stage of the chain to one rank"
+    for place, rank in enumerate(pipeline):
+        for number in reports[rank].stages:
+            if number in rank_of:
+                raise InputError(f"stage {number}", f"is on pipeline ranks {rank_of[number]} and {place}", remedy)
+            rank_of[number] = place
+    last = max(rank_of, default=-1)
+    for number in range(last + 1):
+        if number not in rank_of:
+            raise InputError(f"stage {number}", f"of 0..{last} is on no pipeline rank", remedy)
+    for place in range(len(pipeline)):
+        if place not in rank_of.values():
+            raise InputError(f"pipeline rank {place}", "has no model chunk", "give every rank at least one")
+    return [rank_of[number] for number in range(last + 1)]
+
+
+def _source(cell: Iterable[int], reports: Sequence[RankReport]) -> int:
+    """Return the rank that decides: the lowest one with the first stage, if possible one that reads data."""
+    firsts = [rank for rank in cell if 0 in reports[rank].stages]
+    return min([rank for rank in firsts if reports[rank].reads] or firsts)
+
+
+def _connected(groups: Iterable[Sequence[int]], num_ranks: int) -> list[list[int]]:
+    """Return the ranks that are connected through groups, in order."""
+    parent = list(range(num_ranks))
+
+    def root(rank: int) -> int:
+        while parent[rank] != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
+    for group in groups:
+        for rank in group:
+            parent[root(rank)] = root(group[0])
+    cells: dict[int, list[int]] = {}
+    for rank in range(num_ranks):
+        cells.setdefault(root(rank), []).append(rank)
+    return sorted(cells.values())

@@ -1,0 +1,284 @@
+"""The planned steps of one model on one rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from pipeloom.collector import collector_paused
+from pipeloom.errors import InputError
+from pipeloom.integrations.megatron.core.call import (
+    StepCall,
+    check_interface,
+    check_split,
+    check_supported,
+    iterators_fit,
+)
+from pipeloom.integrations.megatron.core.chunks import (
+    ChunkLayer,
+    MegatronExecutor,
+    MegatronMicrobatch,
+    MegatronStep,
+    scaled_loss,
+)
+from pipeloom.integrations.megatron.core.data import Reader, readers_of, reading_thread
+from pipeloom.integrations.megatron.core.gradients import GradientSync
+from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
+from pipeloom.integrations.pipelining.inputs import default_size
+from pipeloom.integrations.steps.agreement import Words, agree, check_reports
+from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
+from pipeloom.integrations.steps.executors import StepExecutors
+from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
+from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
+from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes
+from pipeloom.integrations.steps.running import StepExecutor, step_executor
+from pipeloom.integrations.steps.shapes import Boundaries, Signature
+from pipeloom.plan import backend_of
+from pipeloom.runtime.execute.result import StepResult
+from pipeloom.runtime.launch.transport import TorchTransport
+from pipeloom.spec import TensorShape
+
+_WORDS = Words("a training step", "forwards only", "pass the same forward_only on all ranks")
+_UNKNOWN: Signature = ()
+"""Signature of microbatches whose shapes are sent ahead of their tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of planned steps beside Megatron's own settings."""
+
+    planner: Planning | None = None
+    """Options of the planner; None for the defaults."""
+    sizes: Callable[[Any], int] | None = None
+    """Returns the size of a microbatch from its item of the data iterator: tokens, or another number that costs grow
+    with. None: the number of elements of the item's first tensor, without the last dimension if it has floats."""
+    stages: Sequence[int] | None = None
+    """Numbers of the stages that this rank's model chunks are, in their order. None: as Megatron places them, chunk i
+    of pipeline rank r of p is stage i·p + r."""
+    read_ahead: bool = True
+    """Whether the next step's microbatches are read while a step runs, so that the planner has this time."""
+
+
+class PlannedSteps:
+    """Runs the steps of one model, on one rank. All ranks make one together, with their first step.
+
+    Attributes
+    ----------
+    place : Place
+        Where this rank's stages are, and which ranks run one plan.
+    planner : StepPlanner or None
+        On the rank that decides.
+    """
+
+    def __init__(self, call: StepCall, options: StepOptions) -> None:
+        self.options = options
+        self._groups = call.pg_collection or default_groups()
+        self._config = get_model_config(call.chunks[0])
+        self.place = find_place(self._report(call))
+        layout = self.place.layout
+        self.device = next((p.device for chunk in call.chunks for p in chunk.parameters()), torch.device("cpu"))
+        self._pp = self._groups.pp
+        rank = dist.get_rank(self._pp)
+        self._stages = [i for i, chunk in enumerate(layout.chunks) if chunk.rank == rank]
+        if options.stages is not None:
+            self._stages = list(options.stages)
+        self._transport = TorchTransport(self._pp)
+        if self.device.type == "cuda":
+            self._transport.connect(self.device)
+        last = len(layout.chunks) - 1
+        several = len(call.chunks) > 1
+        self._layers = {
+            stage: ChunkLayer(chunk, stage, i if several else None, stage == last)
+            for i, (chunk, stage) in enumerate(zip(call.chunks, self._stages, strict=True))
+        }
+        self._control = ControlChannel(self.place.group, self.place.source, "cpu")
+        self._executors = StepExecutors(layout, self._make)
+        self._boundaries = Boundaries(last + 1, set(self._stages))
+        self._orders = KnownOrders()
+        self._readers: dict[int, Reader] = {}
+        self._thread = reading_thread(self.device)
+        self._num_steps = 0
+        self.planner: StepPlanner | None = None
+        if self._control.broadcasts:
+            self.planner = StepPlanner(layout, options.planner or Planning(), backend_of(self.device.type))
+            weakref.finalize(self, self.planner.close)
+
+    def _report(self, call: StepCall) -> RankReport:
+        pipeline = tuple(dist.get_process_group_ranks(self._groups.pp))
+        size, rank = len(pipeline), dist.get_rank(self._groups.pp)
+        stages = self.options.stages
+        if stages is None:
+            stages = [i * size + rank for i in range(len(call.chunks))]
+        problem = ""
+        try:
+            check_interface()
+            check_supported(self._config, call.pg_collection)
+            check_split(self._config, (self.options.planner or Planning()).backward)
+            iterators_fit(call.iterators, call.chunks)
+            if len(stages) != len(call.chunks):
+                raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
+        except InputError as error:
+            problem = str(error)
+        reads = 0 in stages and len(call.iterators) > 0 and call.iterators[0] is not None
+        return RankReport(tuple(stages), pipeline, groups_together(self._groups, self._config), reads, problem)
+
+    def close(self) -> None:
+        """Stop the planner's process and the reading thread."""
+        if self.planner is not None:
+            self.planner.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------- one step
+
+    def run(self, call: StepCall) -> list[Any]:
+        """Run one step, as Megatron Core's forward-backward functions do, and return what they return."""
+        config, trains = self._config, not call.forward_only
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        readers = readers_of(call.iterators, self._readers)
+        message = self._agreed(call, readers)
+        step = MegatronStep(
+            call,
+            config,
+            self._groups.cp.size(),
+            readers,
+            {stage: i for i, stage in enumerate(self._stages)},
+            GradientSync(call.chunks, config, self.place.one_order),
+            torch.zeros([], dtype=torch.int, device=self.device),
+        )
+        if trains:
+            step.sync.off()
+            self._gather_parameters(call)
+        self._execute(step, message)
+        if trains:
+            step.sync.finish()
+            self._num_steps += 1
+            self._finalize(step)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return step.results()
+
+    def _agreed(self, call: StepCall, readers: Sequence[Reader | None]) -> StepMessage:
+        """Return what all ranks run, after each has read its microbatches."""
+        failure: InputError | None = None
+        count = call.num_microbatches
+        report = StepReport("num_microbatches", count, not call.forward_only)
+        try:
+            if not count or count < 1:
+                raise InputError("num_microbatches", f"is {count}", "give at least 1")
+            iterators_fit(call.iterators, call.chunks)
+            ends = {0, len(self.place.layout.chunks) - 1}
+            for reader in dict.fromkeys(reader for reader in readers if reader is not None):
+                reader.begin()
+            for stage, reader in zip(self._stages, readers, strict=True):
+                if reader is not None and (stage in ends or reader.was_read):
+                    reader.fill(count)
+        except InputError as error:
+            failure, report = error, StepReport(failure=str(error))
+        return agree(self._control, report, failure, lambda reports: self._decide(call, readers, reports))
+
+    def _decide(self, call: StepCall, readers: Sequence[Reader | None], reports: Sequence[StepReport]) -> StepMessage:
+        planner, trains, count = self.planner, not call.forward_only, call.num_microbatches
+        assert planner is not None
+        check_reports(self._control, reports, trains, count, _WORDS)
+        reader = readers[self._stages.index(0)]
+        sizes = self._sizes([] if reader is None else reader.items(count), count)
+        widths = None
+        if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
+            planner.take_measured()
+            widths = tuple(planner.measurements.widths)
+        order = planner.order(sizes, trains)
+        if trains and reader is not None and self.options.read_ahead:
+            ahead = reader.read_ahead(count, count, self._thread)
+            ahead.add_done_callback(lambda future: self._ask(future, count))
+        measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
+        known = call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0
+        signature = _UNKNOWN if self._config.variable_seq_lengths else known
+        return self._orders.message(order, (signature,) * count, measures, widths)
+
+    def _sizes(self, items: Sequence[Any], count: int) -> Sizes:
+        if len(items) < count:
+            return (1,) * count
+        return checked_sizes(map(self.options.sizes or default_size, items))
+
+    def _ask(self, ahead: Future[list[Any]], count: int) -> None:
+        """Ask for the plan of the next step, in the reading thread."""
+        # What failed in reading is raised by the next step.
+        if ahead.exception() is None and len(ahead.result()) == count and self.planner is not None:
+            self.planner.ask(self._sizes(ahead.result(), count))
+
+    def _execute(self, step: MegatronStep, message: StepMessage) -> None:
+        trains, count = not step.call.forward_only, step.call.num_microbatches
+        executor = self._executors.get(trains, message.widths)
+        with collector_paused():
+            known = self._orders.receive(message)
+            microbatches = [
+                MegatronMicrobatch(number, step, self._predicted(signature))
+                for number, signature in zip(range(count), known.signatures, strict=True)
+            ]
+            linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
+            result = executor.run_linked(linked, microbatches, normalizer=1.0)
+            del linked
+        for signature, microbatch in zip(known.signatures, microbatches, strict=True):
+            if signature != _UNKNOWN:
+                self._boundaries.learn(signature, microbatch.metas)
+        if message.measures:
+            self._gather_times(known, result, microbatches)
+
+    def _predicted(self, signature: Signature) -> list[Any]:
+        if signature == _UNKNOWN:
+            return [None] * (len(self.place.layout.chunks) + 1)
+        return self._boundaries.predict(signature)
+
+    def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
+        times = step_times(self.place.layout, self._stages, known.order, result, microbatches)
+        # The other pipelines of the group run the same stages.
+        own = times if self.place.is_first else ([], {})
+        into = None if self.planner is None else self.planner.measurements
+        gather_times(own, into, self.place.group, self._control.place)
+
+    def _make(self, shapes: Sequence[TensorShape]) -> StepExecutor:
+        return step_executor(
+            self._layers,
+            self.place.layout,
+            dist.get_rank(self._pp),
+            self._transport,
+            scaled_loss,
+            shapes,
+            device=self.device,
+            executor=MegatronExecutor,
+        )
+
+    # ---------------------------------------------------------------- before and after
+
+    def _gather_parameters(self, call: StepCall) -> None:
+        """Begin to gather parameters where Megatron's configuration asks for it at the beginning of a step."""
+        functions = self._config.param_sync_func
+        if functions is None:
+            return
+        if not isinstance(functions, (list, tuple)):
+            functions = [functions] * len(call.chunks)
+        for function, chunk in zip(functions, call.chunks, strict=True):
+            function(chunk.parameters())
+
+    def _finalize(self, step: MegatronStep) -> None:
+        """Finish the gradients with Megatron's function."""
+        config, call = self._config, step.call
+        if config.finalize_model_grads_func is None:
+            return
+        num_tokens = None
+        if config.calculate_per_token_loss:
+            num_tokens = step.num_tokens
+            # Megatron takes the number from the last rank.
+            if self.place.layout.chunks[-1].rank != self.place.layout.num_ranks - 1:
+                dist.all_reduce(num_tokens, group=self._pp)
+        config.finalize_model_grads_func(
+            call.chunks, num_tokens, pg_collection=self._groups, force_all_reduce=call.force_all_reduce
+        )

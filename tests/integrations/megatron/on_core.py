@@ -1,0 +1,302 @@
+"""What the tests of `planned_forward_backward` run inside launched processes, with Megatron Core on gloo CPU ranks.
+
+Megatron's own schedules run under `OnCpu`, ours without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.timeline.schedule import random_schedule
+from tests.integrations.megatron.train_step import OnCpu
+
+ENOUGH = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model and its degrees."""
+
+    pp: int = 2
+    vpp: int | None = None
+    tp: int = 1
+    cp: int = 1
+    layers: int = 4
+    hidden: int = 16
+    heads: int = 2
+    vocabulary: int = 32
+    tokens: int = 8
+    tied: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    """More settings of the model."""
+    ddp: dict[str, Any] | None = None
+    """Settings of Megatron's wrapper; None: the model is not wrapped."""
+    stages: tuple[tuple[int, ...], ...] | None = None
+    """Stages of every pipeline rank; None: as Megatron places them."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * (self.vpp or 1) if self.stages is None else sum(map(len, self.stages))
+
+
+def set_up(case: Case) -> None:
+    """Prepare this process for Megatron Core without a GPU."""
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random as rng
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None
+    rng._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
+    rng._set_cuda_rng_state = lambda *_, **__: None
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        case.tp,
+        case.pp,
+        case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.config.get("expert_model_parallel_size", 1),
+    )
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def chunks_of(case: Case) -> list[Any]:
+    """This rank's model chunks; weights are a function of their names in the whole model."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    own = [i * case.pp + rank for i in range(case.vpp or 1)] if case.stages is None else case.stages[rank]
+    made = []
+    for number, stage in enumerate(own):
+        model = model_of(case, stage, number)
+        if case.ddp is not None:
+            model = DistributedDataParallel(
+                model.config, DistributedDataParallelConfig(**case.ddp), model, disable_bucketing=number > 0
+            )
+        made.append(model)
+    if case.ddp is not None:
+        from megatron.core.distributed import finalize_model_grads
+
+        config = made[0].config
+        for model in made:
+            model.config.finalize_model_grads_func = finalize_model_grads
+            if case.ddp.get("overlap_grad_reduce"):
+                functions = [each.no_sync for each in made]
+                model.config.no_sync_func = functions if len(made) > 1 else functions[0]
+        assert config.finalize_model_grads_func is not None
+    return made
+
+
+def model_of(case: Case, stage: int, number: int) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    several = case.vpp is not None or case.stages is not None
+    settings = {
+        "num_layers": case.layers,
+        "hidden_size": case.hidden,
+        "num_attention_heads": case.heads,
+        "ffn_hidden_size": 2 * case.hidden,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "pipeline_dtype": torch.float64,
+        "params_dtype": torch.float64,
+        "attention_softmax_in_fp32": False,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "overlap_p2p_comm": several,
+        "batch_p2p_comm": not several,
+        "deallocate_pipeline_outputs": False,
+    }
+    config = TransformerConfig(**settings | case.config)
+    experts = config.num_moe_experts
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts),
+        vocab_size=case.vocabulary,
+        max_sequence_length=8 * case.tokens,
+        pre_process=stage == 0,
+        post_process=stage == case.num_stages - 1,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+        vp_stage=number if case.vpp is not None else None,
+    ).double()
+    if case.stages is not None:
+        # Megatron numbers layers by its own placement.
+        each = len(model.decoder.layers)
+        for i, layer in enumerate(model.decoder.layers):
+            layer.layer_number = stage * each + i + 1
+    for name, parameter in named(model):
+        sign = name + str(dist.get_rank() if ".experts." in name else 0) if not name.startswith("embedding") else name
+        fill(parameter, "output_layer.weight" if case.tied and "word_embeddings" in name else sign)
+    return model
+
+
+def fill(parameter: Tensor, name: str) -> None:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with torch.no_grad():
+        parameter.copy_(values * 0.2 + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+
+
+def named(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters by their names in the whole model: a layer's number there, not in its chunk."""
+    while hasattr(model, "module"):
+        model = model.module
+    numbers = {f"decoder.layers.{i}": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        prefix = ".".join(parts[:3])
+        if prefix in numbers:
+            name = ".".join(["decoder.layers", str(numbers[prefix]), *parts[3:]])
+        yield name, parameter
+
+
+def taken(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Take this rank's gradients."""
+    found = {}
+    for chunk in chunks:
+        for name, parameter in named(chunk):
+            main = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if main is None else main
+            found[name] = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+            parameter.grad = None
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
+    return found
+
+
+def step_function(per_token: bool = False) -> Callable[..., Any]:
+    """A forward step as in training scripts: the batch from the iterator, and a loss with a mask."""
+
+    def step(iterator: Any, model: Any) -> Any:
+        from functools import partial
+
+        batch = next(iterator)
+        tokens = batch["tokens"]
+        length = tokens.shape[1]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        output = model(tokens, torch.arange(length)[None], mask, labels=batch["labels"])
+        return output, partial(loss, batch["loss_mask"])
+
+    def loss(mask: Tensor, losses: Tensor) -> Any:
+        total = (losses.double() * mask).sum()
+        count = mask.sum().to(torch.int)
+        if per_token:
+            return total, count, {"loss": total.detach().clone(), "tokens": count}
+        return total / count, {"loss": (total / count).detach().clone()}
+
+    return step
+
+
+def batches(case: Case, seed: int, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length in lengths:
+        tokens = torch.randint(case.vocabulary, (1, length + 1), generator=generator)
+        mask = (torch.rand(1, length, generator=generator) < 0.7).double()
+        mask[0, 0] = 1.0
+        found.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask})
+    return found
+
+
+def iterators(case: Case, items: Sequence[Any], chunks: Sequence[Any]) -> Any:
+    return [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
+
+
+def arguments(case: Case, items: Sequence[Any], chunks: list[Any], **more: Any) -> dict[str, Any]:
+    """Arguments of a step, as a training loop passes them."""
+    return {
+        "forward_step_func": step_function(case.config.get("calculate_per_token_loss", False)),
+        "data_iterator": iterators(case, items, chunks),
+        "model": chunks if len(chunks) > 1 else chunks[0],
+        "num_microbatches": len(items),
+        "seq_length": items[0]["tokens"].shape[1],
+        "micro_batch_size": 1,
+        "forward_only": False,
+    } | more
+
+
+def theirs(case: Case, items: Sequence[Any], chunks: list[Any], **more: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Losses and gradients of Megatron's own schedule."""
+    from megatron.core.pipeline_parallel import schedules
+
+    with OnCpu():
+        losses = schedules.get_forward_backward_func()(**arguments(case, items, chunks, **more))
+    return losses, taken(chunks)
+
+
+def ours(case: Case, items: Sequence[Any], chunks: list[Any], **more: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    from pipeloom.integrations.megatron.core.forward_backward import planned_forward_backward
+
+    losses = planned_forward_backward(**arguments(case, items, chunks, **more))
+    return losses, taken(chunks)
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def losses_differ(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    assert len(found) == len(wanted), (found, wanted)
+    return max((float((a["loss"] - b["loss"]).abs()) for a, b in zip(found, wanted, strict=True)), default=0.0)
+
+
+@contextmanager
+def planned(**options: Any) -> Iterator[None]:
+    from pipeloom.integrations.megatron.core import forward_backward
+
+    forward_backward.configure(**options)
+    try:
+        yield
+    finally:
+        forward_backward.configure()
+
+
+def random_orders(seed: int) -> Callable[..., Any]:
+    rng = random.Random(seed)
+    return lambda graph: random_schedule(rng, graph)
+
+
+def against_megatron(case: Case, plans: int, backward: str = "whole", lengths: Sequence[int] = ()) -> dict[str, float]:
+    """Steps of random plans beside Megatron's schedule, with other microbatches in every step."""
+    from pipeloom.integrations.megatron.core.forward_backward import close
+    from pipeloom.integrations.steps.planning import Planning
+
+    set_up(case)
+    chunks = chunks_of(case)
+    rng = random.Random(1)
+    worst = worst_loss = 0.0
+    with planned(planner=Planning(order=random_orders(0), backward=backward)):
+        for seed in range(plans):
+            count = case.pp * rng.randint(1, 3)
+            sizes = [rng.choice(lengths) if lengths else case.tokens for _ in range(count)]
+            items = batches(case, seed, sizes)
+            wanted_losses, wanted = theirs(case, items, chunks)
+            assert any(gradient.abs().max() > 0 for gradient in wanted.values())
+            found_losses, found = ours(case, items, chunks)
+            worst = max(worst, difference(found, wanted))
+            worst_loss = max(worst_loss, losses_differ(found_losses, wanted_losses))
+    close(chunks)
+    return {"gradients": worst, "losses": worst_loss}
