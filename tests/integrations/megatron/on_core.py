@@ -41,6 +41,8 @@ class Case:
     """More settings of the model."""
     ddp: dict[str, Any] | None = None
     """Settings of Megatron's wrapper; None: the model is not wrapped."""
+    scale: float = 1.0
+    """Scale of the loss in the backward."""
     stages: tuple[tuple[int, ...], ...] | None = None
     """Stages of every pipeline rank; None: as Megatron places them."""
 
@@ -59,8 +61,15 @@ def set_up(case: Case) -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
+    # Tied embeddings are summed "on the GPU" when the model is built.
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     rng._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
     rng._set_cuda_rng_state = lambda *_, **__: None
+    # Without Transformer Engine, 0.16.1 uses this name without defining it.
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -129,6 +138,7 @@ def model_of(case: Case, stage: int, number: int) -> Any:
         "deallocate_pipeline_outputs": False,
     }
     config = TransformerConfig(**settings | case.config)
+    config.grad_scale_func = None if case.scale == 1.0 else lambda loss: loss * case.scale
     experts = config.num_moe_experts
     model = GPTModel(
         config=config,
@@ -189,7 +199,7 @@ def taken(chunks: Sequence[Any]) -> dict[str, Tensor]:
 def step_function(per_token: bool = False) -> Callable[..., Any]:
     """A forward step as in training scripts: the batch from the iterator, and a loss with a mask."""
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(iterator: Any, model: Any, _: bool | None = None) -> Any:
         from functools import partial
 
         batch = next(iterator)
