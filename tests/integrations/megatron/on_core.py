@@ -112,7 +112,7 @@ def chunks_of(case: Case) -> list[Any]:
 
 def model_of(case: Case, stage: int, number: int) -> Any:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
 
     several = case.vpp is not None or case.stages is not None
@@ -139,10 +139,13 @@ def model_of(case: Case, stage: int, number: int) -> Any:
     }
     config = TransformerConfig(**settings | case.config)
     config.grad_scale_func = None if case.scale == 1.0 else lambda loss: loss * case.scale
-    experts = config.num_moe_experts
+    spec, predictors = get_gpt_layer_local_spec(num_experts=config.num_moe_experts), None
+    if config.mtp_num_layers and stage == case.num_stages - 1:
+        predictors = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=number)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts),
+        transformer_layer_spec=spec,
+        mtp_block_spec=predictors,
         vocab_size=case.vocabulary,
         max_sequence_length=8 * case.tokens,
         pre_process=stage == 0,
@@ -282,6 +285,48 @@ def planned(**options: Any) -> Iterator[None]:
         yield
     finally:
         forward_backward.configure()
+
+
+def undivided(case: Case, items: Sequence[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and gradients of all stages one after the other on this rank, without a schedule."""
+    chunks = [model_of(case, stage, 0) for stage in range(case.num_stages)]
+    losses = []
+    for item in items:
+        tensor = None
+        for chunk in chunks:
+            if tensor is not None:
+                chunk.set_input_tensor(tensor)
+            tensor, loss = step_function()(iter([item]), chunk)
+        value, _ = loss(tensor)
+        losses.append(float(value))
+        (value / len(items)).backward()
+    return losses, taken(chunks)
+
+
+def placed_otherwise(case: Case, plans: int) -> dict[str, float]:
+    """Chunks on other ranks than Megatron places them, beside the undivided model; and forwards alone."""
+    from pipeloom.integrations.megatron.core.forward_backward import close
+    from pipeloom.integrations.steps.planning import Planning
+
+    set_up(case)
+    assert case.stages is not None
+    chunks, own = chunks_of(case), case.stages[dist.get_rank()]
+    worst = worst_loss = 0.0
+    with planned(planner=Planning(order=random_orders(0), backward="either"), stages=own):
+        for seed in range(plans):
+            items = batches(case, seed, [case.tokens] * (3 + seed))
+            wanted_losses, wanted = undivided(case, items)
+            found_losses, found = ours(case, items, chunks)
+            worst = max(worst, difference(found, {name: wanted[name] for name in found}))
+            with torch.no_grad():
+                evaluated, none = ours(case, items, chunks, forward_only=True)
+            assert not any(gradient.any() for gradient in none.values())
+            for losses in (found_losses, evaluated):
+                assert len(losses) == (len(items) if case.num_stages - 1 in own else 0)
+                for loss, wanted_loss in zip(losses, wanted_losses):
+                    worst_loss = max(worst_loss, abs(float(loss["loss"]) - wanted_loss))
+    close(chunks)
+    return {"gradients": worst, "losses": worst_loss}
 
 
 def random_orders(seed: int) -> Callable[..., Any]:
