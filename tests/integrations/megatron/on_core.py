@@ -70,6 +70,9 @@ def set_up(case: Case) -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = sequence_parallel_norm
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -80,6 +83,14 @@ def set_up(case: Case) -> None:
         expert_model_parallel_size=case.config.get("expert_model_parallel_size", 1),
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def sequence_parallel_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
+    """Torch's norm, with the mark by which Megatron sums gradients of norms over tensor ranks."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
 def chunks_of(case: Case) -> list[Any]:
@@ -335,19 +346,22 @@ def random_orders(seed: int) -> Callable[..., Any]:
 
 
 def against_megatron(case: Case, plans: int, backward: str = "whole", lengths: Sequence[int] = ()) -> dict[str, float]:
-    """Steps of random plans beside Megatron's schedule, with other microbatches in every step."""
+    """Steps of random plans beside Megatron's schedule, with other microbatches in every step and replica."""
+    from megatron.core import parallel_state
+
     from pipeloom.integrations.megatron.core.forward_backward import close
     from pipeloom.integrations.steps.planning import Planning
 
     set_up(case)
     chunks = chunks_of(case)
-    rng = random.Random(1)
+    rng, replica = random.Random(1), parallel_state.get_data_parallel_rank()
+    own = random.Random(replica)
     worst = worst_loss = 0.0
-    with planned(planner=Planning(order=random_orders(0), backward=backward)):
+    with planned(planner=Planning(order=random_orders(replica), backward=backward)):
         for seed in range(plans):
             count = case.pp * rng.randint(1, 3)
-            sizes = [rng.choice(lengths) if lengths else case.tokens for _ in range(count)]
-            items = batches(case, seed, sizes)
+            sizes = [own.choice(lengths) if lengths else case.tokens for _ in range(count)]
+            items = batches(case, seed + 1000 * replica, sizes)
             wanted_losses, wanted = theirs(case, items, chunks)
             assert any(gradient.abs().max() > 0 for gradient in wanted.values())
             found_losses, found = ours(case, items, chunks)

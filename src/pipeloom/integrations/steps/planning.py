@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -243,6 +244,8 @@ class StepPlanner:
         self._searched: set[Sizes] = set()
         """Sizes whose known order comes from the search."""
         self._requests: _PlanRequests | None = None
+        self.counts: Counter[str] = Counter()
+        """Training steps by origin of their order: the search, the heuristic, or the user's own function."""
         self.is_measured = planning.profile is not None
         """Whether the costs of the stages are known."""
         self._set_up(planning.profile or _profile([], len(layout.chunks)))
@@ -299,15 +302,22 @@ class StepPlanner:
         if not trains:
             return known or self._keep(trains, sizes, _first(self.forwards, sizes))
         if self.planning.order is not None:
+            self.counts["own"] += 1
             return known or self._keep(trains, sizes, self._own(sizes))
+        order = self._searched_or_first(sizes, known)
+        self.counts["search" if sizes in self._searched else "heuristic"] += 1
+        return order
+
+    def _searched_or_first(self, sizes: Sizes, known: Order | None) -> Order:
+        """Return the order of a training step: from the search if it has one by the deadline."""
         if self._requests is not None and self._requests.is_requested(sizes):
             delivery = self._requests.collect()
             if delivery.fresh:
-                self._keep(trains, sizes, _order_of(delivery.answer, sizes))
+                self._keep(True, sizes, _order_of(delivery.answer, sizes))
                 self._searched.add(sizes)
-                return self._known[trains, sizes]
+                return self._known[True, sizes]
         if known is None:
-            return self._keep(trains, sizes, _first(self.problem, sizes))
+            return self._keep(True, sizes, _first(self.problem, sizes))
         # Sizes that have come again may do so once more. An earlier request has precedence for some steps.
         if self._requests is not None and self._requests.pass_step():
             self.ask(sizes)

@@ -122,6 +122,20 @@ def check_split(config: Any, backward: str) -> None:
             )
 
 
+def check_tied(chunks: Sequence[nn.Module], moved: bool) -> None:
+    """Raise `InputError` if embeddings are tied, and chunks are not where Megatron sums their gradients."""
+    for chunk in chunks:
+        inner: Any = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
+        if moved and getattr(inner, "share_embeddings_and_output_weights", False):
+            raise InputError(
+                "share_embeddings_and_output_weights",
+                "is on, and Megatron sums the gradients over the first and last pipeline rank only",
+                "untie them, or leave out options.stages",
+            )
+
+
 def iterators_fit(iterators: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
     """Raise `InputError` unless every chunk has an iterator that can be read."""
     if len(iterators) != len(chunks):

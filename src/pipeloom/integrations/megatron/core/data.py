@@ -39,6 +39,12 @@ class Reader:
             del self._items[: self._num_taken]
         self._num_taken = 0
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no item is left that belongs to a later step."""
+        self.wait()
+        return len(self._items) <= self._num_taken
+
     def wait(self) -> None:
         """Wait until reading ahead has ended."""
         ahead, self._ahead = self._ahead, None
@@ -158,8 +164,12 @@ def readers_of(iterators: Sequence[Any], known: dict[int, Reader]) -> list[Reade
     Parameters
     ----------
     known : dict
-        Readers by identity of their iterators, which are kept for later steps.
+        Readers by identity of their iterators, which are kept for later steps. Readers that no chunk uses now are
+        removed, unless they have read ahead.
     """
+    now = set(map(id, iterators))
+    for key in [key for key, reader in known.items() if key not in now and reader.is_done]:
+        del known[key]
     for iterator in iterators:
         if iterator is not None and id(iterator) not in known:
             known[id(iterator)] = Reader(iterator)

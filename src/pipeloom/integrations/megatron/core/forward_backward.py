@@ -115,6 +115,17 @@ def close(model: nn.Module | Sequence[nn.Module]) -> None:
         holder.steps.close()
 
 
+def step_counts(model: nn.Module | Sequence[nn.Module]) -> dict[str, int]:
+    """Return the number of training steps by origin of their plan: ``search``, ``heuristic`` (the fallback) or ``own``.
+
+    Empty on ranks that do not plan. The rank of the first stage plans, the lowest if there are several.
+    """
+    first = model if isinstance(model, nn.Module) else model[0]
+    holder = first.__dict__.get(_ATTRIBUTE)
+    planner = None if holder is None or holder.steps is None else holder.steps.planner
+    return {} if planner is None else dict(planner.counts)
+
+
 _configured = StepOptions()
 
 

@@ -19,6 +19,7 @@ from pipeloom.integrations.megatron.core.call import (
     check_interface,
     check_split,
     check_supported,
+    check_tied,
     iterators_fit,
 )
 from pipeloom.integrations.megatron.core.chunks import (
@@ -113,14 +114,14 @@ class PlannedSteps:
     def _report(self, call: StepCall) -> RankReport:
         pipeline = tuple(dist.get_process_group_ranks(self._groups.pp))
         size, rank = len(pipeline), dist.get_rank(self._groups.pp)
-        stages = self.options.stages
-        if stages is None:
-            stages = [i * size + rank for i in range(len(call.chunks))]
+        usual = [i * size + rank for i in range(len(call.chunks))]
+        stages = usual if self.options.stages is None else list(self.options.stages)
         problem = ""
         try:
             check_interface()
             check_supported(self._config, call.pg_collection)
             check_split(self._config, (self.options.planner or Planning()).backward)
+            check_tied(call.chunks, stages != usual)
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
                 raise InputError("stages", f"has {len(stages)} numbers for {len(call.chunks)} chunks", "give one each")
