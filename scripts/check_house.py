@@ -27,7 +27,13 @@ WIDE_CLASSES = {
     ("src/pipeloom/search/state.py", "Search"): "the search is being rewritten, with separate objects for its parts"
 }
 """Classes that may set more attributes, and why."""
-WIDE_FUNCTIONS = {("src/pipeloom/training/one_call.py", "fit"): "the public entry point, as torch's DataLoader"}
+WIDE_FUNCTIONS = {
+    ("src/pipeloom/training/one_call.py", "fit"): "the public entry point, as torch's DataLoader",
+    (
+        "src/pipeloom/integrations/megatron/core/forward_backward.py",
+        "planned_forward_backward",
+    ): "the signature of Megatron Core's functions, which it replaces",
+}
 """Functions that may have more parameters, each described in a line or two of the docstring, and why."""
 RETIRED = re.compile(r"\b(dealt|dealing|leanest|glance|hasty|wishes|reckoned|told)\b", re.IGNORECASE)
 """Words of documents and names that have a standard term instead; see the glossary."""

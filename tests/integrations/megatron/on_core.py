@@ -370,3 +370,165 @@ def against_megatron(case: Case, plans: int, backward: str = "whole", lengths: S
             worst_loss = max(worst_loss, losses_differ(found_losses, wanted_losses))
     close(chunks)
     return {"gradients": worst, "losses": worst_loss}
+
+
+class Data:
+    """Microbatches of a run, as a data loader reads them: item by item, from any sample on."""
+
+    def __init__(self, case: Case, consumed: int = 0, end: int | None = None) -> None:
+        self.case, self.number, self.end = case, consumed, end
+
+    def __iter__(self) -> Data:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        if self.number == self.end:
+            raise StopIteration
+        length = random.Random(self.number).choice([3, 4, 6, 11])
+        (item,) = batches(self.case, self.number, [length])
+        self.number += 1
+        return item
+
+
+def trained(case: Case, run: Callable[..., Any], steps: range, consumed: int, states: Any = None) -> Any:
+    """Losses of training steps with an optimizer, clipping and a schedule of rates; and the states to resume from."""
+    set_up(case)
+    chunks = chunks_of(case)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.99**step)
+    if states is not None:
+        for chunk, state in zip(chunks, states["chunks"], strict=True):
+            chunk.load_state_dict(state)
+        optimizer.load_state_dict(states["optimizer"])
+        rates.load_state_dict(states["rates"])
+    sources = [Data(case, consumed) for _ in chunks]
+    losses: list[float] = []
+    for step in steps:
+        # The number of microbatches grows, as with Megatron's ramp-up of the batch size.
+        count = case.pp * (1 + step // 10 % 2)
+        items = [{"tokens": torch.zeros(1, 1)}] * count
+        call = arguments(case, items, chunks) | {"data_iterator": sources if len(chunks) > 1 else sources[0]}
+        found = run(call)
+        norm = torch.stack([p.grad.square().sum() for p in parameters if p.grad is not None]).sum()
+        dist.all_reduce(norm)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(min(1.0, 1.0 / float(norm.sqrt())))
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.step()
+        losses += [float(each["loss"]) for each in found]
+        consumed += count
+    states = {
+        "chunks": [chunk.state_dict() for chunk in chunks],
+        "optimizer": optimizer.state_dict(),
+        "rates": rates.state_dict(),
+    }
+    return losses, consumed, states, chunks
+
+
+def resumed(case: Case, num_steps: int) -> dict[str, Any]:
+    """A run of ours that is stopped and resumed, beside Megatron's."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from pipeloom.integrations.megatron.core import forward_backward
+    from pipeloom.integrations.steps.planning import Planning
+
+    def theirs(call: dict[str, Any]) -> Any:
+        with OnCpu():
+            return schedules.get_forward_backward_func()(**call)
+
+    def ours(call: dict[str, Any]) -> Any:
+        return forward_backward.planned_forward_backward(**call)
+
+    wanted, consumed, *_ = trained(case, theirs, range(num_steps), 0)
+    half = num_steps // 2
+    counts: dict[str, int] = {}
+    with planned(planner=Planning(budget_s=0.02, deadline_s=30.0)):
+        losses, middle, states, chunks = trained(case, ours, range(half), 0)
+        forward_backward.close(chunks)
+        more, end, _, chunks = trained(case, ours, range(half, num_steps), middle, states)
+        counts = forward_backward.step_counts(chunks)
+        forward_backward.close(chunks)
+    assert end == consumed
+    assert len(losses + more) == len(wanted)
+    worst = max((abs(a - b) for a, b in zip(losses + more, wanted, strict=True)), default=0.0)
+    return {"losses": worst, "number": len(wanted), "counts": counts}
+
+
+def searched(case: Case) -> dict[str, Any]:
+    """Train on sizes that never come again, until steps run plans that the planner's process made meanwhile."""
+    import time
+
+    from pipeloom.integrations.megatron.core import forward_backward
+    from pipeloom.integrations.steps.planning import Planning
+
+    set_up(case)
+    chunks = chunks_of(case)
+    sources = [Data(case) for _ in chunks]
+    done = torch.zeros(1)
+    with planned(planner=Planning(budget_s=0.02, deadline_s=30.0)):
+        for _ in range(2000):
+            items = [{"tokens": torch.zeros(1, 1)}] * 4
+            call = arguments(case, items, chunks) | {"data_iterator": sources if len(chunks) > 1 else sources[0]}
+            forward_backward.planned_forward_backward(**call)
+            taken(chunks)
+            counts = forward_backward.step_counts(chunks)
+            done = torch.tensor([float(counts.get("search", 0) >= 3)])
+            dist.all_reduce(done, dist.ReduceOp.MAX)
+            if done:
+                break
+            time.sleep(0.05)
+        counts = forward_backward.step_counts(chunks)
+    forward_backward.close(chunks)
+    return {"done": bool(done), "counts": counts}
+
+
+def refused() -> list[str]:
+    """Messages of steps that cannot run. Every call ends on all ranks."""
+    from pipeloom.errors import ExecutionError, InputError
+    from pipeloom.integrations.megatron.core import forward_backward
+    from pipeloom.integrations.steps.planning import Planning
+
+    here, reported = dist.get_rank(), []
+
+    def report(chunks: list[Any], call: dict[str, Any], **options: Any) -> None:
+        options.setdefault("planner", Planning(budget_s=0.0))
+        try:
+            forward_backward.planned_forward_backward(**call, options=forward_backward.StepOptions(**options))
+        except (InputError, ExecutionError) as problem:
+            reported.append(str(problem))
+        else:
+            reported.append("nothing")
+
+    case = Case()
+    set_up(case)
+    chunks = chunks_of(case)
+    items = batches(case, 0, [case.tokens] * 4)
+    call = arguments(case, items, chunks)
+    report(chunks, call, stages=[0])
+    report(chunks, call, stages=[2 * here])
+    report(chunks, call, stages=[0, 1])
+    report(chunks, call | {"data_iterator": list(items) if here else iter(items)})
+    report(chunks, call | {"data_iterator": items[0] if here else iter(items)})
+    config = chunks[0].config
+    config.defer_embedding_wgrad_compute = True
+    report(chunks, call)
+    config.defer_embedding_wgrad_compute = False
+    config.recompute_granularity = "full"
+    report(chunks, call, planner=Planning(backward="either"))
+    config.recompute_granularity = None
+    report(chunks, arguments(case, items, chunks) | {"num_microbatches": 4 if here else 3})
+    report(chunks, arguments(case, items[:3] if here else items, chunks) | {"num_microbatches": 4})
+    report(chunks, arguments(case, items if here else items[:3], chunks) | {"num_microbatches": 4})
+    report(chunks, arguments(case, items, chunks) | {"forward_only": here == 1})
+    report(chunks, arguments(case, items, chunks) | {"num_microbatches": 0})
+    report(chunks, arguments(case, items, chunks))
+    forward_backward.close(chunks)
+    return reported
+
+
+def run_all(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    """Call several of this module's functions: importing Megatron Core takes longer than a case."""
+    return [globals()[name](*given) for name, given in calls]

@@ -2,21 +2,39 @@
 
 `read_megatron` reads an argument list, a shell script, Megatron-LM's YAML or a saved recipe of Megatron Bridge;
 `best_layout` searches layout, virtual stages, group size and recomputation for Megatron's schedule.
-`MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed.
+`MegatronAnswer.arguments` is the text to paste. Neither PyTorch nor Megatron is needed for these.
+
+`planned_forward_backward` runs the steps of Megatron Core's own training loop by plans, and needs both. Importing
+`pipeloom.integrations.megatron.auto` puts it in place of Megatron's schedules.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from pipeloom.integrations.megatron.run import MegatronRun, read_megatron
 from pipeloom.integrations.megatron.search import MegatronAnswer, best_layout
 from pipeloom.integrations.megatron.setup import PipelineSettings, Recompute
 from pipeloom.integrations.megatron.timing import Timed, Timing
+from pipeloom.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeloom.integrations.megatron.core.forward_backward import configure, planned_forward_backward, step_counts
+    from pipeloom.integrations.megatron.core.session import StepOptions
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "MegatronAnswer",
     "MegatronRun",
     "PipelineSettings",
     "Recompute",
+    "StepOptions",
     "Timed",
     "Timing",
     "best_layout",
+    "configure",
+    "planned_forward_backward",
     "read_megatron",
+    "step_counts",
 ]

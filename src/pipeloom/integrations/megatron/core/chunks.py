@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
-from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes
+from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes, step_executor
 from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
 from pipeloom.plan import Verb
 from pipeloom.runtime.execute.iteration import Iteration
 from pipeloom.runtime.execute.unit import UnitState
+from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.runtime.model.model import Part
+from pipeloom.spec import Layout, TensorShape
 
 _REMEDY = "set config.variable_seq_lengths if shapes differ between microbatches"
 
@@ -188,3 +191,41 @@ class MegatronExecutor(StepExecutor):
     """Runs plans of model chunks on one rank; see `Executor`."""
 
     iteration_type: type[Iteration] = MegatronIteration
+
+
+class RankChunks:
+    """The model chunks of a rank, as stages.
+
+    Attributes
+    ----------
+    group : torch.distributed.ProcessGroup
+        Ranks of the pipeline.
+    stages : list of int
+        Numbers of the stages, by chunk.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], stages: Sequence[int], layout: Layout, group: Any) -> None:
+        self.group, self.stages = group, list(stages)
+        self.device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+        self._layout = layout
+        self._transport = TorchTransport(group)
+        if self.device.type == "cuda":
+            self._transport.connect(self.device)
+        last, several = len(layout.chunks) - 1, len(chunks) > 1
+        self._layers = {
+            stage: ChunkLayer(chunk, stage, i if several else None, stage == last)
+            for i, (chunk, stage) in enumerate(zip(chunks, stages, strict=True))
+        }
+
+    def executor(self, shapes: Sequence[TensorShape]) -> StepExecutor:
+        """Make the executor of a training step from the shapes of the stages' outputs by which plans are made."""
+        return step_executor(
+            self._layers,
+            self._layout,
+            dist.get_rank(self.group),
+            self._transport,
+            scaled_loss,
+            shapes,
+            device=self.device,
+            executor=MegatronExecutor,
+        )

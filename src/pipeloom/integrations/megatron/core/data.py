@@ -158,29 +158,38 @@ class MicrobatchIterator:
         return getattr(self._reader.iterator, name)
 
 
-def readers_of(iterators: Sequence[Any], known: dict[int, Reader]) -> list[Reader | None]:
-    """Return the reader of each iterator; chunks with the same iterator share one.
+class Readers:
+    """Readers of all data iterators of a rank, and the thread that reads ahead.
 
     Parameters
     ----------
-    known : dict
-        Readers by identity of their iterators, which are kept for later steps. Readers that no chunk uses now are
-        removed, unless they have read ahead.
+    device : torch.device
+        Device of this process, which the thread selects.
     """
-    now = set(map(id, iterators))
-    for key in [key for key, reader in known.items() if key not in now and reader.is_done]:
-        del known[key]
-    for iterator in iterators:
-        if iterator is not None and id(iterator) not in known:
-            known[id(iterator)] = Reader(iterator)
-    return [None if iterator is None else known[id(iterator)] for iterator in iterators]
 
+    def __init__(self, device: torch.device) -> None:
+        self._known: dict[int, Reader] = {}
+        """Readers by identity of their iterators."""
 
-def reading_thread(device: torch.device) -> ThreadPoolExecutor:
-    """Return a thread that reads ahead, with this process's GPU selected."""
+        def select() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
 
-    def select() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        self.thread = ThreadPoolExecutor(1, "pipeloom-read-ahead", select)
 
-    return ThreadPoolExecutor(1, "pipeloom-read-ahead", select)
+    def of(self, iterators: Sequence[Any]) -> list[Reader | None]:
+        """Return the reader of each iterator of a step, None for None. Chunks with the same iterator share one.
+
+        Readers of other iterators are dropped, unless they have read ahead.
+        """
+        known, now = self._known, set(map(id, iterators))
+        for key in [key for key, reader in known.items() if key not in now and reader.is_done]:
+            del known[key]
+        for iterator in iterators:
+            if iterator is not None and id(iterator) not in known:
+                known[id(iterator)] = Reader(iterator)
+        return [None if iterator is None else known[id(iterator)] for iterator in iterators]
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.thread.shutdown(wait=False, cancel_futures=True)

@@ -22,14 +22,8 @@ from pipeloom.integrations.megatron.core.call import (
     check_tied,
     iterators_fit,
 )
-from pipeloom.integrations.megatron.core.chunks import (
-    ChunkLayer,
-    MegatronExecutor,
-    MegatronMicrobatch,
-    MegatronStep,
-    scaled_loss,
-)
-from pipeloom.integrations.megatron.core.data import Reader, readers_of, reading_thread
+from pipeloom.integrations.megatron.core.chunks import MegatronMicrobatch, MegatronStep, RankChunks
+from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
 from pipeloom.integrations.pipelining.inputs import default_size
@@ -39,12 +33,9 @@ from pipeloom.integrations.steps.executors import StepExecutors
 from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, step_times
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes
-from pipeloom.integrations.steps.running import StepExecutor, step_executor
 from pipeloom.integrations.steps.shapes import Boundaries, Signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
-from pipeloom.runtime.launch.transport import TorchTransport
-from pipeloom.spec import TensorShape
 
 _WORDS = Words("a training step", "forwards only", "pass the same forward_only on all ranks")
 _UNKNOWN: Signature = ()
@@ -82,33 +73,19 @@ class PlannedSteps:
         self.options = options
         self._groups = call.pg_collection or default_groups()
         self._config = get_model_config(call.chunks[0])
-        self.place = find_place(self._report(call))
+        report = self._report(call)
+        self.place = find_place(report)
         layout = self.place.layout
-        self.device = next((p.device for chunk in call.chunks for p in chunk.parameters()), torch.device("cpu"))
-        self._pp = self._groups.pp
-        rank = dist.get_rank(self._pp)
-        self._stages = [i for i, chunk in enumerate(layout.chunks) if chunk.rank == rank]
-        if options.stages is not None:
-            self._stages = list(options.stages)
-        self._transport = TorchTransport(self._pp)
-        if self.device.type == "cuda":
-            self._transport.connect(self.device)
-        last = len(layout.chunks) - 1
-        several = len(call.chunks) > 1
-        self._layers = {
-            stage: ChunkLayer(chunk, stage, i if several else None, stage == last)
-            for i, (chunk, stage) in enumerate(zip(call.chunks, self._stages, strict=True))
-        }
+        self._here = RankChunks(call.chunks, report.stages, layout, self._groups.pp)
         self._control = ControlChannel(self.place.group, self.place.source, "cpu")
-        self._executors = StepExecutors(layout, self._make)
-        self._boundaries = Boundaries(last + 1, set(self._stages))
+        self._executors = StepExecutors(layout, self._here.executor)
+        self._boundaries = Boundaries(len(layout.chunks), set(report.stages))
         self._orders = KnownOrders()
-        self._readers: dict[int, Reader] = {}
-        self._thread = reading_thread(self.device)
+        self._readers = Readers(self._here.device)
         self._num_steps = 0
         self.planner: StepPlanner | None = None
         if self._control.broadcasts:
-            self.planner = StepPlanner(layout, options.planner or Planning(), backend_of(self.device.type))
+            self.planner = StepPlanner(layout, options.planner or Planning(), backend_of(self._here.device.type))
             weakref.finalize(self, self.planner.close)
 
     def _report(self, call: StepCall) -> RankReport:
@@ -134,7 +111,7 @@ class PlannedSteps:
         """Stop the planner's process and the reading thread."""
         if self.planner is not None:
             self.planner.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
 
     # ---------------------------------------------------------------- one step
 
@@ -143,16 +120,16 @@ class PlannedSteps:
         config, trains = self._config, not call.forward_only
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        readers = readers_of(call.iterators, self._readers)
+        readers = self._readers.of(call.iterators)
         message = self._agreed(call, readers)
         step = MegatronStep(
             call,
             config,
             self._groups.cp.size(),
             readers,
-            {stage: i for i, stage in enumerate(self._stages)},
+            {stage: i for i, stage in enumerate(self._here.stages)},
             GradientSync(call.chunks, config, self.place.one_order),
-            torch.zeros([], dtype=torch.int, device=self.device),
+            torch.zeros([], dtype=torch.int, device=self._here.device),
         )
         if trains:
             step.sync.off()
@@ -178,7 +155,7 @@ class PlannedSteps:
             ends = {0, len(self.place.layout.chunks) - 1}
             for reader in dict.fromkeys(reader for reader in readers if reader is not None):
                 reader.begin()
-            for stage, reader in zip(self._stages, readers, strict=True):
+            for stage, reader in zip(self._here.stages, readers, strict=True):
                 if reader is not None and (stage in ends or reader.was_read):
                     reader.fill(count)
         except InputError as error:
@@ -189,7 +166,7 @@ class PlannedSteps:
         planner, trains, count = self.planner, not call.forward_only, call.num_microbatches
         assert planner is not None
         check_reports(self._control, reports, trains, count, _WORDS)
-        reader = readers[self._stages.index(0)]
+        reader = readers[self._here.stages.index(0)]
         sizes = self._sizes([] if reader is None else reader.items(count), count)
         widths = None
         if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
@@ -197,7 +174,7 @@ class PlannedSteps:
             widths = tuple(planner.measurements.widths)
         order = planner.order(sizes, trains)
         if trains and reader is not None and self.options.read_ahead:
-            ahead = reader.read_ahead(count, count, self._thread)
+            ahead = reader.read_ahead(count, count, self._readers.thread)
             ahead.add_done_callback(lambda future: self._ask(future, count))
         measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
         known = call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0
@@ -239,23 +216,11 @@ class PlannedSteps:
         return self._boundaries.predict(signature)
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
-        times = step_times(self.place.layout, self._stages, known.order, result, microbatches)
+        times = step_times(self.place.layout, self._here.stages, known.order, result, microbatches)
         # The other pipelines of the group run the same stages.
         own = times if self.place.is_first else ([], {})
         into = None if self.planner is None else self.planner.measurements
         gather_times(own, into, self.place.group, self._control.place)
-
-    def _make(self, shapes: Sequence[TensorShape]) -> StepExecutor:
-        return step_executor(
-            self._layers,
-            self.place.layout,
-            dist.get_rank(self._pp),
-            self._transport,
-            scaled_loss,
-            shapes,
-            device=self.device,
-            executor=MegatronExecutor,
-        )
 
     # ---------------------------------------------------------------- before and after
 
@@ -279,7 +244,7 @@ class PlannedSteps:
             num_tokens = step.num_tokens
             # Megatron takes the number from the last rank.
             if self.place.layout.chunks[-1].rank != self.place.layout.num_ranks - 1:
-                dist.all_reduce(num_tokens, group=self._pp)
+                dist.all_reduce(num_tokens, group=self._here.group)
         config.finalize_model_grads_func(
             call.chunks, num_tokens, pg_collection=self._groups, force_all_reduce=call.force_all_reduce
         )
