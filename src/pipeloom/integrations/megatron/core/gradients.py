@@ -83,7 +83,7 @@ class GradientSync:
 
     def _launch(self, number: int) -> None:
         self.on()
-        chunk = self._chunks[number]
+        chunk: Any = self._chunks[number]
         if self._sync is not None:
             self._sync[number](chunk.parameters())
         elif hasattr(chunk, "start_grad_sync"):
