@@ -57,6 +57,49 @@ class Gated(nn.Module):
         return x * torch.sigmoid(self.a * self.b) + self.a.exp()
 
 
+class Product(torch.autograd.Function):
+    """A product, with an argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return factor * x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return None, ctx.factor * gradient @ weight.T, ctx.factor * x.T @ gradient
+
+
+class Mutating(torch.autograd.Function):
+    """Its backward changes what its forward saved, so that it runs only once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = torch.exp(x)
+        ctx.save_for_backward(result)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        return result.mul_(gradient)
+
+
+class TwiceAroundAnother(nn.Module):
+    """A weight that is used before and behind a function whose backward runs only once, by functions of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(8, 8) * 0.1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Product.apply(0.5, x, self.weight.sin())
+        x = torch.addmm(self.other.bias, Mutating.apply(x), self.weight)
+        return self.other(Product.apply(2.0, x, self.weight))
+
+
 def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | None], Tensor | None, Counter[str]]:
     leaf = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
@@ -83,6 +126,7 @@ def gradients(model: nn.Module, x: Tensor, split: bool) -> tuple[list[Tensor | N
         # A weight used twice costs one more product at each use.
         ([Attention, TwiceInARow], False),
         ([TwiceInARow, Gated, TwiceInARow], False),
+        ([TwiceAroundAnother, Attention, TwiceAroundAnother], False),
     ],
 )
 def test_both_halves_together_are_the_whole(layers: list[type[nn.Module]], repeats_nothing: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,32 +50,71 @@ class _Junction:
         """Store the gradients that flow into the node."""
         self.gradients = gradients
 
-    def cut(
-        self, towards_children: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, ...]:
-        """Stop gradients towards inputs, since they would reach a shared weight a second time."""
-        return tuple(
-            None if leaf else gradient for gradient, leaf in zip(towards_children, self.towards_leaf, strict=True)
-        )
-
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
         """Run the node and the nodes between it and its weights, only for the weights."""
         edges = [(i, g) for i, g in enumerate(self.gradients) if g is not None]
         if not edges:
             return (None,) * len(self.weights)
-        hook = self.node.register_hook(self.cut) if self.shared else None
-        try:
-            return torch.autograd.grad(
-                tuple(GradientEdge(self.node, i) for i, _ in edges),
-                self.weights,
-                tuple(g for _, g in edges),
-                # A node may be behind two junctions. The whole graph is freed afterwards.
-                retain_graph=True,
-                allow_unused=True,
-            )
-        finally:
-            if hook is not None:
-                hook.remove()
+        if self.shared:
+            return self._shared_gradients()
+        return torch.autograd.grad(
+            tuple(GradientEdge(self.node, i) for i, _ in edges),
+            self.weights,
+            tuple(g for _, g in edges),
+            # A node may be behind two junctions. The whole graph is freed afterwards.
+            retain_graph=True,
+            allow_unused=True,
+        )
+
+    def _shared_gradients(self) -> tuple[Tensor | None, ...]:
+        """Run the node by itself, and then the nodes between it and its weights.
+
+        The engine would go on towards the inputs, since a shared weight is behind them, too. It would run nodes of
+        the first half again, which need not allow it.
+        """
+        edges = [edge for edge in self._towards_children() if edge[1] is not None]
+        if not edges:
+            return (None,) * len(self.weights)
+        return torch.autograd.grad(
+            tuple(end for end, _ in edges),
+            self.weights,
+            tuple(gradient for _, gradient in edges if gradient is not None),
+            retain_graph=True,
+            allow_unused=True,
+        )
+
+    def _towards_children(self) -> list[tuple[GradientEdge, Tensor | None]]:
+        """Return the node's children that lead to no input, and the gradients that flow to them."""
+        children = zip(self.node.next_functions, self.towards_leaf, strict=True)
+        if isinstance(self.node, torch.autograd.function.BackwardCFunction):
+            # It returns a gradient for every argument of the forward, of which some are no tensors.
+            found: Any = self.node.apply(*self.gradients)
+            found = found if isinstance(found, tuple) else (found,)
+            needed: Any = self.node.needs_input_grad  # type: ignore[attr-defined]
+            flowing = iter([gradient for gradient, needs in zip(found, needed, strict=True) if needs])
+            pairs = [(edge, leads, next(flowing)) for edge, leads in children if edge[0] is not None]
+        else:
+            found = self.node(*self.gradients)
+            found = found if isinstance(found, tuple) else (found,)
+            pairs = [
+                (edge, leads, gradient)
+                for (edge, leads), gradient in zip(children, found, strict=True)
+                if edge[0] is not None
+            ]
+        return [
+            (GradientEdge(child, number), gradient if gradient is None else _as_taken(child, number, gradient))
+            for (child, number), leads, gradient in pairs
+            if not leads
+        ]
+
+
+def _as_taken(child: Node, number: int, gradient: Tensor) -> Tensor:
+    """Return a gradient with the shape and type that a node takes, as the engine passes it."""
+    taken: Any = child._input_metadata[number]
+    if gradient.shape != taken.shape:
+        # An operand that was broadcast.
+        gradient = gradient.sum_to_size(taken.shape)
+    return gradient.to(taken.dtype)
 
 
 @dataclass(slots=True)

@@ -109,10 +109,12 @@ _ORDER_BOUND = {
 """Settings whose buffers pair forwards and backwards by their order, and what to do about each."""
 
 
-def check_split(config: Any, backward: str) -> None:
+def check_split(config: Any, recompute: Any, backward: str) -> None:
     """Raise `InputError` if backwards are to be split, but the layers compute both gradients in one kernel."""
     if backward == "whole":
         return
+    if recompute is not None:
+        raise InputError("planner.backward", f"is {backward!r}, and recompute is given", "give either")
     for name in ("gradient_accumulation_fusion", "recompute_granularity", "cpu_offloading"):
         if getattr(config, name, None):
             raise InputError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.data import MicrobatchIterator, Reader
 from pipeloom.integrations.megatron.core.gradients import GradientSync, run_hooks
+from pipeloom.integrations.megatron.core.recomputing import Recompute, Recomputing, layers_to_recompute
 from pipeloom.integrations.steps.running import StepExecutor, StepIteration, note_shapes, step_executor
 from pipeloom.integrations.steps.shapes import Metas, bundle, unbundle
 from pipeloom.plan import Verb
@@ -40,6 +41,8 @@ class MegatronStep:
         What the loss function returned for logging, by microbatch.
     num_tokens : torch.Tensor
         Number of tokens so far, an integer.
+    recompute : callable or None
+        Option of `StepOptions`.
     """
 
     call: StepCall
@@ -49,6 +52,7 @@ class MegatronStep:
     numbers: dict[int, int]
     sync: GradientSync
     num_tokens: Tensor
+    recompute: Recompute | None = None
     stored: list[list[Any]] = field(init=False)
     started: set[int] = field(default_factory=set)
     """Stages that have run a forward."""
@@ -84,11 +88,14 @@ class MegatronMicrobatch:
 
     Attributes
     ----------
+    size : int
+        Its size, by which costs grow.
     metas : list
         Shapes and types by boundary; None if they are unknown yet. The boundary before a stage has the stage's number.
     """
 
     number: int
+    size: int
     step: MegatronStep
     metas: list[Metas | None]
 
@@ -103,6 +110,7 @@ class ChunkLayer(nn.Module):
         super().__init__()
         self.stage, self.vp_stage, self.is_last = stage, vp_stage, is_last
         self._chunk = (chunk,)
+        self._recomputing = Recomputing(chunk)
 
     def __call__(self, *given: Tensor, microbatch: MegatronMicrobatch) -> Any:
         """Run Megatron Core's forward step on one microbatch."""
@@ -114,22 +122,23 @@ class ChunkLayer(nn.Module):
             assert metas is not None
             (tensor,) = unbundle(given[0], metas)
         reader = step.readers[step.numbers[self.stage]]
-        output, num_tokens = schedules.forward_step(
-            call.forward_step_func,
-            None if reader is None else MicrobatchIterator(reader, number),
-            self._chunk[0],
-            call.num_microbatches,
-            tensor,
-            step.stored[number],
-            step.config,
-            cp_group_size=step.cp_size,
-            collect_non_loss_data=call.collect_non_loss_data,
-            checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
-            is_first_microbatch=step.is_first(self.stage),
-            current_microbatch=number,
-            vp_stage=self.vp_stage,
-            is_last_stage=self.is_last,
-        )
+        with self._recomputing.layers(layers_to_recompute(step.recompute, self.stage, microbatch.size)):
+            output, num_tokens = schedules.forward_step(
+                call.forward_step_func,
+                None if reader is None else MicrobatchIterator(reader, number),
+                self._chunk[0],
+                call.num_microbatches,
+                tensor,
+                step.stored[number],
+                step.config,
+                cp_group_size=step.cp_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                checkpoint_activations_microbatch=step.checkpoints_all(self.stage),
+                is_first_microbatch=step.is_first(self.stage),
+                current_microbatch=number,
+                vp_stage=self.vp_stage,
+                is_last_stage=self.is_last,
+            )
         step.num_tokens += num_tokens.to(step.num_tokens.device)
         if self.is_last:
             return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.places import default_groups
+from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.megatron.core.session import PlannedSteps, StepOptions
 from pipeloom.integrations.steps.planning import Planning
 
@@ -134,8 +134,9 @@ def configure(
     planner: Planning | None = None,
     sizes: Callable[[Any], int] | None = None,
     stages: Sequence[int] | None = None,
+    recompute: Recompute | None = None,
     read_ahead: bool = True,
 ) -> None:
     """Set the options of all models whose first step is still to come. For the parameters, see `StepOptions`."""
     global _configured
-    _configured = dataclasses.replace(StepOptions(), planner=planner, sizes=sizes, stages=stages, read_ahead=read_ahead)
+    _configured = StepOptions(planner=planner, sizes=sizes, stages=stages, recompute=recompute, read_ahead=read_ahead)

@@ -26,6 +26,7 @@ from pipeloom.integrations.megatron.core.chunks import MegatronMicrobatch, Megat
 from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
+from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.pipelining.inputs import default_size
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
@@ -54,6 +55,10 @@ class StepOptions:
     stages: Sequence[int] | None = None
     """Numbers of the stages that this rank's model chunks are, in their order. None: as Megatron places them, chunk i
     of pipeline rank r of p is stage i·p + r."""
+    recompute: Recompute | None = None
+    """Returns how many layers of each transformer block Megatron recomputes for a microbatch, from the number of its
+    stage and the size of the microbatch; for None, what the configuration says. With it, only long microbatches need
+    pay for recomputation. None: the configuration holds for all."""
     read_ahead: bool = True
     """Whether the next step's microbatches are read while a step runs, so that the planner has this time."""
 
@@ -97,7 +102,7 @@ class PlannedSteps:
         try:
             check_interface()
             check_supported(self._config, call.pg_collection)
-            check_split(self._config, (self.options.planner or Planning()).backward)
+            check_split(self._config, self.options.recompute, (self.options.planner or Planning()).backward)
             check_tied(call.chunks, stages != usual)
             iterators_fit(call.iterators, call.chunks)
             if len(stages) != len(call.chunks):
@@ -130,6 +135,7 @@ class PlannedSteps:
             {stage: i for i, stage in enumerate(self._here.stages)},
             GradientSync(call.chunks, config, self.place.one_order),
             torch.zeros([], dtype=torch.int, device=self._here.device),
+            self.options.recompute if trains else None,
         )
         if trains:
             step.sync.off()
@@ -193,13 +199,12 @@ class PlannedSteps:
             self.planner.ask(self._sizes(ahead.result(), count))
 
     def _execute(self, step: MegatronStep, message: StepMessage) -> None:
-        trains, count = not step.call.forward_only, step.call.num_microbatches
-        executor = self._executors.get(trains, message.widths)
+        executor = self._executors.get(not step.call.forward_only, message.widths)
         with collector_paused():
             known = self._orders.receive(message)
             microbatches = [
-                MegatronMicrobatch(number, step, self._predicted(signature))
-                for number, signature in zip(range(count), known.signatures, strict=True)
+                MegatronMicrobatch(number, size, step, self._predicted(signature))
+                for number, (size, signature) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             result = executor.run_linked(linked, microbatches, normalizer=1.0)
