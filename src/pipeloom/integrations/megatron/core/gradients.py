@@ -14,8 +14,9 @@ class GradientSync:
     """Switches the reduction of gradients off, except in the last backward of each chunk, as Megatron does.
 
     Megatron launches reductions from hooks of the last backward. All data-parallel ranks must launch them in one
-    order. If replicas run different plans, and a rank has several chunks, reductions are therefore launched after the
-    chunks' last backwards, from the last chunk to the first.
+    order. If replicas run different plans, their chunks may end in different orders, and a split backward runs hooks in
+    another order than a whole one. Reductions are then launched after the chunks' last backwards, from the last chunk
+    to the first.
 
     Parameters
     ----------
@@ -24,7 +25,7 @@ class GradientSync:
     config
         Megatron's configuration, with ``no_sync_func`` and ``grad_sync_func``.
     same_order : bool
-        Whether all data-parallel ranks run the chunks' last backwards in one order.
+        Whether the hooks of all data-parallel ranks run in one order.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: Any, same_order: bool) -> None:
@@ -38,7 +39,7 @@ class GradientSync:
         if sync is not None:
             self._sync = list(sync) if isinstance(sync, (list, tuple)) else [sync] * len(chunks)
         can_launch = all(hasattr(chunk, "start_grad_sync") for chunk in chunks)
-        self._by_hooks = self._sync is None and (same_order or functions is None or len(chunks) == 1 or not can_launch)
+        self._by_hooks = self._sync is None and (same_order or functions is None or not can_launch)
         self._stack: ExitStack | None = None
         self._ended: set[int] = set()
         self._next = len(chunks) - 1

@@ -133,7 +133,7 @@ class PlannedSteps:
             self._groups.cp.size(),
             readers,
             {stage: i for i, stage in enumerate(self._here.stages)},
-            GradientSync(call.chunks, config, self.place.one_order),
+            GradientSync(call.chunks, config, self._hooks_agree(call)),
             torch.zeros([], dtype=torch.int, device=self._here.device),
             self.options.recompute if trains else None,
         )
@@ -148,6 +148,11 @@ class PlannedSteps:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return step.results()
+
+    def _hooks_agree(self, call: StepCall) -> bool:
+        """Return whether all data-parallel ranks run the hooks of their last backwards in one order."""
+        whole = (self.options.planner or Planning()).backward == "whole"
+        return self.place.one_order or (whole and len(call.chunks) == 1)
 
     def _agreed(self, call: StepCall, readers: Sequence[Reader | None]) -> StepMessage:
         """Return what all ranks run, after each has read its microbatches."""
