@@ -8,7 +8,7 @@ products of the first half are not repeated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,40 +72,27 @@ class _Junction:
         The engine would go on towards the inputs, since a shared weight is behind them, too. It would run nodes of
         the first half again, which need not allow it.
         """
-        edges = [edge for edge in self._towards_children() if edge[1] is not None]
-        if not edges:
+        ends, gradients = [], []
+        for child, number, gradient in self._towards_weights():
+            ends.append(GradientEdge(child, number))
+            gradients.append(_as_taken(child, number, gradient))
+        if not ends:
             return (None,) * len(self.weights)
-        return torch.autograd.grad(
-            tuple(end for end, _ in edges),
-            self.weights,
-            tuple(gradient for _, gradient in edges if gradient is not None),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        return torch.autograd.grad(ends, self.weights, gradients, retain_graph=True, allow_unused=True)
 
-    def _towards_children(self) -> list[tuple[GradientEdge, Tensor | None]]:
-        """Return the node's children that lead to no input, and the gradients that flow to them."""
-        children = zip(self.node.next_functions, self.towards_leaf, strict=True)
-        if isinstance(self.node, torch.autograd.function.BackwardCFunction):
+    def _towards_weights(self) -> Iterator[tuple[Node, int, Tensor]]:
+        """Run the node, and yield its children that lead to no input, the index there, and the gradient."""
+        node: Any = self.node
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        found = node.apply(*self.gradients) if is_python else node(*self.gradients)
+        gradients = found if isinstance(found, tuple) else (found,)
+        if is_python:
             # It returns a gradient for every argument of the forward, of which some are no tensors.
-            found: Any = self.node.apply(*self.gradients)
-            found = found if isinstance(found, tuple) else (found,)
-            needed: Any = self.node.needs_input_grad  # type: ignore[attr-defined]
-            flowing = iter([gradient for gradient, needs in zip(found, needed, strict=True) if needs])
-            pairs = [(edge, leads, next(flowing)) for edge, leads in children if edge[0] is not None]
-        else:
-            found = self.node(*self.gradients)
-            found = found if isinstance(found, tuple) else (found,)
-            pairs = [
-                (edge, leads, gradient)
-                for (edge, leads), gradient in zip(children, found, strict=True)
-                if edge[0] is not None
-            ]
-        return [
-            (GradientEdge(child, number), gradient if gradient is None else _as_taken(child, number, gradient))
-            for (child, number), leads, gradient in pairs
-            if not leads
-        ]
+            needed = iter([gradient for gradient, needs in zip(gradients, node.needs_input_grad, strict=True) if needs])
+            gradients = tuple(None if child is None else next(needed) for child, _ in node.next_functions)
+        for (child, number), leads, gradient in zip(node.next_functions, self.towards_leaf, gradients, strict=True):
+            if child is not None and not leads and gradient is not None:
+                yield child, number, gradient
 
 
 def _as_taken(child: Node, number: int, gradient: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class MegatronIteration(StepIteration):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.step: MegatronStep = self.samples[0].step
+        self.megatron: MegatronStep = self.samples[0].step
         self.last: dict[int, UnitState] = {}
         """Unit of each stage's last backward."""
         for action, argument in zip(self.linked.actions, self.linked.arguments, strict=True):
@@ -171,7 +171,7 @@ class MegatronIteration(StepIteration):
         self._timed(unit, super().backward)
 
     def backward_input(self, unit: UnitState) -> None:
-        timers = self.step.config.timers
+        timers = self.megatron.config.timers
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         super().backward_input(unit)
@@ -183,10 +183,10 @@ class MegatronIteration(StepIteration):
 
     def _weights(self, unit: UnitState) -> None:
         super().backward_weight(unit)
-        run_hooks(self.step.call.chunks[self.step.numbers[unit.chunk]])
+        run_hooks(self.megatron.call.chunks[self.megatron.numbers[unit.chunk]])
 
     def _timed(self, unit: UnitState, run: Any) -> None:
-        step, timers = self.step, self.step.config.timers
+        step, timers = self.megatron, self.megatron.config.timers
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         with step.sync.backward(step.numbers[unit.chunk], self.last[unit.chunk] is unit):

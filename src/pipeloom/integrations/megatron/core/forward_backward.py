@@ -102,9 +102,11 @@ def steps_of(call: StepCall, options: StepOptions | None = None) -> PlannedSteps
     """Return the planned steps of a model. They are made with its first step."""
     first = call.chunks[0]
     holder = first.__dict__.get(_ATTRIBUTE)
-    if holder is None or holder.steps is None:
-        holder = first.__dict__[_ATTRIBUTE] = _Holder(PlannedSteps(call, options or _configured))
-    return holder.steps  # type: ignore[no-any-return]
+    steps: PlannedSteps | None = None if holder is None else holder.steps
+    if steps is None:
+        steps = PlannedSteps(call, options or _configured)
+        first.__dict__[_ATTRIBUTE] = _Holder(steps)
+    return steps
 
 
 def close(model: nn.Module | Sequence[nn.Module]) -> None:

@@ -164,8 +164,8 @@ class PlannedSteps:
                 raise InputError("num_microbatches", f"is {count}", "give at least 1")
             iterators_fit(call.iterators, call.chunks)
             ends = {0, len(self.place.layout.chunks) - 1}
-            for reader in dict.fromkeys(reader for reader in readers if reader is not None):
-                reader.begin()
+            for each in dict.fromkeys(reader for reader in readers if reader is not None):
+                each.begin()
             for stage, reader in zip(self._here.stages, readers, strict=True):
                 if reader is not None and (stage in ends or reader.was_read):
                     reader.fill(count)
