@@ -17,7 +17,7 @@ endif
 # Tests start many processes that import the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo setup test test-all test-torchtitan test-lowest soak lint docs bench gpu dev clean
+.PHONY: demo setup test test-all test-torchtitan test-megatron test-lowest soak lint docs bench gpu dev clean
 
 demo: setup
 	$(BIN)/pipeloom train examples/digits_vlm/train.toml
@@ -43,6 +43,18 @@ test-torchtitan:
 .PHONY: torchtitan-tests
 torchtitan-tests: $(VENV)/.torchtitan-installed
 	$(BIN)/python -m pytest tests/integrations/test_torchtitan.py
+
+# With the Megatron Core that is installed, and with a newer one that is unpacked: it asks for a newer Python
+NEWER_MEGATRON := .megatron-0.19.2
+test-megatron: dev $(NEWER_MEGATRON)/megatron
+	$(BIN)/python -m pytest tests/integrations/megatron/test_training.py
+	PYTHONPATH=$(NEWER_MEGATRON) $(BIN)/python -m pytest tests/integrations/megatron/test_training.py
+
+$(NEWER_MEGATRON)/megatron: | $(VENV)/.dev-installed
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+	  --dest $(NEWER_MEGATRON) megatron-core==0.19.2
+	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWER_MEGATRON) triton einops
+	$(BIN)/python -m zipfile -e $(NEWER_MEGATRON)/megatron_core-*.whl $(NEWER_MEGATRON)
 
 # With the lowest version of torch that pyproject.toml claims
 test-lowest:

@@ -12,17 +12,18 @@ from pipeloom.errors import InputError
 
 Recompute = Callable[[int, int], int | None]
 """Returns the number of recomputed layers from the number of a stage and the size of a microbatch."""
+_SETTINGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 class Recomputing:
-    """The transformer blocks of a model chunk, whose configurations say what they recompute.
+    """The configurations of a model chunk's transformer blocks, which say what they recompute.
 
     Megatron reads these settings in every forward. The backward needs them no more.
     """
 
     def __init__(self, chunk: nn.Module) -> None:
-        blocks: list[Any] = [each for each in chunk.modules() if hasattr(each, "_checkpointed_forward")]
-        self._configs = list({id(block.config): block.config for block in blocks}.values())
+        configs = (getattr(each, "config", None) for each in chunk.modules())
+        self._configs: list[Any] = list({id(each): each for each in configs if hasattr(each, _SETTINGS[0])}.values())
 
     @contextmanager
     def layers(self, count: int | None) -> Iterator[None]:
@@ -43,9 +44,6 @@ class Recomputing:
             for config, settings in kept:
                 for name, value in settings.items():
                     setattr(config, name, value)
-
-
-_SETTINGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def layers_to_recompute(function: Recompute | None, stage: int, size: int) -> int | None:
