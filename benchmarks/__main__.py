@@ -24,6 +24,7 @@ RESULTS = (
     "arrange",
     "executor",
     "pipelining",
+    "megatron_steps",
     "emulated",
     "beside",
     "startup",
