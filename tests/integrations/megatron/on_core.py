@@ -346,7 +346,9 @@ def random_orders(seed: int) -> Callable[..., Any]:
     return lambda graph: random_schedule(rng, graph)
 
 
-def against_megatron(case: Case, plans: int, backward: str = "whole", lengths: Sequence[int] = ()) -> dict[str, float]:
+def against_megatron(
+    case: Case, plans: int, backward: str = "whole", lengths: Sequence[int] = (), predict_shapes: bool = True
+) -> dict[str, float]:
     """Steps of random plans beside Megatron's schedule, with other microbatches in every step and replica."""
     from megatron.core import parallel_state
 
@@ -358,7 +360,8 @@ def against_megatron(case: Case, plans: int, backward: str = "whole", lengths: S
     rng, replica = random.Random(1), parallel_state.get_data_parallel_rank()
     own = random.Random(replica)
     worst = worst_loss = 0.0
-    with planned(planner=Planning(order=random_orders(replica), backward=backward)):
+    planning = Planning(order=random_orders(replica), backward=backward)
+    with planned(planner=planning, predict_shapes=predict_shapes):
         for seed in range(plans):
             count = case.pp * rng.randint(1, 3)
             sizes = [own.choice(lengths) if lengths else case.tokens for _ in range(count)]

@@ -79,6 +79,7 @@ def test_gradients_of_many_random_plans() -> None:
         [
             ("against_megatron", (Case(), 100, "either")),
             ("against_megatron", (Case(vpp=2, config=VARIABLE), 100, "either", LENGTHS)),
+            ("against_megatron", (Case(vpp=2, config=VARIABLE), 20, "either", LENGTHS, False)),
             ("against_megatron", (Case(vpp=3, layers=6, config=EXPERTS), 100, "either")),
             ("against_megatron", (predictors, 20, "either")),
             ("against_megatron", (Case(vpp=2, layers=8, config=partial), 10)),

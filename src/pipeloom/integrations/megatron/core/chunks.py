@@ -24,7 +24,7 @@ from pipeloom.runtime.launch.transport import TorchTransport
 from pipeloom.runtime.model.model import Part
 from pipeloom.spec import Layout, TensorShape
 
-_REMEDY = "set config.variable_seq_lengths if shapes differ between microbatches"
+_REMEDY = "set config.variable_seq_lengths if shapes differ, and predict_shapes=False if they depend on values"
 
 
 @dataclass(eq=False)

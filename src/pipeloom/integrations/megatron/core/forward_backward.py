@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch import nn
 
 from pipeloom.integrations.megatron.core.call import StepCall
 from pipeloom.integrations.megatron.core.places import default_groups
-from pipeloom.integrations.megatron.core.recomputing import Recompute
 from pipeloom.integrations.megatron.core.session import PlannedSteps, StepOptions
-from pipeloom.integrations.steps.planning import Planning
 
 _ATTRIBUTE = "_pipeloom_steps"
 
@@ -131,14 +130,15 @@ def step_counts(model: nn.Module | Sequence[nn.Module]) -> dict[str, int]:
 _configured = StepOptions()
 
 
-def configure(
-    *,
-    planner: Planning | None = None,
-    sizes: Callable[[Any], int] | None = None,
-    stages: Sequence[int] | None = None,
-    recompute: Recompute | None = None,
-    read_ahead: bool = True,
-) -> None:
-    """Set the options of all models whose first step is still to come. For the parameters, see `StepOptions`."""
+def configure(options: StepOptions | None = None, **changes: Any) -> None:
+    """Set the options of all models whose first step is still to come.
+
+    Parameters
+    ----------
+    options : StepOptions or None
+        The options; None for the defaults.
+    changes
+        Fields of `StepOptions` that differ.
+    """
     global _configured
-    _configured = StepOptions(planner=planner, sizes=sizes, stages=stages, recompute=recompute, read_ahead=read_ahead)
+    _configured = dataclasses.replace(options or StepOptions(), **changes)

@@ -27,7 +27,7 @@ from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
 from pipeloom.integrations.megatron.core.recomputing import Recompute
-from pipeloom.integrations.pipelining.inputs import default_size
+from pipeloom.integrations.pipelining.inputs import default_size, signature
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.steps.executors import StepExecutors
@@ -59,6 +59,10 @@ class StepOptions:
     """Returns how many layers of each transformer block Megatron recomputes for a microbatch, from the number of its
     stage and the size of the microbatch; for None, what the configuration says. With it, only long microbatches need
     pay for recomputation. None: the configuration holds for all."""
+    predict_shapes: bool = True
+    """With Megatron's ``variable_seq_lengths``: whether the shapes of messages are predicted from the extents of the
+    tensors in an item, once they are seen to follow from these. False: they are sent ahead of every message. Set it if
+    shapes depend on values, for example where a batch is cut to its longest sample."""
     read_ahead: bool = True
     """Whether the next step's microbatches are read while a step runs, so that the planner has this time."""
 
@@ -178,7 +182,8 @@ class PlannedSteps:
         assert planner is not None
         check_reports(self._control, reports, trains, count, _WORDS)
         reader = readers[self._here.stages.index(0)]
-        sizes = self._sizes([] if reader is None else reader.items(count), count)
+        items = [] if reader is None else reader.items(count)
+        sizes = self._sizes(items, count)
         widths = None
         if trains and self._num_steps == MEASURED_STEPS.stop and not planner.is_measured:
             planner.take_measured()
@@ -188,9 +193,18 @@ class PlannedSteps:
             ahead = reader.read_ahead(count, count, self._readers.thread)
             ahead.add_done_callback(lambda future: self._ask(future, count))
         measures = trains and self._num_steps in MEASURED_STEPS and not planner.is_measured
-        known = call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0
-        signature = _UNKNOWN if self._config.variable_seq_lengths else known
-        return self._orders.message(order, (signature,) * count, measures, widths)
+        return self._orders.message(order, self._signatures(call, items), measures, widths)
+
+    def _signatures(self, call: StepCall, items: Sequence[Any]) -> tuple[Signature, ...]:
+        """Return what the shapes of each microbatch's tensors follow from."""
+        count = call.num_microbatches
+        if not self._config.variable_seq_lengths:
+            return ((call.seq_length, call.micro_batch_size, call.decoder_seq_length or 0),) * count
+        # With experts, replicas run one plan on items of their own.
+        several = getattr(self._config, "num_moe_experts", None) and self._groups.dp_cp.size() > self._groups.cp.size()
+        if several or not self.options.predict_shapes or len(items) < count:
+            return (_UNKNOWN,) * count
+        return tuple(signature((item,), {}) for item in items)
 
     def _sizes(self, items: Sequence[Any], count: int) -> Sizes:
         if len(items) < count:
@@ -208,22 +222,22 @@ class PlannedSteps:
         with collector_paused():
             known = self._orders.receive(message)
             microbatches = [
-                MegatronMicrobatch(number, size, step, self._predicted(signature))
-                for number, (size, signature) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
+                MegatronMicrobatch(number, size, step, self._predicted(seen))
+                for number, (size, seen) in enumerate(zip(known.order.sizes, known.signatures, strict=True))
             ]
             linked = executor.with_shapes(executor.prepare(known.order.plan, known.packing), microbatches)
             result = executor.run_linked(linked, microbatches, normalizer=1.0)
             del linked
-        for signature, microbatch in zip(known.signatures, microbatches, strict=True):
-            if signature != _UNKNOWN:
-                self._boundaries.learn(signature, microbatch.metas)
+        for seen, microbatch in zip(known.signatures, microbatches, strict=True):
+            if seen != _UNKNOWN:
+                self._boundaries.learn(seen, microbatch.metas)
         if message.measures:
             self._gather_times(known, result, microbatches)
 
-    def _predicted(self, signature: Signature) -> list[Any]:
-        if signature == _UNKNOWN:
+    def _predicted(self, seen: Signature) -> list[Any]:
+        if seen == _UNKNOWN:
             return [None] * (len(self.place.layout.chunks) + 1)
-        return self._boundaries.predict(signature)
+        return self._boundaries.predict(seen)
 
     def _gather_times(self, known: KnownOrder, result: StepResult, microbatches: Sequence[MegatronMicrobatch]) -> None:
         times = step_times(self.place.layout, self._here.stages, known.order, result, microbatches)
