@@ -128,8 +128,7 @@ def _set_up(virtual: int, unit_s: float) -> list[nn.Module]:
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None
+    vars(torch.cuda).update(current_device=lambda: torch.device("cpu"), synchronize=lambda *_: None)
     size, rank = dist.get_world_size(), dist.get_rank()
     several = virtual > 1
     if parallel_state.model_parallel_is_initialized():
