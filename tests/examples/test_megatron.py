@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -19,3 +23,25 @@ def test_the_script_ends_in_megatrons_own_words(capsys: pytest.CaptureFixture[st
     assert "now  20." in out
     assert "--recompute-granularity --recompute-method" in out
     assert "PP rank 0" in out
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron Core is not installed")
+def test_training_has_the_losses_of_megatrons_schedule() -> None:
+    losses = []
+    for more in ([], ["--theirs"]):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*torchrun, "megatron/train_text.py", "--steps", "3", *more],
+            cwd=EXAMPLES,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append(re.findall(r"loss ([\d.]+)", done.stdout))
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]

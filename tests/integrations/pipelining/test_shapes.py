@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.integrations.pipelining.inputs import StepInputs, default_size, signature
+from pipeloom.integrations.pipelining.inputs import StepInputs
 from pipeloom.integrations.pipelining.running import StepLoss
 from pipeloom.integrations.steps.planning import single_packing
 from pipeloom.integrations.steps.shapes import (
@@ -19,6 +19,7 @@ from pipeloom.integrations.steps.shapes import (
     read_header,
     unbundle,
 )
+from pipeloom.integrations.steps.sizes import default_size, signature
 
 F32 = torch.float32
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeloom.collector import collector_paused
 from pipeloom.errors import InputError
-from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, default_size, merged, signature
+from pipeloom.integrations.pipelining.inputs import Splitting, StepInputs, merged
 from pipeloom.integrations.pipelining.running import StageLayer, StageMicrobatch, StepLoss
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport, source_of
@@ -27,6 +27,7 @@ from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, UpcomingSizes, check_whole, checked_sizes
 from pipeloom.integrations.steps.running import MODULE, StepExecutor, step_executor
 from pipeloom.integrations.steps.shapes import Boundaries
+from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
 from pipeloom.runtime.launch.transport import TorchTransport

@@ -27,7 +27,6 @@ from pipeloom.integrations.megatron.core.data import Reader, Readers
 from pipeloom.integrations.megatron.core.gradients import GradientSync
 from pipeloom.integrations.megatron.core.places import RankReport, default_groups, find_place, groups_together
 from pipeloom.integrations.megatron.core.recomputing import Recompute
-from pipeloom.integrations.pipelining.inputs import default_size, signature
 from pipeloom.integrations.steps.agreement import Words, agree, check_reports
 from pipeloom.integrations.steps.control import ControlChannel, StepMessage, StepReport
 from pipeloom.integrations.steps.executors import StepExecutors
@@ -35,6 +34,7 @@ from pipeloom.integrations.steps.measuring import MEASURED_STEPS, gather_times, 
 from pipeloom.integrations.steps.orders import KnownOrder, KnownOrders
 from pipeloom.integrations.steps.planning import Planning, Sizes, StepPlanner, checked_sizes
 from pipeloom.integrations.steps.shapes import Boundaries, Signature
+from pipeloom.integrations.steps.sizes import default_size, signature
 from pipeloom.plan import backend_of
 from pipeloom.runtime.execute.result import StepResult
 
