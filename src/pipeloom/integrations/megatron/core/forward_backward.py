@@ -109,7 +109,7 @@ def steps_of(call: StepCall, options: StepOptions | None = None) -> PlannedSteps
 
 
 def close(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Stop the planner of a model. Its next step starts another one."""
+    """Stop the planner of a model, after its last step. Items that were read ahead are lost."""
     first = model if isinstance(model, nn.Module) else model[0]
     holder = first.__dict__.pop(_ATTRIBUTE, None)
     if holder is not None and holder.steps is not None:
