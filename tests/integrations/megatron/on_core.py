@@ -523,7 +523,7 @@ def resumed(case: Case, num_steps: int) -> dict[str, Any]:
 
 
 def searched(case: Case) -> dict[str, Any]:
-    """Train on sizes that never come again, until steps run plans that the planner's process made meanwhile."""
+    """Train on sizes that never come again, until steps run plans that the planner's process made; then end it."""
     import time
 
     from pipeloom.integrations.megatron.core import forward_backward
@@ -532,22 +532,25 @@ def searched(case: Case) -> dict[str, Any]:
     set_up(case)
     chunks = chunks_of(case)
     sources = [Data(case) for _ in chunks]
-    done = torch.zeros(1)
+    items = [{"tokens": torch.zeros(1, 1)}] * 4
+    call = arguments(case, items, chunks) | {"data_iterator": sources if len(chunks) > 1 else sources[0]}
+    done, num_steps = torch.zeros(1), 0
     with planned(planner=Planning(budget_s=0.02, deadline_s=30.0)):
-        for _ in range(2000):
-            items = [{"tokens": torch.zeros(1, 1)}] * 4
-            call = arguments(case, items, chunks) | {"data_iterator": sources if len(chunks) > 1 else sources[0]}
+        while not done and num_steps < 2000:
             forward_backward.planned_forward_backward(**call)
             taken(chunks)
+            num_steps += 1
             counts = forward_backward.step_counts(chunks)
             done = torch.tensor([float(counts.get("search", 0) >= 3)])
             dist.all_reduce(done, dist.ReduceOp.MAX)
-            if done:
-                break
             time.sleep(0.05)
-        counts = forward_backward.step_counts(chunks)
+    planner = chunks[0].__dict__[forward_backward._ATTRIBUTE].steps.planner
+    if planner is not None:
+        planner._requests._planner.process.kill()
+    losses = [each for _ in range(5) for each in forward_backward.planned_forward_backward(**call)]
+    counts = forward_backward.step_counts(chunks)
     forward_backward.close(chunks)
-    return {"done": bool(done), "counts": counts}
+    return {"done": bool(done), "counts": counts, "num_steps": num_steps + 5, "after": len(losses)}
 
 
 def refused() -> list[str]:

@@ -131,9 +131,12 @@ def test_a_run_that_is_stopped_and_resumed_has_megatrons_losses() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_plans_of_the_search_run_for_sizes_that_were_read_ahead() -> None:
+    """Until the planner's process is killed. No step is lost by that."""
     (first,), (second,) = run(2, [("searched", (Case(vpp=2, config=VARIABLE),))])
     assert first["counts"]["search"] >= 3
+    assert sum(first["counts"].values()) == first["num_steps"]
     assert second["done"]
+    assert second["after"] == 5 * 4
     assert not second["counts"]
 
 
