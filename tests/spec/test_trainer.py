@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.integrations.megatron import Timing, read_megatron
+from pipeloom.iteration import Draw, emulate
 from pipeloom.spec import Chunk, Workload
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
 from pipeloom.spec.parallelism import Degrees
@@ -33,6 +34,15 @@ def test_eager_operators_cost_time_and_memory() -> None:
         (found[name],) = costs.chunk_costs(chunk, work)
     assert found["fused"].forward_s < found["megatron"].forward_s < found["pipeloom"].forward_s
     assert found["fused"].activation_bytes == found["megatron"].activation_bytes < found["pipeloom"].activation_bytes
+
+
+@pytest.mark.parametrize("name", ["fused", "megatron", "pipeloom"])
+def test_a_plan_has_no_more_memory_than_the_trainer_leaves(name: str) -> None:
+    trainer, cluster = load_trainer(name), load_cluster("8xH100")
+    costs = EmulatedCosts("llama2-7b", cluster, Degrees(pipeline=2), ("keep",), split=False, trainer=trainer)
+    step = emulate("llama2-7b", cluster, Degrees(pipeline=2), batch=Draw(4), strategy="keep", trainer=trainer)
+    left = cluster.device.usable_bytes - trainer.library_bytes
+    assert costs.rank.memory_capacity_bytes == step.capacity_bytes == left
 
 
 @pytest.mark.parametrize("strategies", [("keep", "recompute")])

@@ -199,7 +199,7 @@ def fastest_step(
         If none fits. The message has the lowest peak and the limit.
     """
     packing = pack_microbatches(costs.model_spec, layout, microbatches)
-    usable = costs.cluster.device.usable_bytes
+    usable = costs.capacity_bytes
     graph = build_graph(layout, packing, costs, name=costs.architecture.name, capacity_bytes=usable)
     best: _Timed | None = None
     for number, strategy in enumerate(costs.strategies):
@@ -267,20 +267,20 @@ def _needed_bytes(graph: TaskGraph, in_flight: int) -> IntArray:
 
 def _step(costs: EmulatedCosts, layout: Layout, packing: Packing, best: _Timed) -> EmulatedStep:
     chunks: list[list[Chunk]] = [[c for c in layout.chunks if c.rank == rank] for rank in range(layout.num_ranks)]
-    degrees, device = costs.placement.degrees, costs.cluster.device
+    degrees = costs.placement.degrees
     return EmulatedStep(
         graph=best.graph,
         schedule=best.schedule,
         timeline=best.timeline,
         update_ns=np.array([to_ns(costs.update_s(each), "update_s") for each in chunks], np.int64),
         other_bytes=best.work_bytes,
-        capacity_bytes=device.usable_bytes,
+        capacity_bytes=costs.capacity_bytes,
         layout=layout,
         strategy=str(best.strategy),
         flops=model_flops(costs, layout, packing),
         num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
         num_devices=degrees.pipeline * degrees.tensor * degrees.context,
-        peak_flops_per_s=device.flops_per_s,
+        peak_flops_per_s=costs.cluster.device.flops_per_s,
     )
 
 
