@@ -20,6 +20,7 @@ from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.validation.reasons import NotExpressible
+from pipeloom.validation.recipes import named_dispatcher, recipe_of
 from pipeloom.validation.runs import PublishedRun
 
 DEVICES = {
@@ -141,7 +142,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
-    if "bf16 gradients reduced" in overlap:
+    if "bf16 gradients reduced" in overlap or recipe_of(published):
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
@@ -207,20 +208,32 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         trainer = msgspec.structs.replace(trainer, attention="unfused")
     elif published.attention == "flash":
         trainer = msgspec.structs.replace(trainer, attention="flash2")
-    if "cuda graph" in overlap.lower():
-        trainer = trainer.with_graphs()
+    recipe = recipe_of(published)
+    graphs = recipe.graphs if recipe else "iteration" if "cuda graph" in words else "none"
+    if graphs != "none":
+        # Dropless experts cannot be in a graph unless it is of the whole iteration.
+        trainer = trainer.with_graphs(
+            experts=graphs == "iteration" and (recipe is not None or not published.has_experts)
+        )
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
         reduction="grad reduce" in overlap or megascale,
         gather="param gather" in overlap or megascale,
         tensor=hides_tensor or megascale,
+        expert=recipe.overlaps if recipe else re.search("overlap of all-to-all|ep overlap", words) is not None,
+    )
+    trainer = msgspec.structs.replace(
+        trainer,
+        dispatcher=(recipe.dispatcher if recipe else named_dispatcher(published)) or trainer.dispatcher,
+        fused_experts=trainer.fused_experts or (recipe is not None and recipe.fused),
+        cross_entropy=1.0 if recipe else trainer.cross_entropy,
     )
     return msgspec.structs.replace(
         trainer.overlapping(hidden),
         gradient_buffers=engine,
         library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
         # SimuMax names its runs with Transformer Engine's fused cross entropy so.
-        loss_in_place=published.ref.endswith("_cef"),
+        loss_in_place=published.ref.endswith("_cef") or recipe is not None,
         output_twice="all-to-all" in published.assumed,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
@@ -344,6 +357,12 @@ def _experts(published: PublishedRun) -> list[str]:
         f"--moe-ffn-hidden-size={published.moe_ffn or _stated(published, 'ffn')}",
         "--moe-grouped-gemm",
     ]
+    if published.model.startswith("gpt-oss"):
+        # Its configuration on Hugging Face has swiglu_limit = 7.
+        words.append("--activation-func-clamp-value=7")
+    if published.model == "deepseek-v3":
+        # n_group and topk_group of its configuration.
+        words += ["--moe-router-num-groups=8", "--moe-router-group-topk=4"]
     if published.shared_ffn:
         words.append(f"--moe-shared-expert-intermediate-size={published.shared_ffn}")
     if published.dense_layers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.validation.express import has_encoder
+from pipeloom.validation.recipes import recipe_of, states_recompute
 from pipeloom.validation.runs import PublishedRun
 from pipeloom.validation.sizes import sizes_of
 
@@ -114,6 +115,13 @@ def _samples(run: PublishedRun) -> Iterator[_Change]:
     yield {"mbs": 1}, ({"mbs": most},) if most > 1 else (), note
 
 
+def _recipe(run: PublishedRun) -> Iterator[_Change]:
+    """Recompute what the recipe of the run's release recomputes, if the source does not state it."""
+    recipe = recipe_of(run)
+    if recipe is not None and recipe.recompute is not None and not states_recompute(run):
+        yield {"recompute": recipe.recompute}, (), f"recomputation is that of the release's recipe: {recipe.recompute}"
+
+
 def _recompute(run: PublishedRun) -> Iterator[_Change]:
     """Recompute nothing, or everything, if it is not stated."""
     if run.recompute == "unknown":
@@ -177,5 +185,5 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
 
 
 _RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
-    *(_named, _encoder, _devices, _samples, _recompute, _balanced, _layers),
+    *(_named, _encoder, _devices, _samples, _recipe, _recompute, _balanced, _layers),
 )

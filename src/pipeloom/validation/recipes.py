@@ -1,0 +1,122 @@
+"""What the performance recipes of Megatron Bridge set that its tables of results leave out.
+
+The tables name a release; the recipes are in that release's tag of NVIDIA-NeMo/Megatron-Bridge, in
+``scripts/performance/configs`` (``perf_recipes`` from 0.6 on). Releases 25.09, 25.11, 26.02, 26.04, 26.06 and 26.08 are
+the tags v0.1.0rc4, v0.2.0, v0.3.0, v0.4.0, v0.5.0 and v0.6.0; what 26.04.01 runs with other degrees is in v0.4.2.
+All of them reduce gradients in bfloat16 and use Transformer Engine's fused cross entropy
+(``scripts/performance/utils/overrides.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+from pipeloom.spec.trainer import Dispatcher
+from pipeloom.validation.runs import PublishedRun
+
+_SOURCES = ("megatron-bridge", "bridge-cards")
+_NEWEST = (26, 8)
+"""Release of the verification cards."""
+
+
+class Recipe(NamedTuple):
+    """Settings of a recipe.
+
+    Attributes
+    ----------
+    dispatcher : Dispatcher
+        How tokens reach their experts.
+    graphs : str
+        What CUDA graphs launch: nothing, attention and router (``modules``), or the whole iteration.
+    overlaps : bool
+        Whether messages of experts overlap with the computation of another microbatch.
+    fused : bool
+        Whether one kernel computes the experts of a device with their activation.
+    recompute : str or None
+        Modules that are recomputed; None: the table of runs says it.
+    """
+
+    dispatcher: Dispatcher = "alltoall"
+    graphs: Literal["none", "modules", "iteration"] = "none"
+    overlaps: bool = False
+    fused: bool = False
+    recompute: str | None = None
+
+
+def recipe_of(published: PublishedRun) -> Recipe | None:
+    """Return the recipe of a run of Megatron Bridge; None for another run."""
+    rules = _MODELS.get(published.model)
+    if published.source not in _SOURCES or "pretrain" not in f"{published.task} {published.ref}":
+        return None
+    if rules is None or (published.source == "bridge-cards" and "performance" not in published.ref):
+        return None
+    return rules(published, _release(published))
+
+
+def states_recompute(published: PublishedRun) -> bool:
+    """Return whether the source states what is recomputed, rather than the recipe of another release."""
+    return published.recompute != "unknown" and "recipe of 26.08" not in published.assumed
+
+
+def _release(published: PublishedRun) -> tuple[int, ...]:
+    found = re.search(r"(\d\d\.\d\d(\.\d\d)?)$", published.ref)
+    return tuple(map(int, found[1].split("."))) if found else _NEWEST
+
+
+def _deepseek(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
+    whole = release >= (26, 6) and "mx" in run.precision.lower()
+    if run.device == "H100":
+        if release < (26, 2):
+            return Recipe("deepep", overlaps=True, recompute="mla_up_proj,mlp")
+        return Recipe("hybridep", recompute="mla_up_proj,mlp")
+    if run.device == "GB200":
+        if release < (25, 11):
+            return Recipe(recompute="mla_up_proj")
+        if whole:
+            return Recipe("hybridep", "iteration", overlaps=True, fused=True, recompute="mla_up_proj")
+        dense = (26, 4) <= release and run.precision != "bf16"
+        return Recipe("hybridep", "modules", recompute="mlp" if dense else "mla_up_proj")
+    if run.device == "GB300":
+        if whole:
+            return Recipe("hybridep", "iteration", overlaps=True, fused=True, recompute="none")
+        if release < (26, 2) or run.precision == "bf16":
+            return Recipe("hybridep", "modules", recompute="moe_act")
+        return Recipe("hybridep", recompute="mla_up_proj")
+    if run.device == "B200" and run.ep == 32:
+        return Recipe("deepep", "modules", overlaps=True, recompute="mla_up_proj,mlp")
+    graphs: Literal["none", "modules"] = "modules" if run.device == "B300" and run.pp == 8 else "none"
+    return Recipe("alltoall" if release < (26, 2) else "hybridep", graphs, recompute="mla_up_proj")
+
+
+def _gpt_oss(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
+    quantized = run.precision != "bf16"
+    if release >= (26, 6) and quantized and run.device in ("GB200", "GB300"):
+        return Recipe("hybridep", "iteration", overlaps=True, fused=True, recompute="none")
+    newer = release >= (26, 4)
+    if run.device in ("GB300", "B300"):
+        sends: Dispatcher = "hybridep" if newer and run.device == "B300" else "alltoall"
+        return Recipe(sends, "modules", recompute="none")
+    # The recipe of 26.04.01 and later sends by alltoall again (v0.4.2).
+    once = release[:2] == (26, 4) and run.device != "H100"
+    return Recipe(
+        "hybridep" if once else "alltoall", overlaps=newer and run.device == "GB200", recompute="layernorm,moe_act"
+    )
+
+
+def _dense(_run: PublishedRun, _release: tuple[int, ...]) -> Recipe:
+    return Recipe()
+
+
+_MODELS: dict[str, Callable[[PublishedRun, tuple[int, ...]], Recipe]] = {
+    "deepseek-v3": _deepseek,
+    "gpt-oss-120b": _gpt_oss,
+    "llama3-70b": _dense,
+}
+
+
+def named_dispatcher(published: PublishedRun) -> Dispatcher | None:
+    """Return the dispatcher that a run's words name, if any."""
+    words = f"{published.overlap} {published.how}".lower()
+    return next((name for name in get_args(Dispatcher) if name in words), None)
