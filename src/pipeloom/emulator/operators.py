@@ -277,8 +277,8 @@ def add_expert_bias(x: Tensor, local_groups: int) -> Tensor:
     """Add each expert's bias times the router's probability to its rows, by eager kernels for each expert.
 
     Of a number, the forward writes the product, reads both summands, writes the sum, and copies it to join the experts'
-    rows. The backward reads the gradient and writes a product twice, reads both to sum them, and joins the experts' rows
-    (``TEGroupedMLP._apply_bias`` of Megatron Core 0.16). With fused experts, the kernel of the product adds it.
+    rows. The backward reads the gradient and writes a product twice, reads both to sum them, and joins the experts'
+    rows (``TEGroupedMLP._apply_bias`` of Megatron Core 0.16). With fused experts, the kernel of the product adds it.
     """
     if x.context.fused_experts:
         return x

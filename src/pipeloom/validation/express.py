@@ -20,7 +20,7 @@ from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.validation.reasons import NotExpressible
-from pipeloom.validation.recipes import named_dispatcher, recipe_of
+from pipeloom.validation.recipes import is_tuned, named_dispatcher, recipe_of
 from pipeloom.validation.runs import PublishedRun
 
 DEVICES = {
@@ -142,7 +142,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
-    if "bf16 gradients reduced" in overlap or recipe_of(published):
+    if "bf16 gradients reduced" in overlap or is_tuned(published):
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
@@ -207,8 +207,15 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     if unfused:
         trainer = msgspec.structs.replace(trainer, attention="unfused")
     elif published.attention == "flash":
-        trainer = msgspec.structs.replace(trainer, attention="flash2")
+        # FlashAttention 3 and 4 are as fast as cuDNN's kernels, of which the device's table is.
+        newer = re.search(r"\bfa[34]\b", words) is not None
+        trainer = msgspec.structs.replace(trainer, attention="fused" if newer else "flash2")
+    elif published.attention == "te":
+        trainer = msgspec.structs.replace(trainer, attention="fused")
     recipe = recipe_of(published)
+    if "liger" in words or (recipe is not None and recipe.engine):
+        # Liger's kernels fuse norms and activations, as Transformer Engine's do.
+        trainer = msgspec.structs.replace(trainer, elementwise=load_trainer("megatron").elementwise)
     graphs = recipe.graphs if recipe else "iteration" if "cuda graph" in words else "none"
     if graphs != "none":
         # Dropless experts cannot be in a graph unless it is of the whole iteration.
@@ -222,18 +229,19 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         tensor=hides_tensor or megascale,
         expert=recipe.overlaps if recipe else re.search("overlap of all-to-all|ep overlap", words) is not None,
     )
+    # SimuMax names its runs with Transformer Engine's fused cross entropy so.
+    fused_loss = published.ref.endswith("_cef") or is_tuned(published)
     trainer = msgspec.structs.replace(
         trainer,
         dispatcher=(recipe.dispatcher if recipe else named_dispatcher(published)) or trainer.dispatcher,
         fused_experts=trainer.fused_experts or (recipe is not None and recipe.fused),
-        cross_entropy=1.0 if recipe else trainer.cross_entropy,
+        cross_entropy=1.0 if fused_loss else trainer.cross_entropy,
     )
     return msgspec.structs.replace(
         trainer.overlapping(hidden),
         gradient_buffers=engine,
         library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
-        # SimuMax names its runs with Transformer Engine's fused cross entropy so.
-        loss_in_place=published.ref.endswith("_cef") or recipe is not None,
+        loss_in_place=fused_loss,
         output_twice="all-to-all" in published.assumed,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )

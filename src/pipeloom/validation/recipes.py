@@ -1,10 +1,11 @@
-"""What the performance recipes of Megatron Bridge set that its tables of results leave out.
+"""What the recipes of Megatron Bridge and NeMo AutoModel set that their tables of results leave out.
 
-The tables name a release; the recipes are in that release's tag of NVIDIA-NeMo/Megatron-Bridge, in
+Megatron Bridge's tables name a release; the recipes are in that release's tag of NVIDIA-NeMo/Megatron-Bridge, in
 ``scripts/performance/configs`` (``perf_recipes`` from 0.6 on). Releases 25.09, 25.11, 26.02, 26.04, 26.06 and 26.08 are
 the tags v0.1.0rc4, v0.2.0, v0.3.0, v0.4.0, v0.5.0 and v0.6.0; what 26.04.01 runs with other degrees is in v0.4.2.
 All of them reduce gradients in bfloat16 and use Transformer Engine's fused cross entropy
-(``scripts/performance/utils/overrides.py``).
+(``scripts/performance/utils/overrides.py``). Those of NeMo AutoModel are in ``examples/benchmark/configs`` of
+NVIDIA-NeMo/Automodel.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class Recipe(NamedTuple):
         Whether one kernel computes the experts of a device with their activation.
     recompute : str or None
         Modules that are recomputed; None: the table of runs says it.
+    expert : int or None
+        Degree of expert parallelism; None: the table of runs says it.
+    engine : bool
+        Whether a trainer of eager PyTorch has Transformer Engine's products and norms.
+    attention : str or None
+        Its attention, as in the table of runs; None: the table says it.
     """
 
     dispatcher: Dispatcher = "alltoall"
@@ -43,16 +50,33 @@ class Recipe(NamedTuple):
     overlaps: bool = False
     fused: bool = False
     recompute: str | None = None
+    expert: int | None = None
+    engine: bool = False
+    attention: str | None = None
+
+
+_AUTOMODEL = {
+    "gpt-oss-120b": Recipe("deepep", recompute="none", expert=64, engine=True),
+    "qwen3-30b-a3b": Recipe("deepep", recompute="full", expert=8, engine=True, attention="te"),
+}
+"""``gptoss_120b_te_deepep.yaml`` and ``qwen3_moe_30b_te_deepep.yaml``."""
 
 
 def recipe_of(published: PublishedRun) -> Recipe | None:
-    """Return the recipe of a run of Megatron Bridge; None for another run."""
+    """Return the recipe of a run; None if it has none."""
+    if published.source == "nemo-automodel" and published.task == "pretrain":
+        return _AUTOMODEL.get(published.model)
     rules = _MODELS.get(published.model)
     if published.source not in _SOURCES or "pretrain" not in f"{published.task} {published.ref}":
         return None
     if rules is None or (published.source == "bridge-cards" and "performance" not in published.ref):
         return None
     return rules(published, _release(published))
+
+
+def is_tuned(published: PublishedRun) -> bool:
+    """Return whether a run has the overrides that all performance recipes of Megatron Bridge share."""
+    return published.source in _SOURCES and recipe_of(published) is not None
 
 
 def states_recompute(published: PublishedRun) -> bool:
@@ -76,7 +100,7 @@ def _deepseek(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
             return Recipe(recompute="mla_up_proj")
         if whole:
             return Recipe("hybridep", "iteration", overlaps=True, fused=True, recompute="mla_up_proj")
-        dense = (26, 4) <= release and run.precision != "bf16"
+        dense = release >= (26, 4) and run.precision != "bf16"
         return Recipe("hybridep", "modules", recompute="mlp" if dense else "mla_up_proj")
     if run.device == "GB300":
         if whole:

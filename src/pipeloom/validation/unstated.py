@@ -54,14 +54,19 @@ _Change = tuple[dict[str, Any], tuple[dict[str, Any], ...], str]
 def _devices(run: PublishedRun) -> Iterator[_Change]:
     """Assume a number of devices if the degrees or the published time contradict the stated one.
 
-    The range is from the least that the degrees need to one microbatch a replica; the middle of it, by ratio, is
-    assumed.
+    If expert parallelism alone contradicts it, the largest part of this degree that fits is assumed. The range is from
+    the least that the degrees need to one microbatch a replica; the middle of it, by ratio, is assumed.
     """
     if not run.gpus:
         return
     one = (run.tp or 1) * (run.pp or 1) * (run.cp or 1)
     fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
     if fits and (run.mfu or 0.0) <= 1:
+        return
+    expert = math.gcd(run.ep or 1, run.gpus // (run.pp or 1))
+    if run.gpus % one == 0 and (run.mfu or 0.0) <= 1 and expert > 1:
+        # A job's devices are counted, its degrees are copied.
+        yield {"ep": expert}, (), f"expert parallelism {run.ep} does not fit {run.gpus} devices, {expert} is assumed"
         return
     least = _least_replicas(run, one)
     batch = max(1, (run.gbs or 1) // (run.mbs or 1))
@@ -116,10 +121,14 @@ def _samples(run: PublishedRun) -> Iterator[_Change]:
 
 
 def _recipe(run: PublishedRun) -> Iterator[_Change]:
-    """Recompute what the recipe of the run's release recomputes, if the source does not state it."""
+    """Take recomputation and expert parallelism of the run's recipe, if the source does not state them."""
     recipe = recipe_of(run)
+    if recipe is not None and recipe.attention is not None:
+        yield {"attention": recipe.attention}, (), f"attention is that of the recipe: {recipe.attention}"
     if recipe is not None and recipe.recompute is not None and not states_recompute(run):
-        yield {"recompute": recipe.recompute}, (), f"recomputation is that of the release's recipe: {recipe.recompute}"
+        yield {"recompute": recipe.recompute}, (), f"recomputation is that of the recipe: {recipe.recompute}"
+    if recipe is not None and recipe.expert is not None and recipe.expert != run.ep:
+        yield {"ep": recipe.expert}, (), f"expert parallelism is that of the recipe: {recipe.expert}"
 
 
 def _recompute(run: PublishedRun) -> Iterator[_Change]:
@@ -185,5 +194,5 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
 
 
 _RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
-    *(_named, _encoder, _devices, _samples, _recipe, _recompute, _balanced, _layers),
+    *(_named, _encoder, _recipe, _devices, _samples, _recompute, _balanced, _layers),
 )

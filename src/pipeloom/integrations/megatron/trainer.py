@@ -28,7 +28,9 @@ def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpe
             expert=arguments.on("overlap-moe-expert-parallel-comm"),
         )
     )
-    if any([arguments.on(name) for name in GRAPHS]):
+    # Reading all of them marks all as known.
+    graphs = [arguments.on(name) for name in GRAPHS]
+    if any(graphs):
         scope = arguments.values("cuda-graph-scope") or arguments.values("cuda-graph-modules") or ()
         trainer = trainer.with_graphs(experts=not _PARTIAL & set(scope))
     trainer = msgspec.structs.replace(
