@@ -300,6 +300,22 @@ def rotary(x: Tensor, width: float) -> Tensor:
     return x.tape.record(cost, [x], (x.rows, x.width), backward=Backward(input_gradient=cost))
 
 
+def scaled_rotary(x: Tensor, width: float) -> Tensor:
+    """Apply rotary position embedding with a scale by eager kernels. Saves nothing of its input.
+
+    Of a number, the forward reads and writes two products (4), negates half of the numbers (1), joins the halves (2),
+    sums both products (3) and copies the result (2). The backward lacks the copy
+    (``_apply_rotary_pos_emb_bshd`` of Megatron Core 0.16, which Transformer Engine's kernel replaces without a scale).
+    """
+    num_bytes, flops = x.rows * (width * x.dtype_bytes), x.rows * (width * 3)
+    return x.tape.record(
+        Cost("rotary", flops, num_bytes * 12),
+        [x],
+        (x.rows, x.width),
+        backward=Backward(input_gradient=Cost("rotary", flops, num_bytes * 10)),
+    )
+
+
 def concatenate(parts: list[Tensor]) -> Tensor:
     """Concatenate rows of tensors of one width. Saves nothing."""
     first = parts[0]

@@ -67,6 +67,9 @@ class AttentionMixer(_MixerBase, frozen=True, tag="attention"):
     window: Count | None = None
     """If causal, the number of keys that a query attends to, itself included. Otherwise the length of the blocks into
     which sequences are cut."""
+    rotary_scaled: bool = False
+    """Whether sine and cosine of rotary embeddings have a scale (YaRN's concentration), for which no fused kernel
+    exists."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

@@ -326,7 +326,9 @@ def _model(published: PublishedRun) -> list[str]:
     }
     words = [f"--{name}={value}" for name, value in sizes.items() if value]
     words.append(f"--normalization={'RMSNorm' if published.norm == 'rms' else 'LayerNorm'}")
-    words.append(f"--position-embedding-type={'rope' if published.pos == 'rope' else 'learned_absolute'}")
+    # The rotary embeddings of gpt-oss are those of YaRN, in tables of runs too.
+    rotary = "yarn" if published.model.startswith("gpt-oss") else "rope"
+    words.append(f"--position-embedding-type={rotary if published.pos == 'rope' else 'learned_absolute'}")
     words += _flags(
         swiglu=published.gated,
         disable_bias_linear=published.bias is False,

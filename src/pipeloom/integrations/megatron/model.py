@@ -197,6 +197,7 @@ def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAtte
         rotary=_position(arguments) not in ("learned_absolute", "none"),
         norm_heads=arguments.flag("qk-layernorm"),
         output_gate=arguments.flag("attention-output-gate"),
+        rotary_scaled=_position(arguments) == "yarn",
     )
 
 
