@@ -56,6 +56,8 @@ _LATENT |= {"v": "v-head-dim"}
 _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
 _EAGER_SOURCES = frozenset(("llm-foundry", "torchtitan", "nemo-automodel", "nanotron", "stas-llama8b"))
 """Sources whose runs used eager PyTorch."""
+_NEWER_FLASH = frozenset(("stas-llama8b",))
+"""Sources whose runs used FlashAttention 3 on Hopper and 4 on Blackwell, though not all rows say so."""
 _PRECISIONS: dict[str, Precision] = {
     **dict.fromkeys(("", "bf16", "fp16", "bfloat16", "float16"), "bf16"),
     **dict.fromkeys(("fp8-ds", "fp8-delayed"), "fp8_delayed"),
@@ -208,7 +210,7 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
         trainer = msgspec.structs.replace(trainer, attention="unfused")
     elif published.attention == "flash":
         # FlashAttention 3 and 4 are as fast as cuDNN's kernels, of which the device's table is.
-        newer = re.search(r"\bfa[34]\b", words) is not None
+        newer = published.source in _NEWER_FLASH or re.search(r"\bfa[34]\b", words) is not None
         trainer = msgspec.structs.replace(trainer, attention="fused" if newer else "flash2")
     elif published.attention == "te":
         trainer = msgspec.structs.replace(trainer, attention="fused")
