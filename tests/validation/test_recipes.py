@@ -71,7 +71,7 @@ def test_a_recipe_sets_the_trainer():
 
 def test_degrees_that_do_not_fit_the_devices():
     """The largest part of the expert degree that fits is assumed; the devices stay."""
-    run = complete(released("26.04", pp=8, ep=64, recompute="none")).run
+    run = complete(released("26.04", pp=8, ep=64, mfu=0.2, recompute="none")).run
     assert (run.gpus, run.ep) == (256, 32)
 
 

@@ -54,8 +54,9 @@ _Change = tuple[dict[str, Any], tuple[dict[str, Any], ...], str]
 def _devices(run: PublishedRun) -> Iterator[_Change]:
     """Assume a number of devices if the degrees or the published time contradict the stated one.
 
-    If expert parallelism alone contradicts it, the largest part of this degree that fits is assumed. The range is from
-    the least that the degrees need to one microbatch a replica; the middle of it, by ratio, is assumed.
+    If expert parallelism alone contradicts it, and utilization does not, the largest part of this degree that fits is
+    assumed. Otherwise the range is from the least that the degrees need to one microbatch a replica; the middle of it,
+    by ratio, is assumed.
     """
     if not run.gpus:
         return
@@ -64,8 +65,8 @@ def _devices(run: PublishedRun) -> Iterator[_Change]:
     if fits and (run.mfu or 0.0) <= 1:
         return
     expert = math.gcd(run.ep or 1, run.gpus // (run.pp or 1))
-    if run.gpus % one == 0 and (run.mfu or 0.0) <= 1 and expert > 1:
-        # A job's devices are counted, its degrees are copied.
+    if run.gpus % one == 0 and run.mfu and run.mfu <= 1 and expert > 1:
+        # The published time is possible on these devices.
         yield {"ep": expert}, (), f"expert parallelism {run.ep} does not fit {run.gpus} devices, {expert} is assumed"
         return
     least = _least_replicas(run, one)
