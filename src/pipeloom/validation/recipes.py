@@ -66,12 +66,14 @@ def recipe_of(published: PublishedRun) -> Recipe | None:
     """Return the recipe of a run; None if it has none."""
     if published.source == "nemo-automodel" and published.task == "pretrain":
         return _AUTOMODEL.get(published.model)
-    rules = _MODELS.get(published.model)
     if published.source not in _SOURCES or "pretrain" not in f"{published.task} {published.ref}":
         return None
-    if rules is None or (published.source == "bridge-cards" and "performance" not in published.ref):
+    if published.source == "bridge-cards" and "performance" not in published.ref:
         return None
-    return rules(published, _release(published))
+    if not published.has_experts:
+        return Recipe() if published.kind == "dense" else None
+    rules = _MODELS.get(published.model.lower().replace("_", "-"))
+    return None if rules is None else rules(published, _release(published))
 
 
 def is_tuned(published: PublishedRun) -> bool:
@@ -129,14 +131,45 @@ def _gpt_oss(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
     )
 
 
-def _dense(_run: PublishedRun, _release: tuple[int, ...]) -> Recipe:
-    return Recipe()
+def _qwen_235b(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
+    if _whole(run, release):
+        return _WHOLE
+    if run.device in ("GB200", "GB300"):
+        return Recipe("hybridep", "modules", recompute="none")
+    sends: Dispatcher = "hybridep" if run.device == "B300" and release >= (26, 6, 1) else "alltoall"
+    overlaps = run.device == "H100" or (run.device == "B300" and release < (26, 4))
+    return Recipe(sends, overlaps=overlaps, recompute="none")
 
 
+def _qwen_30b(run: PublishedRun, release: tuple[int, ...]) -> Recipe:
+    if _whole(run, release):
+        return _WHOLE
+    older = release < (26, 4)
+    if run.device == "H100":
+        graphs: Literal["none", "modules"] = "modules" if run.precision == "bf16" else "none"
+        return Recipe("deepep" if older else "hybridep", graphs, overlaps=older, recompute="none")
+    return Recipe("alltoall" if run.device == "B200" and older else "hybridep", "modules", recompute="none")
+
+
+def _kimi(run: PublishedRun, _release: tuple[int, ...]) -> Recipe:
+    if run.device in ("GB200", "GB300"):
+        return Recipe("hybridep", "modules" if run.device == "GB200" else "none", recompute="mla_up_proj")
+    return Recipe(recompute="mla_up_proj,mlp" if run.device == "H100" else "mla_up_proj")
+
+
+def _whole(run: PublishedRun, release: tuple[int, ...]) -> bool:
+    """Return whether a recipe of Qwen 3 puts the whole iteration into a graph."""
+    first = {"GB200": (26, 6), "GB300": (26, 6), "B200": (26, 6, 1), "B300": (26, 6, 1)}.get(run.device)
+    return first is not None and release >= first and "mx" in run.precision.lower()
+
+
+_WHOLE = Recipe("hybridep", "iteration", overlaps=True, fused=True, recompute="none")
 _MODELS: dict[str, Callable[[PublishedRun, tuple[int, ...]], Recipe]] = {
     "deepseek-v3": _deepseek,
     "gpt-oss-120b": _gpt_oss,
-    "llama3-70b": _dense,
+    "qwen3-235b-a22b": _qwen_235b,
+    "qwen3-30b-a3b": _qwen_30b,
+    "kimi-k2": _kimi,
 }
 
 
