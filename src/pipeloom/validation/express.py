@@ -215,8 +215,8 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     elif published.attention == "te":
         trainer = msgspec.structs.replace(trainer, attention="fused")
     recipe = recipe_of(published)
-    if "liger" in words or (recipe is not None and recipe.engine):
-        # Liger's kernels fuse norms and activations, as Transformer Engine's do.
+    if re.search(r"liger|torch\.compile", words) or (recipe is not None and recipe.engine):
+        # Liger's kernels and compiled graphs fuse norms and activations, as Transformer Engine's do.
         trainer = msgspec.structs.replace(trainer, elementwise=load_trainer("megatron").elementwise)
     graphs = recipe.graphs if recipe else "iteration" if "cuda graph" in words else "none"
     if graphs != "none":
