@@ -124,9 +124,10 @@ def _with_generation(cluster: ClusterSpec, changes: Mapping[str, tuple[float, fl
         value, ratio = changes.get(f"generations/{generation.name}.{field}", (0.0, 1.0))
         if value:
             generation = msgspec.structs.replace(generation, **{field: value})
-            if field == "sustained" and device.sustained_flops_per_s:
-                rate = min(device.flops_per_s, device.sustained_flops_per_s * ratio)
-                device = msgspec.structs.replace(device, sustained_flops_per_s=rate)
+            peak = {"sustained": "flops_per_s", "sustained_fp8": "fp8_flops_per_s"}.get(field, "")
+            if peak and (own := getattr(device, f"sustained_{peak}")):
+                rate = min(getattr(device, peak), own * ratio)
+                device = msgspec.structs.replace(device, **{f"sustained_{peak}": rate})
     return msgspec.structs.replace(cluster, device=msgspec.structs.replace(device, generation=generation))
 
 
