@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from pipeloom.packing import PackingSpec, Policy, group, token_loads
 from pipeloom.search import first_in_first_out, interleaved_as_megatron, one_f_one_b
 from pipeloom.search.schedules import Order
 from pipeloom.spec import Batch, ChunkStrategy, Layout, Sample
-from pipeloom.spec.catalog import load_trainer
+from pipeloom.spec.catalog import load_architecture, load_trainer
 from pipeloom.spec.datasets import cut, draw_samples, load_mixture
 from pipeloom.spec.media_tokens import fitted_images
 from pipeloom.spec.parallelism import Degrees
@@ -40,7 +40,7 @@ CONTEXT_TOKENS = 8192
 """Tokens of a microbatch (DIP section 7.1)."""
 ATTENTION_TOKENS = 12 * 5120
 """Length at which causal attention of PipeTune's 13B model has as many operations as the rest of a layer."""
-SEEDS = 2
+SEEDS = 4
 """Iterations of samples that a mean is taken over."""
 _ORDERS: dict[str, Order | None] = {
     "searched": None,
@@ -227,16 +227,17 @@ def _sizes(figure: PaperFigure) -> dict[str, int] | None:
 
 def _microbatches(figure: PaperFigure, costs: EmulatedCosts, content: int | str, count: int) -> Microbatches:
     """Return the microbatches of all replicas: with equally many images, or drawn from a data set."""
-    count *= figure.degrees.data if figure.degrees.pipeline > 1 else 1
+
+    def of(count: int) -> Microbatches:
+        return _drawn(figure.model, content, count) if isinstance(content, str) else _alike(costs, content, count)
+
     if figure.petaflops is None:
-        return _alike(costs, int(content), count) if figure.images else Draw(count, str(content)).of(costs.architecture)
+        return of(count * (figure.degrees.data if figure.degrees.pipeline > 1 else 1))
     target, count = figure.petaflops * 1e15, 1
     single = single_rank(costs.model_spec, {})
     while True:
         count *= 2
-        drawn = (
-            _alike(costs, int(content), count) if figure.images else Draw(count, str(content)).of(costs.architecture)
-        )
+        drawn = of(count)
         flops = [
             model_flops(costs, single, pack_microbatches(costs.model_spec, single, [microbatch]))
             for microbatch in drawn
@@ -244,6 +245,11 @@ def _microbatches(figure: PaperFigure, costs: EmulatedCosts, content: int | str,
         total = np.cumsum(flops)
         if total[-1] >= target:
             return drawn[: int(np.argmin(abs(total - target))) + 1]
+
+
+@lru_cache(maxsize=8)
+def _drawn(model: str, data: str, count: int) -> Microbatches:
+    return Draw(count, data).of(load_architecture(model))
 
 
 def _alike(costs: EmulatedCosts, images: int, count: int) -> Microbatches:
@@ -268,12 +274,15 @@ def _packed_s(figure: PaperFigure, costs: EmulatedCosts, data: str, filled: bool
     context = load_mixture(data)[0].context_tokens
     drawn = [cut(sample, context, len(sample.image_tokens)) for sample in draw_samples(data, figure.samples, seed)]
     batch = batch_of([drawn])
-    seconds = list[float]()
+    seconds, tried = list[float](), list[Microbatches]()
     problem = InfeasibleError("no microbatch fits")
     for contexts in range(figure.contexts, 0, -1):
-        packing = PackingSpec(contexts * context, figure.packing, seed=seed)
+        packed = _packed(costs, batch, PackingSpec(contexts * context, figure.packing, seed=seed), filled)
+        if packed in tried:
+            continue
+        tried.append(packed)
         try:
-            seconds.append(_step(figure, costs, _packed(costs, batch, packing, filled)).iteration_s)
+            seconds.append(_step(figure, costs, packed).iteration_s)
         except InfeasibleError as error:
             problem = error
         if seconds and not figure.adaptive:
@@ -301,7 +310,7 @@ def _behind_the_fastest(figure: PaperFigure, data: str, count: int) -> float:
     entries = sweep(
         figure.model,
         figure.cluster,
-        batch=Draw(count * figure.degrees.data, data),
+        batch=_drawn(figure.model, data, count * figure.degrees.data),
         points=points,
         sub_microbatch=_sizes(figure),
         trainer=load_trainer(figure.trainer),
