@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 
 from pipeloom_lab.reproduce.part import Table
 from pipeloom_lab.reproduce.record import Record
+from pipeloom_lab.reproduce.trust import Gain, sign_probability
 
 Rule = Literal["at least", "at most", "near", "says", "rises"]
 Verdict = Literal["reached", "partly", "not reached", "not comparable", "not made"]
@@ -233,6 +234,8 @@ class Claim:
     unit: str = ""
     speedup: bool = False
     """Figures are ratios, and the part above one is compared."""
+    gain: Gain = ""
+    """How the figures compare emulated times; empty if they do not."""
     subject: Subject = "Pipeloom"
     comparable: bool = True
     """If false, ``reason`` says why."""
@@ -248,6 +251,7 @@ class OwnFigure:
     text: str
     ours: tuple[Quantity, ...]
     unit: str = ""
+    gain: Gain = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,8 @@ class Judgment:
     verdict: Verdict
     reason: str
     command: str
+    sign: float | None = None
+    """The probability that our gains have the right sign; None if the claim compares no emulated times."""
 
 
 def paper_numbers(claim: Claim) -> list[float]:
@@ -279,7 +285,7 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     MissingCellError
         A record lacks a cell that the claim names.
     """
-    command = command_of(claim, paper)
+    command, sign = command_of(claim, paper), None
     if not claim.ours or any(cell.part not in records for cell in claim.ours):
         return Judgment(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
@@ -290,8 +296,9 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
         values = [cell.number(records).value for cell in claim.ours]
         grades = _rising(values) if claim.rule == "rises" else _compared(claim, values)
         ours = quantities_text(claim.ours, claim.unit, records)
+        sign = sign_probability(claim.gain, values, rises=claim.rule == "rises")
     verdict: Verdict = _verdict(grades) if claim.comparable else "not comparable"
-    return Judgment(claim, ours, verdict, _reason(claim, records), command)
+    return Judgment(claim, ours, verdict, _reason(claim, records), command, sign)
 
 
 def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:
