@@ -213,6 +213,23 @@ class Speedup:
         return Figure(100 * (self.cell.number(records).value / over - 1), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class RelativeError:
+    """The distance of one number from another, relative to the other, in per cent."""
+
+    cell: Cell
+    of: Cell
+
+    @property
+    def part(self) -> str:
+        """The part of the first cell."""
+        return self.cell.part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """Return the number."""
+        return Figure(100 * abs(self.cell.number(records).value / self.of.number(records).value - 1), 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A claim of a paper, and which of our figures answer it."""
@@ -224,8 +241,8 @@ class Claim:
     """Paper, figure and section."""
     paper: str
     """The paper's figures, as many as ``ours``, or its words where it has no figure."""
-    ours: tuple[Cell, ...] = ()
-    """Empty if we have not measured it."""
+    ours: tuple[Quantity, ...] = ()
+    """Empty if we have not measured it. Cells if the rule is ``says``."""
     rule: Rule
     reason: str
     """One line; ``{name}`` stands for a number of ``values``, so that no figure of ours is typed."""
@@ -289,7 +306,7 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     if not claim.ours or any(cell.part not in records for cell in claim.ours):
         return Judgment(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
-        texts = [text for cell in claim.ours for text in cell.texts(records)]
+        texts = [text for cell in claim.ours if isinstance(cell, Cell) for text in cell.texts(records)]
         grades = [2 if claim.paper in text else 0 for text in texts]
         ours = "; ".join(dict.fromkeys(texts))
     else:

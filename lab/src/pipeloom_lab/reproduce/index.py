@@ -103,12 +103,12 @@ def index_page(records: Records, gains: Figure | None = None) -> str:
 
 
 def _own_sign(name: str, figure: OwnFigure, records: Records) -> str:
-    """Return the probability that a figure of ours has the right sign, as text; empty without a gain or a record."""
+    """Return the probability that a figure of ours has the right sign, as text; a dash without a gain or a record."""
     mine = records.get(name.partition("-")[0], {})
     try:
         return sign_text(sign_probability(figure.gain, [each.number(mine).value for each in figure.ours]))
     except LookupError:
-        return ""
+        return sign_text(None)
 
 
 def _line(line: Mapping[str, str], records: Records) -> str:
@@ -121,9 +121,7 @@ def _line(line: Mapping[str, str], records: Records) -> str:
     except LookupError:
         return f"[not made](#{line['claim']}) {line['text']}"
     sign = sign_probability(known[name].gain, [number.value for number in numbers])
-    doubt = (
-        "" if sign is None or sign >= SURE else f" [The sign could turn: {sign_text(sign)}](#how-claims-are-judged)."
-    )
+    doubt = "" if sign is None or sign >= SURE else " [The sign could turn](#how-claims-are-judged)."
     return f"[{line['figures'].format(*numbers)}](#{line['claim']}) {line['text']}{doubt}"
 
 

@@ -61,9 +61,9 @@ def _ratio(gain: Gain, figure: float) -> float:
 
 
 def sign_text(probability: float | None) -> str:
-    """Return the probability in per cent, in bold if it is below `SURE`; empty for None."""
+    """Return the probability in per cent, in bold if it is below `SURE`; a dash for None."""
     if probability is None:
-        return ""
+        return "-"
     text = f"{math.floor(100 * probability)} %"  # 89.6 is below 90.
     return text if probability >= SURE else f"**{text}**"
 
