@@ -14,14 +14,17 @@ import numpy as np
 from pipeloom.bounds import Count, Factor, Number
 from pipeloom.cost.emulated import EmulatedCosts
 from pipeloom.errors import InfeasibleError, InputError
-from pipeloom.iteration import Draw, EmulatedStep, Points, batch_of, even_pipeline, fastest_step, sweep
-from pipeloom.iteration.emulation import (
-    DEFAULT_STRATEGIES,
-    image_sizes,
-    instance_tokens,
-    model_flops,
+from pipeloom.iteration import (
+    Draw,
+    EmulatedStep,
+    Points,
+    batch_of,
+    even_pipeline,
+    fastest_step,
     pack_microbatches,
+    sweep,
 )
+from pipeloom.iteration.emulation import DEFAULT_STRATEGIES, image_sizes, instance_tokens, model_flops
 from pipeloom.iteration.microbatches import Microbatches
 from pipeloom.layout import chain_of_stages, encoder_first, single_rank
 from pipeloom.packing import PackingSpec, Policy, group, token_loads

@@ -115,7 +115,8 @@ def _line(line: Mapping[str, str], records: Records) -> str:
     """Return a gain in words, whose figures link to their claim."""
     paper, _, name = line["claim"].partition("-")
     claims = paper_claims(paper)
-    known: dict[str, Claim | OwnFigure] = {each.name: each for each in (*claims.claims, *claims.own)}
+    known: dict[str, Claim | OwnFigure] = {each.name: each for each in claims.claims}
+    known |= {each.name: each for each in claims.own}
     try:
         numbers = [quantity.number(records.get(paper, {})) for quantity in known[name].ours]
     except LookupError:

@@ -77,13 +77,13 @@ def device_rows(records: Mapping[str, Mapping[str, Record]]) -> list[tuple[str, 
                 for kind in _KINDS[paper]:
                     count = uses.setdefault((label, kind), {})
                     count[paper] = count.get(paper, 0) + 1
-    rows = []
+    rows = list[tuple[str, ...]]()
     for (label, kind), count in sorted(uses.items()):
         name, _, made = label.partition(" (")
         found = interval(published_device(name), kind)
-        parts = ", ".join(f"{number} of {paper}" for paper, number in count.items())
+        made_by = ", ".join(f"{number} of {paper}" for paper, number in count.items())
         bounds = f"{100 * (found.low - 1):+.0f} to {100 * (found.high - 1):+.0f} %"
         rows.append(
-            (name, MODELS[kind], made.removesuffix(")"), parts, f"{100 * found.median:.1f} %", bounds, found.basis)
+            (name, MODELS[kind], made.removesuffix(")"), made_by, f"{100 * found.median:.1f} %", bounds, found.basis)
         )
     return rows
