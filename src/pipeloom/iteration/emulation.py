@@ -18,6 +18,7 @@ from pipeloom.layout.layouts import typical_seconds
 from pipeloom.layout.modality import sub_microbatch_size, typical_lengths
 from pipeloom.packing import Packing
 from pipeloom.search import Evaluations, solve
+from pipeloom.search.schedules import Order
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
@@ -182,7 +183,12 @@ def even_pipeline(
 
 
 def fastest_step(
-    costs: EmulatedCosts, layout: Layout, microbatches: Microbatches, *, or_beyond_memory: bool = False
+    costs: EmulatedCosts,
+    layout: Layout,
+    microbatches: Microbatches,
+    *,
+    order: Order | None = None,
+    or_beyond_memory: bool = False,
 ) -> EmulatedStep:
     """Emulate an iteration under the fastest of the costs' strategies that fits in memory.
 
@@ -190,6 +196,8 @@ def fastest_step(
     ----------
     costs : EmulatedCosts
         Costs under strategies from the fastest to the one with the least memory.
+    order : callable or None
+        Return the schedule of a graph, for example `one_f_one_b`. None: the fastest of the planner's list schedules.
     or_beyond_memory : bool
         If no strategy fits, emulate the last one nevertheless, with as many microbatches in flight as there are ranks.
 
@@ -205,17 +213,20 @@ def fastest_step(
     for number, strategy in enumerate(costs.strategies):
         work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), num_messages=0)[0]
         chosen = graph.with_candidates(None if graph.candidates is None else np.full(graph.num_pairs, number))
-        chosen = replace(chosen, capacity_bytes=usable - work)
+        capacity = usable - work
+        chosen = replace(chosen, capacity_bytes=capacity)
         if best is not None and _work_ns(chosen) >= best.timeline.makespan_ns:
             continue
         with suppress(InfeasibleError):
-            schedule = _ordered(chosen)
+            schedule = _ordered(chosen) if order is None else order(chosen)
             timeline = simulate(chosen, schedule)
+            if (timeline.peak_bytes > capacity).any():
+                continue
             if best is None or timeline.makespan_ns < best.timeline.makespan_ns:
                 best = _Timed(chosen, schedule, timeline, work, strategy)
     if best is None:
         more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
-        schedule = _ordered(more)
+        schedule = _ordered(more) if order is None else order(more)
         best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy)
         if not or_beyond_memory:
             least = int((best.timeline.peak_bytes + work).max())

@@ -65,11 +65,14 @@ class Interval(NamedTuple):
         Bounds, relative to the predicted time.
     basis : str
         The runs whose errors it has.
+    median : float
+        Median of the absolute error on these runs: predicted over published time, less 1.
     """
 
     low: float
     high: float
     basis: str
+    median: float = 0.0
 
     def of(self, seconds: float) -> tuple[float, float]:
         """Return the bounds of a predicted time."""
@@ -162,8 +165,10 @@ def interval(
             basis += f"; {sum(flags) or 'none'} {what}"
     if not some:
         return Interval(1.0, 1.0, "no published run")
-    low, high = quantiles([(one.source, one.without_device if unseen else one.error) for one in some])
-    return Interval(math.exp(low), math.exp(high), basis)
+    errors = [(one.source, one.without_device if unseen else one.error) for one in some]
+    low, high = quantiles(errors)
+    median = float(np.median([abs(math.expm1(-error)) for _, error in errors]))
+    return Interval(math.exp(low), math.exp(high), basis, median)
 
 
 def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
