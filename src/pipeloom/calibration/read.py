@@ -56,18 +56,17 @@ def _read(evidence: Evidence, path: str) -> str:
         raise InputError(printable(path), f"is {kind}", _LOOKED)
     if data[:1] == b"\x80":
         raise InputError(printable(path), "is a pickle, which can run code", "write its times as a table")
-    start = data[:256].lstrip()
-    if start[:1] in (b"{", b"["):
+    text = data.decode("utf-8", errors="replace")
+    if is_nccl_tests(text):
+        read_nccl_tests(evidence, text, Path(path).name)
+        return "output of nccl-tests"
+    if data[:256].lstrip()[:1] in (b"{", b"["):
         rows = json_rows(data) if b'"ph"' not in data[:1_000_000] else None
         if rows and is_kernel_table(name for row in rows for name in row):
             read_kernel_rows(evidence, rows)
             return "table of kernels"
         read_trace(evidence, path)
         return "trace of torch.profiler"
-    text = data.decode("utf-8", errors="replace")
-    if is_nccl_tests(text):
-        read_nccl_tests(evidence, text, Path(path).name)
-        return "output of nccl-tests"
     header = [name.strip() for name in text.lstrip("\ufeff").partition("\n")[0].split(",")]
     if set(header) >= _RUNS:
         _read_runs(evidence, text)

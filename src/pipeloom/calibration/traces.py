@@ -1,7 +1,8 @@
 """Kernels of traces of torch.profiler, with the shapes of the operators that launched them.
 
-A kernel names its operator by ``External id``, which profilers record beside ``Input Dims`` if ``record_shapes`` is
-true. Kernels of NCCL have the size of their message themselves, or the operator ``record_param_comms`` has it.
+The operator is the one that was running when the host launched the kernel, or has the kernel's ``External id``. It has
+``Input Dims`` if shapes were recorded (``record_shapes=True``). Kernels of NCCL have the size of their message
+themselves, or the operator ``record_param_comms`` has it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BESIDE = 0.05
 _BYTES = {
     **dict.fromkeys(("c10::BFloat16", "BFloat16", "c10::Half", "Half", "bfloat16"), 2),
     **dict.fromkeys(("float", "Float", "int", "Int", "c10::Float", "float32"), 4),
-    **dict.fromkeys(("double", "Double", "long int", "Long"), 8),
+    **dict.fromkeys(("double", "Double", "long int", "long", "Long"), 8),
     **dict.fromkeys(("unsigned char", "signed char", "bool", "Byte", "Char", "Bool"), 1),
     **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
@@ -125,14 +126,17 @@ class _Operators:
     def around(self, kernel: RawEvent) -> Iterator[int]:
         """Yield the operators around the launch of a kernel, from the innermost outwards."""
         assert kernel.args is not None
-        number = self.by_id.get(kernel.args.external, -1) if isinstance(kernel.args.external, int) else -1
-        if number < 0 and kernel.args.correlation in self.launches:
+        number = -1
+        if kernel.args.correlation in self.launches:
             thread, at = self.launches[kernel.args.correlation]
             starts, numbers = self.by_thread.get(thread, ([], []))
             index = bisect_right(starts, at) - 1
             number = numbers[index] if index >= 0 else -1
             while number >= 0 and self.all[number].end < at:
                 number = self.all[number].parent
+        # Some versions write the correlation there if a kernel has no operator, so the launch counts first.
+        elif isinstance(kernel.args.external, int):
+            number = self.by_id.get(kernel.args.external, -1)
         while number >= 0:
             yield number
             number = self.all[number].parent
@@ -217,7 +221,7 @@ def _add_operator(evidence: Evidence, event: RawEvent, seconds: float, kernels: 
             _moved(evidence, event.name, dims, types, seconds)
         else:
             evidence.reject("kernel of an operator that calibrate does not read", len(kernels))
-    except (IndexError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         evidence.reject("operator whose recorded shapes do not have the expected form", len(kernels))
     return None
 
