@@ -30,7 +30,8 @@ def nccl_output(
     """Return the output of nccl-tests. Rows are sizes in bytes and microseconds."""
     named = f"# Collective test starting: {test}_perf\n" if test else ""
     devices = "".join(
-        f"#  Rank {rank:2} Group  0 Pid  {900 + rank} on  node-{rank * hosts // ranks} device {rank % 8:2} [0x1] {gpu}\n"
+        f"#  Rank {rank:2} Group  0 Pid  {900 + rank} on  node-{rank * hosts // ranks} device {rank % 8:2} [0x1] "
+        f"{gpu}\n"
         for rank in range(ranks)
     )
     lines = [

@@ -113,7 +113,7 @@ def test_few_observations_hardly_move_a_value_and_many_move_it_wholly():
         truth = slower(H100, {"compute.matmul": 0.8})
         (row,) = blend(H100, timed(evidence, truth, rng)).rows
         moved[count] = (row.blended / row.shipped - 1) / (row.evidence / row.shipped - 1)
-        assert row.count == count
+        assert row.num_observations == count
     assert moved[1] < 0.25
     assert moved[1] < moved[3] < moved[10] < moved[100]
     assert moved[100] > 0.95

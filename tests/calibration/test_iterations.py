@@ -38,7 +38,7 @@ def test_iterations_of_a_slower_machine_lower_its_sustained_share():
     assert 0.62 < blended.device.sustained < 0.73
     assert np.median(blended.blended_errors) < 0.6 * np.median(blended.base_errors)
     (row,) = blended.rows
-    assert (row.count, row.num_held) == (9, 3)
+    assert (row.num_observations, row.num_held) == (9, 3)
     (one,) = blend(H100, timed(truth, 1)).rows
     assert row.blended < one.blended < H100.sustained
 
@@ -57,7 +57,7 @@ def test_runs_that_cannot_be_used_are_counted():
         {"faults": ("layers: 'x' is not a number",)},
     ):
         evidence.runs.append(("mine.csv", replace(good, **change)))
-    assert blend(H100, evidence).rows[0].count == 2
+    assert blend(H100, evidence).rows[0].num_observations == 2
     found = [reason for _, reason in evidence.unusable]
     assert any("another device (A100-80)" in reason for reason in found)
     assert any("more than 4 times off" in reason for reason in found)

@@ -361,5 +361,5 @@ def test_a_useless_file_beside_a_useful_one_is_counted(tmp_path):
         ("", "h100", False),
     ],
 )
-def test_other_devices_are_told_apart(stated, base, other):
+def test_other_devices_are_recognized(stated, base, other):
     assert other_device(stated, load_device(base)) == other

@@ -67,7 +67,7 @@ def test_the_document_has_every_quantity_and_every_reason(capsys: pytest.Capture
     assert run(["calibrate", "--base", "h100", "--out", "my.toml", "--json", *write_evidence()]) == 0
     document = json.loads(capsys.readouterr().out)
     by_name = {row["name"]: row for row in document["quantities"]}
-    assert by_name["matmul, operations"]["count"] == 30
+    assert by_name["matmul, operations"]["num_observations"] == 30
     assert by_name["matmul, operations"]["evidence"] == pytest.approx(0.6, rel=0.01)
     assert by_name["matmul, operations"]["blended_error"] < by_name["matmul, operations"]["base_error"]
     assert by_name["latency of a message, nvlink"]["evidence"] is None

@@ -80,5 +80,5 @@ def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> Blend:
 
 def _contents(evidence: Evidence, rows: tuple[QuantityRow, ...]) -> str:
     counts = Counter(base_kind(one.measurement.kind) for one in evidence.observations)
-    counts["iteration"] = sum(row.count for row in rows)
+    counts["iteration"] = sum(row.num_observations for row in rows)
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()) if count)

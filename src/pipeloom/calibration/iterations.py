@@ -100,11 +100,11 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
     except PipeloomError as error:
         evidence.reject(f"run that cannot be emulated: {kind_of(error)}")
         return None
-    error = math.log(run.measured_s or 1.0) - at
-    if abs(error) > math.log(MOST_OFF):
+    difference = math.log(run.measured_s or 1.0) - at
+    if abs(difference) > math.log(MOST_OFF):
         evidence.reject(f"run whose time is more than {MOST_OFF:g} times off the emulated one; another unit?")
         return None
-    return _Run(run, found, error, slopes)
+    return _Run(run, found, difference, slopes)
 
 
 def _predicted(expressed: ExpressedRun, device: DeviceSpec) -> float:

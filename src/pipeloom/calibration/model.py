@@ -70,7 +70,7 @@ class QuantityRow(NamedTuple):
     """
 
     name: str
-    count: int
+    num_observations: int
     lowest_s: float
     highest_s: float
     shipped: float
@@ -248,7 +248,7 @@ class TableModel:
         for block in self.blocks:
             covariance[at : at + len(block), at : at + len(block)] = block
             at += len(block)
-        precision = np.linalg.inv(covariance + 1e-10 * np.eye(at))
+        precision: FloatArray = np.linalg.inv(covariance + 1e-10 * np.eye(at))
         measured = np.log(self.seconds[chosen])
         groups = _grouped([self.entries[i] for i in chosen])
         noise = np.empty(len(chosen))
@@ -275,7 +275,8 @@ class TableModel:
 
     def errors(self, moved: FloatArray) -> FloatArray:
         """Return the absolute relative errors on all observations."""
-        return np.abs(self.predict(moved)[0] / self.seconds - 1)
+        errors: FloatArray = np.abs(self.predict(moved)[0] / self.seconds - 1)
+        return errors
 
     def rows(
         self,

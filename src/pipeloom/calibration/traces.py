@@ -207,7 +207,8 @@ def _add_collective(evidence: Evidence, args: TraceArguments | None, seconds: fl
 
 
 def _add_operator(evidence: Evidence, event: RawEvent, seconds: float, kernels: Sequence[str]) -> None:
-    dims, types, values = (_list(raw) for raw in (event.args.dims, event.args.types, event.args.values) if event.args)
+    args = event.args or TraceArguments()
+    dims, types, values = _list(args.dims), _list(args.types), _list(args.values)
     if not dims or not types:
         return evidence.reject("kernel without shapes; record with record_shapes=True", len(kernels))
     try:

@@ -231,7 +231,7 @@ def _print_blend(base: DeviceSpec, evidence: Evidence, blended: Blend, out: Path
         values = [_value(value) for value in (row.shipped, row.evidence, row.blended)]
         errors = ["" if error is None else share_text(error) for error in (row.base_error, row.blended_error)]
         held = str(row.num_held or "")
-        table.add_row(row.name, values[0], values[1], str(row.count), times, values[2], held, *errors)
+        table.add_row(row.name, values[0], values[1], str(row.num_observations), times, values[2], held, *errors)
     stdout().print(table)
     if evidence.unusable:
         print_line("Not usable, by reason:")

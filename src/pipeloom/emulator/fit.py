@@ -251,7 +251,7 @@ def robust_posterior(
     squared distance of the step from ``prior``, times the matrix ``precision``. Errors above ``typical`` count linearly
     and not by their square, so that single ones cannot bend the result.
     """
-    step = np.zeros(len(prior))
+    step: FloatArray = np.zeros(len(prior))
     for _ in range(rounds):
         robust = weight / np.maximum(np.abs(errors - slopes @ step) / typical, 1)
         matrix = slopes.T @ (robust[:, None] * slopes) + precision
