@@ -248,7 +248,7 @@ class TableModel:
         for block in self.blocks:
             covariance[at : at + len(block), at : at + len(block)] = block
             at += len(block)
-        precision: FloatArray = np.linalg.inv(covariance + 1e-10 * np.eye(at))
+        precision = np.asarray(np.linalg.inv(covariance + 1e-10 * np.eye(at)), np.float64)
         measured = np.log(self.seconds[chosen])
         groups = _grouped([self.entries[i] for i in chosen])
         noise = np.empty(len(chosen))

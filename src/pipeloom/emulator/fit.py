@@ -255,5 +255,5 @@ def robust_posterior(
     for _ in range(rounds):
         robust = weight / np.maximum(np.abs(errors - slopes @ step) / typical, 1)
         matrix = slopes.T @ (robust[:, None] * slopes) + precision
-        step = np.linalg.solve(matrix, slopes.T @ (robust * errors) + precision @ prior)
+        step = np.asarray(np.linalg.solve(matrix, slopes.T @ (robust * errors) + precision @ prior), np.float64)
     return step
