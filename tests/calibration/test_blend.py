@@ -163,6 +163,10 @@ def test_predictions_and_slopes_are_those_of_the_emulator(seed):
     rng = np.random.default_rng(seed)
     evidence = collect(rng, count=10)
     evidence.observations += collect(rng, count=10, hot=True).observations
+    for hot in (False, True):
+        other = Evidence(H100)
+        other.product((4096, 4096, 8192), 0.5, "fp8", hot=hot)
+        evidence.observations += other.observations
     timed(evidence, H100, rng, noise=0.0)
     model = TableModel(H100, evidence.observations, 1.0)
     start = np.zeros(model.num_values)

@@ -79,6 +79,20 @@ collective,,,,,,,,,,,,,,268435456,all_gather,16,2,9000
     assert not any(one.hot for one in evidence.observations)
 
 
+def test_products_of_experts_are_a_kind_of_their_own(tmp_path):
+    evidence = read(tmp_path, "grouped.csv", "groups,M,N,K,stage,us\n8,1024,3072,4096,fwd,400\n")
+    (one,) = evidence.observations
+    assert (one.measurement.kind, one.measurement.flops) == ("grouped_matmul", 2 * 8 * 1024 * 3072 * 4096)
+
+
+def test_hosts_that_nvlink_joins_are_one_node(tmp_path):
+    path = write(
+        tmp_path, "log.txt", nccl_output([(1 << 28, 1500.0)], test="all_reduce", ranks=16, hosts=4, gpu="GB200")
+    )
+    (one,) = read_evidence([path], load_device("gb200")).observations
+    assert one.measurement.part == "nvlink"
+
+
 def test_columns_have_the_names_of_published_tables_too(tmp_path):
     table = "hardware,mask,batch,q_len,kv_len,heads,kv_heads,qk_dim,v_dim,pass_,ms,dtype\n"
     table += "H100,top_left,2,4096,4096,32,8,192,128,bwd,4.0,bfloat16\n"

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.calibration.evidence import Evidence, nothing_usable
 from pipeloom.calibration.iterations import blend_iterations
-from pipeloom.calibration.model import QuantityRow, TableModel
+from pipeloom.calibration.model import QuantityRow, TableModel, sustained_spread
 from pipeloom.emulator.rules import base_kind
 from pipeloom.spec.hardware import DeviceSpec
 
@@ -46,8 +46,8 @@ def blend(base: DeviceSpec, evidence: Evidence, *, name: str = "") -> Blend:
     InputError
         If no observation and no iteration can be used.
     """
-    kernels = _blend_kernels(base, evidence)
-    iterations = blend_iterations(kernels.device, evidence)
+    kernels, spread = _blend_kernels(base, evidence)
+    iterations = blend_iterations(kernels.device, evidence, spread)
     if not evidence.observations and not iterations.rows:
         raise nothing_usable(evidence)
     base_errors = kernels.base_errors + iterations.base_errors
@@ -66,16 +66,18 @@ def blend(base: DeviceSpec, evidence: Evidence, *, name: str = "") -> Blend:
     return Blend(device, kernels.rows + iterations.rows, base_errors, blended_errors)
 
 
-def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> Blend:
+def _blend_kernels(base: DeviceSpec, evidence: Evidence) -> tuple[Blend, float]:
+    """Return the blend with the observations of operators, and the spread of the sustained share that they leave."""
     observations = evidence.observations
     if not observations:
-        return Blend(base, (), (), ())
+        return Blend(base, (), (), ()), sustained_spread(base)
     model = TableModel(base, observations, evidence.nic_bytes_per_s or 1.0)
     held = model.held_out()
     trained, final = model.fit(~held), model.fit(np.ones(len(observations), bool))
     base_errors, blended_errors = model.errors(np.zeros(model.num_values)), model.errors(trained)
     rows = (*model.rows(final, held, base_errors, blended_errors), *model.shared_rows(final))
-    return Blend(model.table(final), rows, tuple(base_errors[held].tolist()), tuple(blended_errors[held].tolist()))
+    errors = (tuple(base_errors[held].tolist()), tuple(blended_errors[held].tolist()))
+    return Blend(model.table(final), rows, *errors), model.sustained_spread
 
 
 def _contents(evidence: Evidence, rows: tuple[QuantityRow, ...]) -> str:

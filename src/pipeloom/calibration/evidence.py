@@ -26,7 +26,7 @@ from pipeloom.errors import InputError, visible_line
 from pipeloom.spec import Workload
 from pipeloom.spec.catalog import load_device, names
 from pipeloom.spec.hardware import DevicePart, DeviceSpec
-from pipeloom.spec.plain_cluster import read_plain
+from pipeloom.spec.plain_cluster import HOST, read_plain
 from pipeloom.validation.runs import PublishedRun
 
 Direction = Literal["forward", "backward"]
@@ -38,6 +38,8 @@ IN_SWITCH = 2.0
 BELOW_CURVE = 2.0
 """How far below the first point of an efficiency curve an observation may be. The curve is flat there, so that smaller
 ones would bend the points of larger ones."""
+LARGEST_HOST = 16
+"""Most devices of one host (HGX-2). Larger groups over NVLink span hosts."""
 LONGEST_S = 1e3
 """Longest plausible time of one kernel or message."""
 MOST_COUNT = 2**40
@@ -96,7 +98,7 @@ class Evidence:
     base : DeviceSpec
         Table of the device, which says what is physically possible.
     per_node : int
-        Devices of a node.
+        Devices that NVLink joins. 0: 72 for GB200 and GB300, otherwise 8.
     unusable : counter
         Number of rows, lines or kernels that were not used, by the file's name and the reason.
     runs : list
@@ -108,12 +110,22 @@ class Evidence:
     """
 
     base: DeviceSpec
-    per_node: int = 8
+    per_node: int = 0
     observations: list[Observation] = field(default_factory=list)
     runs: list[tuple[str, PublishedRun]] = field(default_factory=list)
     unusable: Counter[tuple[str, str]] = field(default_factory=Counter)
     kinds: dict[str, str] = field(default_factory=dict)
     source: str = ""
+
+    def __post_init__(self) -> None:
+        """Set the number of devices that NVLink joins."""
+        if not self.per_node:
+            self.per_node = 72 if self.base.name.startswith(("GB200", "GB300")) else HOST
+
+    @property
+    def joins_hosts(self) -> bool:
+        """Whether NVLink joins several hosts, so that the number of hosts does not tell the link."""
+        return self.per_node > LARGEST_HOST
 
     @cached_property
     def nic_bytes_per_s(self) -> float:
@@ -126,9 +138,19 @@ class Evidence:
         self.unusable[self.source, reason] += count
 
     def product(
-        self, sizes: Sequence[float], seconds: float, dtype: str, *, batch: float = 1, hot: bool = False
+        self,
+        sizes: Sequence[float],
+        seconds: float,
+        dtype: str,
+        *,
+        batch: float = 1,
+        grouped: bool = False,
+        hot: bool = False,
     ) -> None:
-        """Add a matrix product of m x k and k x n numbers (``sizes`` are m, n, k), repeated ``batch`` times."""
+        """Add a matrix product of m x k and k x n numbers (``sizes`` are m, n, k), repeated ``batch`` times.
+
+        ``grouped`` is whether the repetitions are products of experts in one kernel.
+        """
         kind = self._precision(dtype)
         if kind is None or not self._plausible([*sizes, batch], seconds):
             return
@@ -137,7 +159,8 @@ class Evidence:
         moved = batch * ((m * k + k * n) * width + m * n * max(width, 2))
         name = f"matmul {m:g} x {n:g} x {k:g}" + (f", {batch:g} times" if batch != 1 else "")
         flops = 2.0 * batch * m * n * k
-        kind_name = f"matmul@{variant}" if variant else "matmul"
+        kind_name = "grouped_matmul" if grouped else "matmul"
+        kind_name += f"@{variant}" if variant else ""
         self._add(Measurement(kind_name, name, seconds, flops=flops, memory_bytes=moved), hot=hot)
 
     def attention(

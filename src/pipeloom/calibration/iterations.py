@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.calibration.evidence import Evidence
-from pipeloom.calibration.model import QuantityRow, sustained_spread, with_sustained
+from pipeloom.calibration.model import QuantityRow, with_sustained
 from pipeloom.emulator.fit import robust_posterior
 from pipeloom.errors import PipeloomError, visible_line
 from pipeloom.spec.catalog import load_device
@@ -54,8 +54,8 @@ class _Run(NamedTuple):
     slopes: tuple[float, ...]
 
 
-def blend_iterations(device: DeviceSpec, evidence: Evidence) -> IterationBlend:
-    """Blend the sustained share of a table with the measured iterations of some evidence.
+def blend_iterations(device: DeviceSpec, evidence: Evidence, spread: float) -> IterationBlend:
+    """Blend the sustained share of a table, known up to a spread, with the measured iterations of some evidence.
 
     Runs that cannot be used are counted in the evidence, by reason.
     """
@@ -64,8 +64,8 @@ def blend_iterations(device: DeviceSpec, evidence: Evidence) -> IterationBlend:
         return IterationBlend(device, ())
     held = runs[1::HELD_OUT] if len(runs) >= HELD_OUT else []
     rest = [one for one in runs if one not in held]
-    blended = with_sustained(device, _factor(runs, device))
-    without = with_sustained(device, _factor(rest, device)) if held else device
+    blended = with_sustained(device, _factor(runs, spread))
+    without = with_sustained(device, _factor(rest, spread)) if held else device
     base_errors = tuple(_error(one, device) for one in held)
     blended_errors = tuple(_error(one, without) for one in held)
     times = [one.run.measured_s or 0.0 for one in runs]
@@ -132,9 +132,9 @@ def _slopes(expressed: ExpressedRun, device: DeviceSpec, at: float) -> tuple[flo
     return tuple(slopes)
 
 
-def _factor(runs: Sequence[_Run], device: DeviceSpec) -> float:
+def _factor(runs: Sequence[_Run], spread: float) -> float:
     """Return the factor of the sustained share in the posterior of the constants."""
-    spreads = [sustained_spread(device), *(one.spread for one in _trainer_constants())]
+    spreads = [spread, *(one.spread for one in _trainer_constants())]
     alike = Counter(one.run.model for one in runs)
     weight = np.array([alike[one.run.model] ** -0.5 for one in runs]) * EVIDENCE / TYPICAL_ERROR**2
     step = robust_posterior(

@@ -23,6 +23,7 @@ _SYNONYMS = {
     "n": ("n", "N"),
     "k": ("k", "K"),
     "batch": ("batch", "b"),
+    "groups": ("groups",),
     "seq": ("seq", "seq_len", "q_len", "length"),
     "kv_seq": ("kv_seq", "kv_len"),
     "heads": ("heads",),
@@ -163,11 +164,14 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
         name, ranks = cells.text("collective") or kind, cells.number("ranks")
         seconds = cells.seconds_of_message(name.lower(), cells.number("bytes"), ranks)
         return evidence.collective(name, cells.number("bytes"), seconds, ranks, nodes=cells.number("nodes", 0))
-    if kind in _PRODUCTS or (not kind and cells.text("m") and cells.text("n") and cells.text("k")):
+    if kind in _PRODUCTS or (not kind and not cells.text("groups") and all(map(cells.text, "mnk"))):
         if direction == "backward" and kind == "linear":
             raise ValueError("backward of a linear layer; give its two products apart")
         sizes = [cells.number(name) for name in ("m", "n", "k")]
         return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("batch", 1))
+    if kind in ("grouped_gemm", "grouped_matmul") or (not kind and cells.text("groups")):
+        sizes = [cells.number(name) for name in ("m", "n", "k")]
+        return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("groups"), grouped=True)
     if "attention" in kind or (not kind and cells.text("heads")):
         return _attention(evidence, cells, direction)
     if kind in _MEMORY_BOUND or (not kind and (cells.text("bytes") or cells.text("width"))):

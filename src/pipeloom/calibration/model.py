@@ -121,6 +121,7 @@ class TableModel:
         self.seconds = np.array([m.seconds for m, *_ in observations])
         for entry in sorted(self.groups):
             self._add_curves(*entry)
+        self.sustained_spread = sustained_spread(base)
         self.shared = {name: self._place(spread) for name, spread in self._shared().items()}
 
     @property
@@ -226,11 +227,13 @@ class TableModel:
 
     def _shared_share(self, name: str, members: list[int], moved: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return by how much a shared quantity scales the speed of observations, and whether (0 or 1) it does."""
-        of = [getattr(self.observations[i], "hot" if name == "sustained" else name) for i in members]
-        value = self._shared_value(name)
-        if name in self.shared:
-            value *= float(np.exp(moved[self.shared[name]]))
-        holds = np.array(of, np.float64)
+        some = [self.observations[i] for i in members]
+        holds = np.array([one.hot if name == "sustained" else one.flash2 for one in some], np.float64)
+        if name not in self.shared:
+            return np.ones(len(some)), holds
+        # Products of other precisions sustain another share, which the same clocks scale.
+        value = self._device("compute").factors(some[0].measurement.kind)[0]
+        value = (value if name == "sustained" else self._shared_value(name)) * float(np.exp(moved[self.shared[name]]))
         return np.where(holds > 0, value, 1.0), holds
 
     def _latency(self, part: DevicePart, moved: FloatArray) -> float:
@@ -238,7 +241,10 @@ class TableModel:
         return latency if place is None else latency * float(np.exp(moved[place]))
 
     def fit(self, use: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> FloatArray:
-        """Return the moved values (logarithms, relative to the base) of the posterior of some observations."""
+        """Return the moved values (logarithms, relative to the base) of the posterior of some observations.
+
+        Keeps the spread of the sustained share that is left.
+        """
         moved = np.zeros(self.num_values)
         chosen = np.flatnonzero(use)
         if not len(chosen):
@@ -263,6 +269,9 @@ class TableModel:
             left = np.abs(errors - slopes @ step)
             for entry, members in groups.items():
                 noise[members] = _noise(left[members], _spread_of(*entry))
+        if "sustained" in self.shared:
+            left_over = np.linalg.inv(slopes.T @ (slopes / noise[:, None] ** 2) + precision)
+            self.sustained_spread = float(left_over[self.shared["sustained"], self.shared["sustained"]]) ** 0.5
         return moved
 
     def held_out(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -373,12 +382,23 @@ def sustained_spread(device: DeviceSpec) -> float:
 
 
 def with_sustained(device: DeviceSpec, factor: float) -> DeviceSpec:
-    """Return a table whose sustained share is multiplied by a factor; at most the whole rate."""
-    share = min(1.0, device.sustained * factor)
-    if device.sustained_flops_per_s:
-        return msgspec.structs.replace(device, sustained_flops_per_s=float(f"{share * device.flops_per_s:.4g}"))
-    generation = msgspec.structs.replace(device.generation, sustained=float(f"{share:.3g}"))
-    return msgspec.structs.replace(device, generation=generation)
+    """Return a table whose sustained shares are multiplied by a factor; at most the whole rate."""
+
+    def scaled(share: float, of: float = 1.0) -> float:
+        return float(f"{min(of, share * factor):.4g}")
+
+    generation = msgspec.structs.replace(
+        device.generation,
+        sustained=scaled(device.generation.sustained),
+        sustained_fp8=scaled(device.generation.sustained_fp8),
+    )
+    return msgspec.structs.replace(
+        device,
+        generation=generation,
+        sustained_flops_per_s=scaled(device.sustained_flops_per_s, device.flops_per_s),
+        sustained_fp8_flops_per_s=scaled(device.sustained_fp8_flops_per_s, device.fp8_flops_per_s),
+        sustained_fp4_flops_per_s=scaled(device.sustained_fp4_flops_per_s, device.fp4_flops_per_s),
+    )
 
 
 def _found(kind: str, table: Mapping[str, EfficiencySpec]) -> str:

@@ -45,7 +45,7 @@ def read_nccl_tests(evidence: Evidence, text: str, file_name: str) -> None:
             elif not test:
                 evidence.reject("row of a test whose name the file does not have; name the file all_reduce_perf.txt")
             else:
-                _row(evidence, row, test, ranks, len(hosts))
+                _row(evidence, row, test, ranks, 0 if evidence.joins_hosts else len(hosts))
         elif re.match(r"\s*\d+\s+\d+\s+\w+\s", line):
             evidence.reject("line that is not a row of nccl-tests")
 

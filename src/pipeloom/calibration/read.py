@@ -21,7 +21,7 @@ _RUNS = frozenset(("id", "gbs", "layers"))
 _LOOKED = "give a trace of torch.profiler, output of nccl-tests, or a table of kernels or of runs (docs/formats.md)"
 
 
-def read_evidence(paths: Sequence[str | Path], base: DeviceSpec, *, per_node: int = 8) -> Evidence:
+def read_evidence(paths: Sequence[str | Path], base: DeviceSpec, *, per_node: int = 0) -> Evidence:
     """Read files of evidence about a device.
 
     A file, or a row of one, that cannot be used is counted by its reason.

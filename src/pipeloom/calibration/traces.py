@@ -198,12 +198,13 @@ def _add_collective(evidence: Evidence, args: TraceArguments | None, seconds: fl
     elements = args.output_elements if gathers else args.input_elements
     if width is None or not isinstance(elements, int) or not isinstance(size, int) or elements < 1:
         return evidence.reject("collective without its size in the trace")
-    devices = size
+    if args.collective in ("send", "recv") and size > 2:
+        return evidence.reject("message between two of more devices, whose nodes the trace does not say")
     nodes = 0
     ranks = [int(text) for text in re.findall(r"\d+", str(args.group_ranks or ""))]
     if len(ranks) == size:
         nodes = len({rank // evidence.per_node for rank in ranks})
-    return evidence.collective(args.collective, elements * width, seconds, devices, nodes=nodes, hot=True)
+    return evidence.collective(args.collective, elements * width, seconds, size, nodes=nodes, hot=True)
 
 
 def _add_operator(evidence: Evidence, event: RawEvent, seconds: float, kernels: Sequence[str]) -> None:

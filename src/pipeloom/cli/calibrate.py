@@ -58,7 +58,9 @@ def calibrate(
         True, help="Also time messages and collectives between two processes (cuda: if there are two GPUs)."
     ),
     quick: bool = typer.Option(False, help="Time only a few small shapes, for a quick trial."),
-    per_node: int = typer.Option(8, min=1, max=1024, help="Devices of a node, for collectives whose file lacks it."),
+    per_node: int = typer.Option(
+        0, min=0, max=1024, help="Devices that NVLink joins, for collectives; default: 8, or 72 for GB200 and GB300."
+    ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     check_targets(out, plot)
