@@ -79,6 +79,18 @@ collective,,,,,,,,,,,,,,268435456,all_gather,16,2,9000
     assert not any(one.hot for one in evidence.observations)
 
 
+def test_attention_needs_its_mask_and_a_column_says_what_clocks_were_sustained(tmp_path):
+    table = "kind,heads,seq,head_dim,causal,backend,sustained,ms\n"
+    table += "attention,32,4096,128,,,,1\nattention,32,4096,128,1,flash2,1,1\nattention,32,4096,128,maybe,,,1\n"
+    evidence = read(tmp_path, "attention.csv", table)
+    (one,) = evidence.observations
+    assert (one.hot, one.flash2) == (True, True)
+    assert reasons(evidence) == {
+        "attention whose mask is not stated (causal: 0 or 1)": 1,
+        "mask maybe, which is neither causal nor full": 1,
+    }
+
+
 def test_products_of_experts_are_a_kind_of_their_own(tmp_path):
     evidence = read(tmp_path, "grouped.csv", "groups,M,N,K,stage,us\n8,1024,3072,4096,fwd,400\n")
     (one,) = evidence.observations

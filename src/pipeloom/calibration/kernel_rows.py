@@ -33,6 +33,7 @@ _SYNONYMS = {
     "causal": ("causal", "mask"),
     "window": ("window",),
     "backend": ("backend", "framework", "kernel"),
+    "sustained": ("sustained",),
     "rows": ("rows",),
     "width": ("width",),
     "collective": ("collective",),
@@ -52,7 +53,7 @@ _SECONDS = {
 """Columns of times, and the seconds of their unit."""
 _CAUSAL = {
     **dict.fromkeys(("1", "true", "yes", "causal", "top_left", "bottom_right"), True),
-    **dict.fromkeys(("", "0", "false", "no", "none", "no_mask", "full"), False),
+    **dict.fromkeys(("0", "false", "no", "none", "no_mask", "full"), False),
 }
 _PRODUCTS = frozenset(("gemm", "matmul", "mm", "linear"))
 _MEMORY_BOUND = {
@@ -158,8 +159,7 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
     if other_device(stated, evidence.base):
         raise ValueError(f"measured on another device ({visible_line(stated)})")
     kind = cells.text("kind").lower()
-    direction = _direction(cells)
-    dtype = cells.text("dtype")
+    direction, dtype, hot = _direction(cells), cells.text("dtype"), cells.text("sustained").lower() in ("1", "true")
     if cells.text("collective") or kind == "collective":
         name, ranks = cells.text("collective") or kind, cells.number("ranks")
         seconds = cells.seconds_of_message(name.lower(), cells.number("bytes"), ranks)
@@ -168,12 +168,12 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
         if direction == "backward" and kind == "linear":
             raise ValueError("backward of a linear layer; give its two products apart")
         sizes = [cells.number(name) for name in ("m", "n", "k")]
-        return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("batch", 1))
+        return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("batch", 1), hot=hot)
     if kind in ("grouped_gemm", "grouped_matmul") or (not kind and cells.text("groups")):
         sizes = [cells.number(name) for name in ("m", "n", "k")]
-        return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("groups"), grouped=True)
+        return evidence.product(sizes, cells.seconds, dtype, batch=cells.number("groups"), grouped=True, hot=hot)
     if "attention" in kind or (not kind and cells.text("heads")):
-        return _attention(evidence, cells, direction)
+        return _attention(evidence, cells, direction, hot=hot)
     if kind in _MEMORY_BOUND or (not kind and (cells.text("bytes") or cells.text("width"))):
         name = _MEMORY_BOUND.get(kind, "norm" if cells.text("width") else "copy")
         return evidence.moved(name, _bytes(cells, direction), cells.seconds)
@@ -189,12 +189,15 @@ def _direction(cells: _Cells) -> Direction:
     raise ValueError(f"direction {visible_line(word)}, which is neither forward nor backward")
 
 
-def _attention(evidence: Evidence, cells: _Cells, direction: Direction) -> None:
+def _attention(evidence: Evidence, cells: _Cells, direction: Direction, *, hot: bool) -> None:
     if cells.number("window", 0) > 0:
         raise ValueError("attention with a window")
-    causal = _CAUSAL.get(cells.text("causal").lower())
+    mask = cells.text("causal").lower()
+    if not mask:
+        raise ValueError("attention whose mask is not stated (causal: 0 or 1)")
+    causal = _CAUSAL.get(mask)
     if causal is None:
-        raise ValueError(f"mask {visible_line(cells.text('causal'))}, which is neither causal nor full")
+        raise ValueError(f"mask {visible_line(mask)}, which is neither causal nor full")
     length, heads, width = cells.number("seq"), cells.number("heads"), cells.number("head_dim")
     shape = AttentionShape(
         cells.number("batch", 1),
@@ -207,7 +210,7 @@ def _attention(evidence: Evidence, cells: _Cells, direction: Direction) -> None:
         causal,
     )
     flash2 = cells.text("backend").lower() in ("flash2", "fa2", "flash_attention_2", "flash")
-    evidence.attention(shape, cells.seconds, cells.text("dtype"), direction=direction, flash2=flash2)
+    evidence.attention(shape, cells.seconds, cells.text("dtype"), direction=direction, hot=hot, flash2=flash2)
 
 
 def _bytes(cells: _Cells, direction: Direction) -> float:
