@@ -107,7 +107,7 @@ class TableModel:
     """Values of the table that the observations depend on, and predictions from them."""
 
     def __init__(self, base: DeviceSpec, observations: Sequence[Observation], nic_bytes_per_s: float) -> None:
-        self.base, self.observations, self.nic = base, observations, nic_bytes_per_s
+        self.base, self.observations = base, observations
         self.devices = local_devices(base, nic_bytes_per_s, 0.0)
         self.curves: dict[Key, _Curve] = {}
         self.blocks: list[FloatArray] = []
