@@ -317,6 +317,8 @@ def _confidence(outcome: Outcome) -> Section:
     ]
     if device.basis == "measured":
         lines.append("The table was measured; pipeloom calibrate reports its error on other sizes.")
+    elif device.basis == "blended":
+        lines.append(f"The table was corrected by measurements of this device. Error of the table: {device.error}.")
     else:
         lines.append(
             f"Efficiencies are assumed, and Pipeloom has not yet been run on a GPU. Error of the table: {device.error}."
