@@ -218,7 +218,9 @@ class Evidence:
         """
         kind = _COLLECTIVES.get(name.lower().removesuffix("_perf"))
         if kind is None:
-            return self.reject(f"collective {visible_line(name) or 'without a name'}, which the emulator does not have")
+            return self.reject(
+                f"collective {visible_line(name)[:60] or 'without a name'}, which the emulator does not have"
+            )
         if ranks < 2:
             return self.reject("collective of fewer than two devices")
         if not self._plausible([num_bytes, ranks, nodes or 1], seconds):
@@ -279,7 +281,7 @@ class Evidence:
         if found is not None and found[0] == "float32" and "cpu" in self.base.name.lower():
             return "", 4
         if found is None or (found[0] and found[0] not in self.base.quantized_products):
-            self.reject(f"precision {visible_line(dtype)}, for which the table has no rate")
+            self.reject(f"precision {visible_line(dtype)[:60]}, for which the table has no rate")
             return None
         return found
 

@@ -91,7 +91,7 @@ def _usable(name: str, run: PublishedRun, device: DeviceSpec, evidence: Evidence
     evidence.source = name
     zoo = next((key for key, entry in DEVICES.items() if load_device(entry).name == device.name), None)
     if run.device and run.device not in (zoo, device.name):
-        evidence.reject(f"run on another device ({visible_line(run.device)})")
+        evidence.reject(f"run on another device ({visible_line(run.device)[:60]})")
         return None
     try:
         found = express(complete(replace(run, device=zoo or "H100")).run)

@@ -14,6 +14,8 @@ from pipeloom.calibration.evidence import AttentionShape, Direction, Evidence, o
 from pipeloom.errors import visible_line
 
 Row = Mapping[str, str]
+LONGEST_CELL = 60
+"""Characters of a cell that a reason shows."""
 _SYNONYMS = {
     "kind": ("kind", "op", "operator"),
     "device": ("device", "gpu", "hardware", "accelerator"),
@@ -144,6 +146,10 @@ class _Cells:
         return self.seconds
 
 
+def _shown(text: str) -> str:
+    return visible_line(text)[:LONGEST_CELL]
+
+
 def _number(text: str, name: str) -> float:
     try:
         value = float(text)
@@ -157,7 +163,7 @@ def _number(text: str, name: str) -> float:
 def _read(evidence: Evidence, cells: _Cells) -> None:
     stated = cells.text("device")
     if other_device(stated, evidence.base):
-        raise ValueError(f"measured on another device ({visible_line(stated)})")
+        raise ValueError(f"measured on another device ({_shown(stated)})")
     kind = cells.text("kind").lower()
     direction, dtype, hot = _direction(cells), cells.text("dtype"), cells.text("sustained").lower() in ("1", "true")
     if cells.text("collective") or kind == "collective":
@@ -177,7 +183,7 @@ def _read(evidence: Evidence, cells: _Cells) -> None:
     if kind in _MEMORY_BOUND or (not kind and (cells.text("bytes") or cells.text("width"))):
         name = _MEMORY_BOUND.get(kind, "norm" if cells.text("width") else "copy")
         return evidence.moved(name, _bytes(cells, direction), cells.seconds)
-    raise ValueError(f"kind {visible_line(kind) or 'of kernel that is not stated'}, which calibrate does not read")
+    raise ValueError(f"kind {_shown(kind) or 'of kernel that is not stated'}, which calibrate does not read")
 
 
 def _direction(cells: _Cells) -> Direction:
@@ -186,7 +192,7 @@ def _direction(cells: _Cells) -> Direction:
         return "backward"
     if word.startswith(("fwd", "forward")) or not word:
         return "forward"
-    raise ValueError(f"direction {visible_line(word)}, which is neither forward nor backward")
+    raise ValueError(f"direction {_shown(word)}, which is neither forward nor backward")
 
 
 def _attention(evidence: Evidence, cells: _Cells, direction: Direction, *, hot: bool) -> None:
@@ -197,7 +203,7 @@ def _attention(evidence: Evidence, cells: _Cells, direction: Direction, *, hot: 
         raise ValueError("attention whose mask is not stated (causal: 0 or 1)")
     causal = _CAUSAL.get(mask)
     if causal is None:
-        raise ValueError(f"mask {visible_line(mask)}, which is neither causal nor full")
+        raise ValueError(f"mask {_shown(mask)}, which is neither causal nor full")
     length, heads, width = cells.number("seq"), cells.number("heads"), cells.number("head_dim")
     shape = AttentionShape(
         cells.number("batch", 1),

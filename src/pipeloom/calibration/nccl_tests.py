@@ -41,7 +41,7 @@ def read_nccl_tests(evidence: Evidence, text: str, file_name: str) -> None:
             gpu = rank[3]
         elif row := _ROW.search(line):
             if other_device(gpu, evidence.base):
-                evidence.reject(f"measured on another device ({gpu})")
+                evidence.reject(f"measured on another device ({gpu[:60]})")
             elif not test:
                 evidence.reject("row of a test whose name the file does not have; name the file all_reduce_perf.txt")
             else:

@@ -78,7 +78,7 @@ def read_trace(evidence: Evidence, path: str) -> None:
         return evidence.reject("trace without kernels: of a CPU, or recorded without ProfilerActivity.CUDA")
     stated = next((name for name in _device_names(file) if other_device(name, evidence.base)), "")
     if stated:
-        return evidence.reject(f"measured on another device ({stated})", len(kernels))
+        return evidence.reject(f"measured on another device ({stated[:60]})", len(kernels))
     if newer := newer_kernels([kernel.name for kernel in kernels], evidence.base):
         return evidence.reject(f"measured on a newer device (kernel {newer[:60]})", len(kernels))
     _add_operators(evidence, _Operators(file), kernels)

@@ -37,6 +37,9 @@ EPILOG = (
     "pipeloom calibrate --base h100 --out my.toml trace.json.gz all_reduce_perf.txt gemm.csv runs.csv."
 )
 
+MOST_REASONS = 20
+"""Reasons that are printed."""
+
 
 def calibrate(
     evidence: list[Path] | None = typer.Argument(
@@ -237,8 +240,12 @@ def _print_blend(base: DeviceSpec, evidence: Evidence, blended: Blend, out: Path
     stdout().print(table)
     if evidence.unusable:
         print_line("Not usable, by reason:")
-        for (file, reason), count in evidence.unusable.most_common():
+        found = evidence.unusable.most_common()
+        for (file, reason), count in found[:MOST_REASONS]:
             print_line(f"  {count:6}  {file}: {reason}")
+        if len(found) > MOST_REASONS:
+            rest = sum(count for _, count in found[MOST_REASONS:])
+            print_line(f"  {rest:6}  {len(found) - MOST_REASONS} other reasons; --json lists them")
     if blended.base_errors:
         before, after = (share_text(_median(each) or 0.0) for each in (blended.base_errors, blended.blended_errors))
         print_line(

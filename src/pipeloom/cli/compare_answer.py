@@ -323,7 +323,7 @@ def _confidence(outcome: Outcome) -> Section:
         lines.append(
             f"Efficiencies are assumed, and Pipeloom has not yet been run on a GPU. Error of the table: {device.error}."
         )
-        lines.append("pipeloom calibrate --device cuda measures your device; use its table for your times.")
+        lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]
