@@ -103,20 +103,21 @@ def test_the_base_table_is_kept_where_evidence_agrees_with_it(seed):
     assert np.abs(times_of(blended.device, fresh) / times_of(H100, fresh) - 1).max() < 0.06
 
 
-def test_few_observations_hardly_move_a_value_and_many_move_it_wholly():
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
+def test_few_observations_hardly_move_a_value_and_many_move_it_wholly(share):
     moved = {}
     for count in (1, 3, 10, 100):
         rng = np.random.default_rng(7)
         evidence = Evidence(H100)
         for _ in range(count):
             evidence.product([sized(rng, 11, 13) for _ in "mnk"], 0.5, "bf16")
-        truth = slower(H100, {"compute.matmul": 0.8})
+        truth = slower(H100, {"compute.matmul": share})
         (row,) = blend(H100, timed(evidence, truth, rng)).rows
         moved[count] = (row.blended / row.shipped - 1) / (row.evidence / row.shipped - 1)
         assert row.num_observations == count
-    assert moved[1] < 0.25
+    assert moved[1] < 0.15
     assert moved[1] < moved[3] < moved[10] < moved[100]
-    assert moved[100] > 0.95
+    assert moved[100] > 0.9
 
 
 def test_outliers_do_not_bend_the_table():

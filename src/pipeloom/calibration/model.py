@@ -175,7 +175,7 @@ class TableModel:
                 points, values = self._refined(points, values, (part, entry))
             self.curves[part, entry, metric] = _Curve(points, values, self.num_values)
             near = np.exp(-np.abs(points[:, None] - points[None, :]) / OCTAVES)
-            self.blocks.append(_spread_of(part, entry, metric) ** 2 * (1 + near))
+            self.blocks.append(_spread_of(part, entry, metric) ** 2 * (1 + near) / 2)
 
     def _refined(
         self, points: FloatArray, values: FloatArray, entry: tuple[DevicePart, str]
@@ -258,15 +258,21 @@ class TableModel:
         measured = np.log(self.seconds[chosen])
         groups = _grouped([self.entries[i] for i in chosen])
         noise = np.empty(len(chosen))
+        errors = measured - np.log(self.predict(moved)[0][chosen])
         for entry, members in groups.items():
-            noise[members] = NOISE_OF_SPREAD * _spread_of(*entry)
+            # Starts at the evidence, because observations that agree count in full there.
+            level = float(np.median(errors[members]))
+            noise[members] = _noise(errors[members], _spread_of(*entry))
+            for metric in METRICS:
+                if curve := self.curves.get((*entry, metric)):
+                    moved[curve.first : curve.first + len(curve.values)] = -level
         for _ in range(ROUNDS):
             seconds, slopes = (every[chosen] for every in self.predict(moved))
             errors = measured - np.log(seconds)
             # The prior pulls the whole movement back, not only this round's step.
             step = robust_posterior(slopes, errors, noise**-2.0, 1.345 * noise, precision, -moved, rounds=2)
             moved = moved + step
-            left = np.abs(errors - slopes @ step)
+            left = errors - slopes @ step
             for entry, members in groups.items():
                 noise[members] = _noise(left[members], _spread_of(*entry))
         if "sustained" in self.shared:
@@ -427,8 +433,11 @@ def _spread_of(part: DevicePart, entry: str, metric: str = "flops") -> float:
 
 
 def _noise(left: FloatArray, spread: float) -> float:
-    """Return the scatter of observations: that of their errors, with the assumed one as some of them."""
-    assumed = NOISE_OF_SPREAD * spread
+    """Return the scatter of observations: that of their errors, with the assumed one as some of them.
+
+    What all errors have in common is no scatter: the prior holds the curve away from the observations.
+    """
+    assumed, left = NOISE_OF_SPREAD * spread, np.abs(left - np.median(left))
     # An outlier counts as twice the typical error, so that it cannot silence all the others.
     bounded = np.minimum(left, 2 * max(float(np.median(left)) * 1.4826, LEAST_NOISE))
     variance = (NOISE_COUNT * assumed**2 + float(bounded @ bounded)) / (NOISE_COUNT + len(left))
