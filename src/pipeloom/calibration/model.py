@@ -53,6 +53,7 @@ LEAST_OCTAVES = 0.4
 HELD_OUT = 3
 """One of this many observations of a curve checks the blend."""
 ROUNDS = 12
+"""Steps of Gauss and Newton, each with a new estimate of the scatter; the values no longer move after ten."""
 
 
 class QuantityRow(NamedTuple):

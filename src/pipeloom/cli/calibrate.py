@@ -179,6 +179,7 @@ def _blend(
     evidence = read_evidence(files, base, per_node=per_node) if files else Evidence(base, per_node)
     if measured is not None:
         evidence.source = "this machine"
+        evidence.kinds[evidence.source] = "timed now"
         evidence.measured(measured.measurements)
     blended = blend(base, evidence, name=name)
     write_text(out, device_toml(blended.device))
