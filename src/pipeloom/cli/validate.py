@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
+from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
 if TYPE_CHECKING:
+    from pipeloom.spec.hardware import DeviceSpec
     from pipeloom.validation import PaperPrediction, Prediction, Summary
 
 HELP = """\
@@ -34,17 +36,21 @@ def validate(
     leave_out: Literal["device", "source", "model"] | None = typer.Option(
         None, help="Fit the constants, and make each interval, without the runs of the same device, source or model."
     ),
+    device: str = typer.Option(
+        "", metavar="DEVICE.toml", help="A blended table (`calibrate --base`) for the runs on its device."
+    ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     from pipeloom.validation import paper_figures, predict, predict_figure, published_runs, read_runs, summarize
 
+    own = _own_table(device, leave_out is not None) if device else None
     table = published_runs() if runs is None else read_runs(runs)
     predictions = []
     with stderr().status("predicting ...") as status:
         for number, run in enumerate(table, 1):
             status.update(f"predicting run {number} of {len(table)} ...")
             doing(f"predicting run {number} of {len(table)}")
-            predictions.append(predict(run, leave_out))
+            predictions.append(predict(run, leave_out, own))
         papers = []
         for number, figure in enumerate(paper_figures() if runs is None else (), 1):
             status.update(f"predicting figure {number} of the papers ...")
@@ -60,6 +66,24 @@ def validate(
     _print_summary(summary)
     if papers:
         _print_papers(papers)
+
+
+def _own_table(device: str, leaves_out: bool) -> DeviceSpec:
+    from pipeloom.spec.catalog import load_device
+    from pipeloom.validation import published_device
+
+    if leaves_out:
+        raise InputError(
+            "--leave-out",
+            "fits the constants again, and the table of --device has constants of its own",
+            "give one of them",
+        )
+    table = load_device(device)
+    if published_device(table.name) is None:
+        raise InputError(
+            "--device", f"{table.name!r} is the name of no device with published runs", "give its table that name"
+        )
+    return table
 
 
 def _document(summary: Summary) -> dict[str, Any]:

@@ -74,15 +74,15 @@ class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One accelerator and its own links.
 
-    ``basis`` is ``measured`` if the table was measured on the device, or ``datasheet`` if it is from the data sheet
-    with assumed efficiencies. ``flops_per_s`` is dense bfloat16 (float32 on a CPU). Links are per direction.
-    ``efficiency`` has shares of the peak by part (compute, nvlink, nic, pcie) and kind of operator; ``*`` is every
-    other kind. Shares of operations are relative to the sustained rate. In a file it may be the name of an entry of the
-    zoo.
+    ``basis`` is ``measured`` if the table was measured on the device, ``datasheet`` if it is from the data sheet with
+    assumed or published efficiencies, or ``blended`` if measurements of a user moved another table (`pipeloom calibrate
+    --base`). ``flops_per_s`` is dense bfloat16 (float32 on a CPU). Links are per direction. ``efficiency`` has shares
+    of the peak by part (compute, nvlink, nic, pcie) and kind of operator; ``*`` is every other kind. Shares of
+    operations are relative to the sustained rate. In a file it may be the name of an entry of the zoo.
     """
 
     name: str
-    basis: Literal["datasheet", "measured"]
+    basis: Literal["datasheet", "measured", "blended"]
     source: str
     flops_per_s: Rate
     memory_bytes: NumBytes

@@ -177,10 +177,13 @@ def interval(
 def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
     """Return the interval of iteration times of a model on a device under a trainer.
 
-    No published run has a measured table, so its interval is that of a device without runs.
+    No published run has a measured table, so its interval is that of a device without runs. A blended table has the
+    interval of the table before, because nobody knows by how much the user's measurements narrow it.
     """
     name = None if device.basis == "measured" else published_device(device.name)
     found = interval(name, model_kind(model))
+    if device.basis == "blended":
+        found = found._replace(basis=f"{found.basis}, with the table before it was blended")
     if trainer.name in TRAINERS:
         return found
     return found._replace(basis=f"{found.basis}; none by the trainer {trainer.name}")
