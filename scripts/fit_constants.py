@@ -197,7 +197,7 @@ def print_left_out(runs: Sequence[Run], name: str, errors: dict[str, float]) -> 
 def print_halves(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Values) -> None:
     """Print the errors on runs whose group takes no part in the fit: means of eight random halves of the groups."""
     groups = sorted({group_of(run) for run in fitted})
-    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in KINDS}
     for seed in range(8):
         chosen = np.random.default_rng(seed).permutation(len(groups))[: len(groups) // 2]
         half = {groups[i] for i in chosen}
@@ -207,11 +207,12 @@ def print_halves(runs: Sequence[Run], fitted: Sequence[FittedRun], values: Value
         for kind, belongs in KINDS.items():
             some = [(run, t) for (run, each), t in zip(rest, times, strict=True) if belongs(run, each)]
             errors = np.abs([t / (run.measured_s or 1.0) - 1 for run, t in some])
-            tau = kendall_tau_of(some)
-            found[kind].append((*np.quantile(errors, (0.5, 0.9)), np.nan if tau is None else tau))
+            taus = [kendall_tau_of(some, per_token=each) for each in (True, False)]
+            found[kind].append((*np.quantile(errors, (0.5, 0.9)), *(np.nan if tau is None else tau for tau in taus)))
     for kind, rows in found.items():
-        median, ninth, tau = np.nanmean(rows, axis=0)
-        print(f"{kind:22} halves: median {median:.1%}, 90th percentile {ninth:.1%}, tau {tau:.2f}")
+        median, ninth, tau, whole = np.nanmean(rows, axis=0)
+        print(f"{kind:22} halves: median {median:.1%}, 90th percentile {ninth:.1%}", end=", ")
+        print(f"tau {tau:.2f} by time a token, {whole:.2f} by iteration time")
 
 
 if __name__ == "__main__":

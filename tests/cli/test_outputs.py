@@ -45,7 +45,7 @@ FILES: dict[str, tuple[set[str], set[str]]] = {
     "sweep": (set(), {"model", "cluster", "data"}),
     "bench": (set(), set()),
     "reproduce": ({"out"}, set()),
-    "calibrate": ({"out", "plot"}, set()),
+    "calibrate": ({"out", "plot"}, {"evidence", "base"}),
     "planner": (set(), set()),
 }
 FOLDERS = {("train", "runs"), ("export", "to"), ("plan", "out"), ("compare", "out"), ("reproduce", "out")}

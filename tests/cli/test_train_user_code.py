@@ -130,6 +130,6 @@ def test_a_long_evaluation_after_training_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(heartbeat.VARIABLE, "1")
-    path = config(tmp_path, EVALUATE=f"__import__('time').sleep({heartbeat.FIRST_S + 1}) or {{}}")
+    path = config(tmp_path, EVALUATE=f"__import__('time').sleep({heartbeat.EVERY_S + 1}) or {{}}")
     assert run(["train", str(path), "--runs", str(tmp_path)]) == 0
     assert "pipeloom: evaluating" in capfd.readouterr().err

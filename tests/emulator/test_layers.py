@@ -245,6 +245,20 @@ def test_context_parallel_attention_sends_keys_round():
     assert layer.on(work).model_flops == whole.on(work).model_flops / 2
 
 
+def test_rotary_embeddings_with_a_scale_are_eager():
+    plain, scaled = (
+        LayerTemplate(m.Attention(16, 4, 2, 4, rotary_scaled=scale), 16, Context(), PLAIN) for scale in (False, True)
+    )
+    assert kinds(plain, "keep", "F") == kinds(scaled, "keep", "F")
+    work = Workload((64,))
+    times = [
+        {part: dict(zip(kinds(layer, "keep", part), durations(layer, work, part), strict=True)) for part in ("F", "B")}
+        for layer in (plain, scaled)
+    ]
+    assert times[1]["F"]["rotary"] == 6 * times[0]["F"]["rotary"]
+    assert times[1]["B"]["rotary"] == 5 * times[0]["B"]["rotary"]
+
+
 def test_experts_travel_only_with_expert_parallelism():
     module = m.MixtureOfExperts(16, 8, 4, 2)
     assert "all_to_all" not in kinds(LayerTemplate(module, 16, Context(tensor=2), PLAIN), "keep", "F")

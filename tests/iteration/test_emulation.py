@@ -15,6 +15,7 @@ from pipeloom.emulator.expand import expand
 from pipeloom.emulator.kernels import issue
 from pipeloom.errors import InfeasibleError, InputError
 from pipeloom.iteration import emulate, even_pipeline, fastest_step, pack_microbatches
+from pipeloom.search import gpipe, one_f_one_b
 from pipeloom.spec import Chunk, Sample, Workload
 from pipeloom.spec import architecture as a
 from pipeloom.spec.parallelism import Degrees
@@ -161,3 +162,18 @@ def test_segments_are_chunks_of_a_rank():
     assert result.layers == ({"lm": ((0, 0), (2, 2))}, {"lm": ((1, 1), (3, 3))})
     assert 0 < result.mfu < 1
     assert result.num_tokens == 4 * 64
+
+
+def test_an_iteration_keeps_the_order_that_it_is_given():
+    microbatches = [[Sample(f"{m}", 4096)] for m in range(16)]
+    costs = EmulatedCosts("llama2-7b", "dip-h800-64", Degrees(pipeline=4), ("keep", "recompute"), split=False)
+    layout = even_pipeline(costs, microbatches, {}, {})
+    fixed = fastest_step(costs, layout, microbatches, order=one_f_one_b)
+    expected = one_f_one_b(fixed.graph)
+    assert [list(tasks) for tasks in fixed.schedule.order] == [list(tasks) for tasks in expected.order]
+    assert fastest_step(costs, layout, microbatches).iteration_s <= fixed.iteration_s
+    # GPipe holds all microbatches, so it must recompute where 1F1B need not.
+    assert fixed.strategy == "keep"
+    assert fastest_step(costs, layout, microbatches, order=gpipe).strategy == "recompute"
+    with pytest.raises(InfeasibleError, match="usable"):
+        fastest_step(costs.with_strategies(("keep",)), layout, microbatches, order=gpipe)

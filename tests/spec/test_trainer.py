@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pipeloom.cost.emulated import EmulatedCosts
+from pipeloom.errors import InputError
 from pipeloom.integrations.megatron import Timing, read_megatron
+from pipeloom.iteration import Draw, emulate
 from pipeloom.spec import Chunk, Workload
+from pipeloom.spec.architecture import ExpertsMixer
 from pipeloom.spec.catalog import load_cluster, load_trainer, names
 from pipeloom.spec.parallelism import Degrees
-from pipeloom.spec.trainer import FUSED, Overlap
+from pipeloom.spec.trainer import FUSED, Overlap, TrainerSpec
 from pipeloom.validation.constants import constants
 from tests.integrations.megatron.cases import listed
 
@@ -35,6 +39,15 @@ def test_eager_operators_cost_time_and_memory() -> None:
     assert found["fused"].activation_bytes == found["megatron"].activation_bytes < found["pipeloom"].activation_bytes
 
 
+@pytest.mark.parametrize("name", ["fused", "megatron", "pipeloom"])
+def test_a_plan_has_no_more_memory_than_the_trainer_leaves(name: str) -> None:
+    trainer, cluster = load_trainer(name), load_cluster("8xH100")
+    costs = EmulatedCosts("llama2-7b", cluster, Degrees(pipeline=2), ("keep",), split=False, trainer=trainer)
+    step = emulate("llama2-7b", cluster, Degrees(pipeline=2), batch=Draw(4), strategy="keep", trainer=trainer)
+    left = cluster.device.usable_bytes - trainer.library_bytes
+    assert costs.rank.memory_capacity_bytes == step.capacity_bytes == left
+
+
 @pytest.mark.parametrize("strategies", [("keep", "recompute")])
 def test_a_pass_takes_at_least_its_launches(strategies: tuple[str, ...]) -> None:
     """Short microbatches are bound by the host, whatever is recomputed."""
@@ -53,9 +66,10 @@ def test_flags_decide_what_is_hidden() -> None:
     overlapped = read_megatron(
         listed(sizes, overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True), num_devices=16
     )
-    assert plain.trainer == full.overlapping(Overlap())
+    assert plain.trainer == replace(full.overlapping(Overlap()), dispatcher="allgather")
     assert "no overlap" in plain.trainer.text
-    assert overlapped.trainer == full
+    hidden = full.overlapping(Overlap(reduction=True, gather=True, tensor=True))
+    assert overlapped.trainer == replace(hidden, dispatcher="allgather")
     assert "gradient reduction, parameter gathering, tensor messages" in overlapped.trainer.text
     cluster = load_cluster("16xH100")
     slow, fast = (Timing(run, cluster).of(run.now) for run in (plain, overlapped))
@@ -65,6 +79,33 @@ def test_flags_decide_what_is_hidden() -> None:
 def test_graphs_and_a_fused_loss_change_the_trainer() -> None:
     graphed = read_megatron(listed(enable_cuda_graph=True)).trainer
     assert graphed.layer_host_s == graphed.expert_layer_host_s == 0
+    partly = read_megatron(listed(cuda_graph_impl="transformer_engine", cuda_graph_scope="attn moe_router")).trainer
+    assert partly.graphed
+    assert partly.expert_layer_host_s == load_trainer("megatron").expert_layer_host_s
     fused = read_megatron(listed(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")).trainer
     assert fused.cross_entropy == 1
     assert fused.loss_in_place
+
+
+def test_the_host_launches_biases_of_experts_one_by_one() -> None:
+    mixer = ExpertsMixer(inner=16, experts=64, chosen=2, expert_bias=True)
+    trainer = load_trainer("megatron")
+    few, many = (trainer.experts_host_s(mixer, devices) for devices in (64, 8))
+    assert trainer.expert_layer_host_s < few < many
+    assert replace(trainer, fused_experts=True).experts_host_s(mixer, 8) == trainer.expert_layer_host_s
+    assert trainer.with_graphs(experts=False).experts_host_s(mixer, 64) < few
+    assert trainer.with_graphs().experts_host_s(mixer, 8) == 0
+
+
+def test_dispatchers_are_read_by_name() -> None:
+    def of(**given: object) -> TrainerSpec:
+        return read_megatron(listed(given)).trainer
+
+    assert of(moe_token_dispatcher_type="alltoall").dispatcher == "alltoall"
+    assert of(moe_token_dispatcher_type="flex").dispatcher == "deepep"
+    assert of(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep").dispatcher == "hybridep"
+    overlapping = of(overlap_moe_expert_parallel_comm=True, num_virtual_stages_per_pipeline_rank=3)
+    assert overlapping.hidden_expert == load_trainer("megatron").hidden_expert
+    assert of(use_transformer_engine_op_fuser=True).fused_experts
+    with pytest.raises(InputError, match="'mesh' is none of alltoall, allgather, deepep, hybridep"):
+        of(moe_token_dispatcher_type="mesh")

@@ -9,7 +9,16 @@ import pytest
 
 from pipeloom.spec.catalog import load_architecture, load_cluster, load_trainer
 from pipeloom.validation import confidence
-from pipeloom.validation.confidence import Interval, Pair, Residual, chance, interval, interval_for, model_kind
+from pipeloom.validation.confidence import (
+    Interval,
+    Pair,
+    Residual,
+    chance,
+    interval,
+    interval_for,
+    model_kind,
+    sign_curve,
+)
 
 H100 = load_cluster("8xH100").device
 MEGATRON = load_trainer("megatron")
@@ -22,8 +31,13 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     runs = tuple(Residual(str(i), "one", "H100", "gpt", "dense", x, 3 * x) for i, x in enumerate(errors))
     monkeypatch.setattr(confidence, "residuals", lambda: runs)
     # The smaller the predicted difference, the more pairs differ in the other direction.
-    pairs = [Pair(gap, gap if k >= wrong else -gap, 1.0) for gap, wrong in ((0.01, 40), (0.4, 1)) for k in range(100)]
-    monkeypatch.setattr(confidence, "pairs", lambda: tuple(pairs))
+    pairs = [
+        Pair(("one", "gpt"), gap, gap if k >= wrong else -gap, 1.0)
+        for gap, wrong in ((0.01, 16), (0.4, 1))
+        for k in range(40)
+    ]
+    curve = sign_curve(pairs)
+    monkeypatch.setattr(confidence, "_curve", lambda: curve)
     confidence.published_device.cache_clear()
     yield
     confidence.published_device.cache_clear()
@@ -70,7 +84,10 @@ def test_bounds_are_text_and_fields() -> None:
 
 def test_the_probability_grows_with_the_gain() -> None:
     small, large = chance(0.99), chance(1 / 1.5)
-    assert small.probability == pytest.approx(0.6)
-    assert large.probability == pytest.approx(0.99)
-    assert large.text == "99 %"
+    assert small.probability == pytest.approx(0.6, abs=0.01)
+    assert large.probability == pytest.approx(39 / 40)
+    assert large.text == "98 %"
+    between = [chance(1 - gap).probability for gap in (0.01, 0.02, 0.05, 0.1, 0.4)]
+    assert between == sorted(between)
+    assert chance(1.001).probability == pytest.approx(0.6)
     assert chance(1.0).text == ""

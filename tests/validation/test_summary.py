@@ -10,7 +10,7 @@ import pytest
 from pipeloom.cli.app import run
 from pipeloom.validation import Prediction, PublishedRun, summarize
 from pipeloom.validation.confidence import quantiles
-from pipeloom.validation.summary import kendall_tau, regret
+from pipeloom.validation.summary import kendall_tau, kendall_tau_of, regret
 from tests.validation.test_runs import DATA
 
 
@@ -27,6 +27,13 @@ def test_errors_and_coverage() -> None:
     assert errors.absolute == pytest.approx(0.2)
     assert errors.covered == pytest.approx(1 / 3)
     assert errors.half_width == pytest.approx(0.1)
+
+
+def test_tau_by_iteration_time_orders_batches_of_different_sizes() -> None:
+    small, large = predicted(1.0, 1.0, gbs=8).run, predicted(1.0, 1.9, gbs=16).run
+    pair = [(small, 1.0), (large, 2.1)]
+    assert kendall_tau_of(pair, per_token=False) == 1.0
+    assert kendall_tau_of(pair) == -1.0
 
 
 def test_tau_counts_pairs_of_one_model_and_device() -> None:

@@ -191,7 +191,7 @@ def test_pages_are_those_of_the_records(paper: str) -> None:
     records = {each: read_records(RESULTS, each) for each in PAPERS}
     files = page_files(records, paper)
     for name, text in files.items():
-        assert (RESULTS / name).read_text() == text, f"{name}: `pipeloom reproduce {paper}` writes it; not by hand"
+        assert (RESULTS / name).read_text() == text, f"{name}: written by hand? `pipeloom reproduce {paper} --pages`"
     assert {f"{paper}/{path.name}" for path in (RESULTS / paper).glob("*.csv")} == {
         name for name in files if name.endswith(".csv")
     }

@@ -71,13 +71,14 @@ COMMANDS = {
     ),
     "emulate": Command("pipeloom.cli.emulate", "Emulate an iteration on a cluster: time and memory."),
     "sweep": Command("pipeloom.cli.sweep", "Rank the degrees of parallelism for a model on a cluster."),
-    "calibrate": Command("pipeloom.cli.calibrate", "Measure this machine and write its device table."),
+    "calibrate": Command(
+        "pipeloom.cli.calibrate", "Write a device table from measurements, blended with a shipped one."
+    ),
     "planner": Command("pipeloom.cli.planner", "The planner service; the trainer starts it itself."),
 }
 """Commands of Pipeloom by name."""
 _EXTRAS = {
     "torch": "pipeloom[torch]",
-    "tomli_w": "pipeloom[torch]",
     "bokeh": "pipeloom[report]",
     "pyarrow": "pipeloom[data]",
     "sklearn": "pipeloom[demo]",

@@ -317,11 +317,13 @@ def _confidence(outcome: Outcome) -> Section:
     ]
     if device.basis == "measured":
         lines.append("The table was measured; pipeloom calibrate reports its error on other sizes.")
+    elif device.basis == "blended":
+        lines.append(f"The table was corrected by measurements of this device. Error of the table: {device.error}.")
     else:
         lines.append(
             f"Efficiencies are assumed, and Pipeloom has not yet been run on a GPU. Error of the table: {device.error}."
         )
-        lines.append("pipeloom calibrate --device cuda measures your device; use its table for your times.")
+        lines.append("pipeloom calibrate corrects it with measurements of your device; use its table for your times.")
     if outcome.question.run is not None:
         lines += [f"Of your setup, {note}." for note in outcome.question.run.notes]
     samples = [sample for group in outcome.question.iterations.real for sample in group]

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from pipeloom.cli.output import JSON_HELP, print_json, stderr, stdout
+from pipeloom.errors import InputError
 from pipeloom.heartbeat import doing
 from pipeloom.printing import print_line
 from pipeloom.report import share_text, size_text
 
 if TYPE_CHECKING:
-    from pipeloom.validation import Prediction, Summary
+    from pipeloom.spec.hardware import DeviceSpec
+    from pipeloom.validation import PaperPrediction, Prediction, Summary
 
 HELP = """\
 Predict training runs whose times are known, and print the errors.
 
 Reads a table of runs, CSV with one run a row (docs/formats.md), or the published runs that come with Pipeloom. Prints
 each run's predicted time with an 80 % interval, its published time and peak memory, or the reason why the emulator
-cannot express the run; then the errors by device and kind of model.
+cannot express the run; then the errors by device and kind of model. Without a table, it also predicts the figures of
+four papers, over the range of what each paper leaves unstated.
 """
 EPILOG = "Example: pipeloom validate, or pipeloom validate my_runs.csv --json."
 
@@ -33,24 +36,54 @@ def validate(
     leave_out: Literal["device", "source", "model"] | None = typer.Option(
         None, help="Fit the constants, and make each interval, without the runs of the same device, source or model."
     ),
+    device: str = typer.Option(
+        "", metavar="DEVICE.toml", help="A blended table (`calibrate --base`) for the runs on its device."
+    ),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    from pipeloom.validation import predict, published_runs, read_runs, summarize
+    from pipeloom.validation import paper_figures, predict, predict_figure, published_runs, read_runs, summarize
 
+    own = _own_table(device, leave_out is not None) if device else None
     table = published_runs() if runs is None else read_runs(runs)
     predictions = []
     with stderr().status("predicting ...") as status:
         for number, run in enumerate(table, 1):
             status.update(f"predicting run {number} of {len(table)} ...")
             doing(f"predicting run {number} of {len(table)}")
-            predictions.append(predict(run, leave_out))
+            predictions.append(predict(run, leave_out, own))
+        papers = []
+        for number, figure in enumerate(paper_figures() if runs is None else (), 1):
+            status.update(f"predicting figure {number} of the papers ...")
+            doing(f"predicting figure {number} of the papers")
+            papers.append(predict_figure(figure))
     summary = summarize(predictions)
     if json:
-        print_json({"runs": [each.row for each in predictions], "summary": _document(summary)})
+        document = {"runs": [each.row for each in predictions], "summary": _document(summary)}
+        print_json(document | ({"papers": [each.row for each in papers]} if papers else {}))
         return
     if runs is not None:
         _print_runs(predictions)
     _print_summary(summary)
+    if papers:
+        _print_papers(papers)
+
+
+def _own_table(device: str, leaves_out: bool) -> DeviceSpec:
+    from pipeloom.spec.catalog import load_device
+    from pipeloom.validation import published_device
+
+    if leaves_out:
+        raise InputError(
+            "--leave-out",
+            "fits the constants again, and the table of --device has constants of its own",
+            "give one of them",
+        )
+    table = load_device(device)
+    if published_device(table.name) is None:
+        raise InputError(
+            "--device", f"{table.name!r} is the name of no device with published runs", "give its table that name"
+        )
+    return table
 
 
 def _document(summary: Summary) -> dict[str, Any]:
@@ -131,3 +164,24 @@ def _print_memory(summary: Summary) -> None:
         shares = map(share_text, (each.absolute, each.ninth))
         table.add_row(each.name, str(each.num_runs), f"{each.median:+.1%}", *shares, *extremes)
     stdout().print(table)
+
+
+def _print_papers(papers: Sequence[PaperPrediction]) -> None:
+    from pipeloom.report.any_width import Table
+
+    table = Table(title="The papers' figures, none of which was fitted", title_justify="left")
+    for name in ("paper", "figure", "published", "predicted", "error"):
+        table.add_column(name, justify="left" if name in ("paper", "figure") else "right")
+    for each in papers:
+        figure, unit = each.figure, " s" if each.figure.unit == "s" else ""
+        if each.error is not None:
+            error = "inside" if each.error == 0 else f"{each.error:+.0%}"
+            low_high = f"{each.low:.4g} to {each.high:.4g}{unit}"
+            table.add_row(
+                f"{figure.paper}, {figure.where}", figure.what, f"{figure.published:.4g}{unit}", low_high, error
+            )
+    stdout().print(table)
+    print_line("Predicted: over the range of what the paper leaves unstated. Error: of the nearest end of the range.")
+    for each in papers:
+        if each.reason:
+            print_line(f"  {each.figure.id}: {each.reason}")

@@ -118,7 +118,7 @@ def put_on_cluster(
     costs = EmulatedCosts(architecture, hardware, degrees, split=False, pareto_steps=ParetoSteps(), trainer=trainer)
     levels = EmulatedCosts(architecture, hardware, degrees, LEVELS, split=False, trainer=trainer)
     return ModelOnCluster(
-        architecture, hardware, degrees, costs, levels, costs.model_spec, hardware.device.usable_bytes, update
+        architecture, hardware, degrees, costs, levels, costs.model_spec, costs.capacity_bytes, update
     )
 
 

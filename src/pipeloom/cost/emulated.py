@@ -292,6 +292,11 @@ class EmulatedCosts:
         return self._chunks.stage(chunk).model_flops(workload) * peers
 
     @property
+    def capacity_bytes(self) -> int:
+        """Bytes that tensors can use on one device, beside what the trainer's libraries keep."""
+        return self.cluster.device.usable_bytes - self.placement.trainer.library_bytes
+
+    @property
     def rank(self) -> RankSpec:
         """The planner's view of the cluster."""
         slowest, inside = (self.placement.devices[link] for link in (self._links.slowest, NVLINK))
@@ -301,7 +306,7 @@ class EmulatedCosts:
             hosts = tuple(rank * span // node for rank in range(self.placement.degrees.pipeline))
         return RankSpec(
             name=self.cluster.name,
-            memory_capacity_bytes=self.cluster.device.usable_bytes,
+            memory_capacity_bytes=self.capacity_bytes,
             host_capacity_bytes=self.cluster.offload_bytes,
             link_bytes_per_s=slowest.network_bytes_per_s,
             link_latency_s=slowest.latency_s,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pipeloom.emulator.build import local_devices
-from pipeloom.emulator.rules import FLOPS_KINDS, RuleTable
+from pipeloom.emulator.rules import FLOPS_KINDS, RuleTable, base_kind
 from pipeloom.emulator.size import FloatArray
 from pipeloom.emulator.tape import DEVICE_NAMES
 from pipeloom.errors import InputError, check_positive
@@ -38,6 +38,10 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: DevicePart = "compute"
     steps: float = 0.0
     """Number of consecutive messages, each with the link's latency."""
+    variant: str = ""
+    """Variant of the kind, as in `Cost.rule`: head width, or number of devices."""
+    flops_per_key: float = 0.0
+    """Operations of an attention's queries on one more key each."""
 
     def __post_init__(self) -> None:
         check_positive(f"measurement {self.name!r}.seconds", self.seconds)
@@ -47,7 +51,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Limiting metric of this kind of operator."""
         if self.part != "compute":
             return "network"
-        return "flops" if self.kind in FLOPS_KINDS and self.flops else "memory"
+        return "flops" if base_kind(self.kind) in FLOPS_KINDS and self.flops else "memory"
 
     @property
     def amount(self) -> float:
@@ -78,6 +82,8 @@ class Calibration(NamedTuple):
     """Messages and collectives; empty if links were not measured."""
     links_note: str = ""
     """Description of the measured link, or the reason why none was measured."""
+    measurements: tuple[Measurement, ...] = ()
+    """All measured operators and messages, fitted or not."""
 
     @property
     def mean_layer_error(self) -> float:
@@ -227,3 +233,27 @@ def compare(device: DeviceSpec, held_out: Sequence[Measurement]) -> tuple[Calibr
         CalibrationRow(m.name, predicted, m.seconds)
         for m, predicted in zip(held_out, predict(device, held_out), strict=True)
     )
+
+
+def robust_posterior(
+    slopes: FloatArray,
+    errors: FloatArray,
+    weight: FloatArray,
+    typical: FloatArray | float,
+    precision: FloatArray,
+    prior: FloatArray,
+    *,
+    rounds: int = 40,
+) -> FloatArray:
+    """Return the step of some values that explains errors best, close to a prior.
+
+    Minimizes the Huber loss of ``errors - slopes @ step``, times ``weight`` (the precision of each error), plus the
+    squared distance of the step from ``prior``, times the matrix ``precision``. Errors above ``typical`` count linearly
+    and not by their square, so that single ones cannot bend the result.
+    """
+    step: FloatArray = np.zeros(len(prior))
+    for _ in range(rounds):
+        robust = weight / np.maximum(np.abs(errors - slopes @ step) / typical, 1)
+        matrix = slopes.T @ (robust[:, None] * slopes) + precision
+        step = np.asarray(np.linalg.solve(matrix, slopes.T @ (robust * errors) + precision @ prior), np.float64)
+    return step

@@ -51,7 +51,7 @@ class OperatorGraph:
     Attributes
     ----------
     names, kinds : per operator
-    device, steps : array, shape (num_operators,)
+    device, steps, pieces : array, shape (num_operators,)
     amounts : float array, shape (num_operators, 3)
         Operations, memory bytes, network bytes.
     predecessor_start, predecessor : compressed rows
@@ -67,6 +67,7 @@ class OperatorGraph:
     kinds: tuple[str, ...]
     device: IntArray
     steps: FloatArray
+    pieces: FloatArray
     amounts: FloatArray
     predecessor_start: IntArray
     predecessor: IntArray
@@ -109,12 +110,13 @@ class OperatorGraph:
 
 
 class Amounts(NamedTuple):
-    """Amounts of one operator. ``steps`` counts consecutive messages."""
+    """Amounts of one operator. ``steps`` counts consecutive messages, ``pieces`` the equal kernels in which it runs."""
 
     flops: float = 0.0
     memory_bytes: float = 0.0
     network_bytes: float = 0.0
     steps: float = 0.0
+    pieces: float = 1.0
 
 
 class GraphBuilder:
@@ -123,7 +125,7 @@ class GraphBuilder:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._number = {device.name: i for i, device in enumerate(self._devices)}
-        self._operators: list[tuple[str, str, int, float, float, float, float, tuple[int, ...]]] = []
+        self._operators: list[tuple[str, str, int, Amounts, tuple[int, ...]]] = []
         self._tensors: list[tuple[str, int, int, int, bool]] = []
         self._readers: list[list[int]] = []
 
@@ -169,7 +171,7 @@ class GraphBuilder:
         before.discard(NO_OPERATOR)
         if before and not 0 <= min(before) <= max(before) < number:
             raise InputError(f"operator {name!r}", f"waits for {max(before)}, which does not exist yet", "add it first")
-        self._operators.append((name, kind, self._device(name, device), *amounts, tuple(sorted(before))))
+        self._operators.append((name, kind, self._device(name, device), amounts, tuple(sorted(before))))
         return number
 
     def _device(self, user: str, name: str) -> int:
@@ -181,16 +183,17 @@ class GraphBuilder:
         """Build the graph."""
         operators, tensors = self._operators, self._tensors
         start = np.zeros(len(operators) + 1, np.int64)
-        np.cumsum([len(op[7]) for op in operators], out=start[1:])
+        np.cumsum([len(op[4]) for op in operators], out=start[1:])
         return OperatorGraph(
             devices=self._devices,
             names=tuple(op[0] for op in operators),
             kinds=tuple(op[1] for op in operators),
             device=np.array([op[2] for op in operators], np.int64),
-            steps=np.array([op[6] for op in operators], np.float64),
-            amounts=np.array([op[3:6] for op in operators], np.float64).reshape(-1, 3),
+            steps=np.array([op[3].steps for op in operators], np.float64),
+            pieces=np.array([op[3].pieces for op in operators], np.float64),
+            amounts=np.array([op[3][:3] for op in operators], np.float64).reshape(-1, 3),
             predecessor_start=start,
-            predecessor=np.array([p for op in operators for p in op[7]], np.int64),
+            predecessor=np.array([p for op in operators for p in op[4]], np.int64),
             tensor_names=tuple(t[0] for t in tensors),
             tensor_device=np.array([t[1] for t in tensors], np.int64),
             tensor_bytes=np.array([t[2] for t in tensors], np.int64),
@@ -266,7 +269,7 @@ def emulate_graph(graph: OperatorGraph) -> Emulation:
     InputError
         If an operator needs a metric that its device does not have (network bytes on a compute device).
     """
-    table = RuleTable(graph.devices, graph.kinds, graph.device, graph.steps)
+    table = RuleTable(graph.devices, graph.kinds, graph.device, graph.steps, graph.pieces)
     duration = table.durations_ps(graph.amounts)
     free = np.zeros(len(graph.devices), np.int64)
     end: IntArray = issue(

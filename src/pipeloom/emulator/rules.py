@@ -146,28 +146,40 @@ class RuleTable:
     ----------
     steps : per operator
         Consecutive messages.
+    pieces : per operator, or None for one each
+        Equal kernels in which the operator runs. Its efficiency of operations is that of one of them.
     """
 
-    def __init__(self, devices: tuple[Device, ...], kind: tuple[str, ...], device: IntArray, steps: FloatArray) -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        kind: tuple[str, ...],
+        device: IntArray,
+        steps: FloatArray,
+        pieces: FloatArray | None = None,
+    ) -> None:
         self.devices, self.kind, self.device, self.steps = devices, kind, device, steps
-        rows: dict[tuple[int, str], int] = {}
+        rows: dict[tuple[int, str, float], int] = {}
+        parts = (np.ones(len(kind)) if pieces is None else pieces).tolist()
         self.rule = np.array(
-            [rows.setdefault((d, k), len(rows)) for d, k in zip(device.tolist(), kind, strict=True)], np.int64
+            [rows.setdefault(key, len(rows)) for key in zip(device.tolist(), kind, parts, strict=True)], np.int64
         )
-        chosen = [devices[d].efficiency_of(k) for d, k in rows]
-        factors = [devices[d].factors(k) for d, k in rows]
+        chosen = [devices[d].efficiency_of(k) for d, k, _ in rows]
+        factors = [devices[d].factors(k) for d, k, _ in rows]
         width = max((len(getattr(e, m)) for e in chosen for m in METRICS), default=1)
         self.points = np.zeros((len(rows), 3, width))
         self.values = np.ones((len(rows), 3, width))
         self.counts = np.ones((len(rows), 3), np.int64)
-        for r, e in enumerate(chosen):
+        for r, (e, (_, _, number)) in enumerate(zip(chosen, rows, strict=True)):
             for m, metric in enumerate(METRICS):
                 curve: Curve = getattr(e, metric)
                 self.counts[r, m] = len(curve)
                 self.points[r, m, : len(curve)] = np.log2([seconds for seconds, _ in curve])
+                if metric == "flops":
+                    self.points[r, m, : len(curve)] += np.log2(number)
                 self.values[r, m, : len(curve)] = [value * factors[r][m] for _, value in curve]
-        self.rates = np.array([devices[d].rates_of(k) for d, k in rows]).reshape(-1, 3)
-        self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s) for d, _ in rows]).reshape(-1, 2)
+        self.rates = np.array([devices[d].rates_of(k) for d, k, _ in rows]).reshape(-1, 3)
+        self.fixed = np.array([(devices[d].latency_s, devices[d].launch_s * n) for d, _, n in rows]).reshape(-1, 2)
         self.overridden = tuple(
             (i, devices[d].overrides[base_kind(k)])
             for i, (d, k) in enumerate(zip(device.tolist(), kind, strict=True))

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from pipeloom.emulator.size import TOKEN_PAIRS, TOKENS, ZERO, Size
 from pipeloom.errors import InputError, check_count
 from pipeloom.spec.precision import Quantization
+from pipeloom.spec.trainer import Dispatcher
 
 COMPUTE, NVLINK, NIC, PCIE = 0, 1, 2, 3
 DEVICE_NAMES = ("compute", "nvlink", "nic", "pcie")
@@ -63,6 +64,12 @@ class Context:
         Whether attention computes and keeps the scores of all pairs.
     hidden_tensor : float
         Share of the tensor-parallel collectives that computation hides.
+    hidden_expert : float
+        Share of the messages of experts that computation hides.
+    dispatcher : Dispatcher
+        How tokens reach their experts.
+    fused_experts : bool
+        Whether one kernel computes the products of all experts of a device.
     quantization : Quantization or None
         How linear layers quantize their inputs, weights and gradients. None: products are in bfloat16.
     quantized_weights : bool
@@ -92,6 +99,9 @@ class Context:
     shard_group: Group = BETWEEN
     unfused_attention: bool = False
     hidden_tensor: float = 0.0
+    hidden_expert: float = 0.0
+    dispatcher: Dispatcher = "alltoall"
+    fused_experts: bool = True
     quantization: Quantization | None = None
     quantized_weights: bool = False
     dropout: bool = False
@@ -123,7 +133,8 @@ class Cost:
 
     ``variant`` is the head width of an attention, the number of devices of a collective, or the kind of quantized
     products: the efficiency may depend on it. ``flops_per_key`` are the operations of an attention's queries on one
-    more key each; see `Efficiency.extra_keys`.
+    more key each; see `Efficiency.extra_keys`. ``pieces`` are the equal kernels in which the operator runs, such as one
+    product for each expert.
     """
 
     kind: str
@@ -134,6 +145,7 @@ class Cost:
     steps: float = 0.0
     variant: int | str = 0
     flops_per_key: Size = ZERO
+    pieces: int = 1
 
     @property
     def rule(self) -> str:

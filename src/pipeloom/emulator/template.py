@@ -84,6 +84,7 @@ class _Operators:
             tuple(cost.rule for cost in costs),
             np.array([cost.device for cost in costs], np.int64),
             np.array([cost.steps for cost in costs], np.float64),
+            np.array([cost.pieces for cost in costs], np.float64),
         )
         self._sizes = np.array([size.row(self.windows) for size in sizes])
         self._flops = np.sum([zero, *(size.row(self.windows) for size in products)], axis=0)
@@ -264,7 +265,11 @@ class LayerTemplate:
                             cost.kind,
                             self.devices[cost.device].name,
                             Amounts(
-                                cost.flops.of(workload), cost.memory.of(workload), cost.network.of(workload), cost.steps
+                                cost.flops.of(workload),
+                                cost.memory.of(workload),
+                                cost.network.of(workload),
+                                cost.steps,
+                                cost.pieces,
                             ),
                             reads=[tensors[k] for k, b in enumerate(program.buffers) if i in b.used],
                             after=[*(numbers[b] for b in before if b >= 0), *entry],

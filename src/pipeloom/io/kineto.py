@@ -102,22 +102,35 @@ class RankTrace:
     allocations: tuple[Allocation, ...] = ()
 
 
-class _Args(msgspec.Struct):
+class TraceArguments(msgspec.Struct):
+    """Arguments of an event, as far as any reader needs them."""
+
     correlation: WideNumber | None = None
+    external: Any = msgspec.field(name="External id", default=None)
     num_bytes: Any = msgspec.field(name="Bytes", default=None)
     device: Any = msgspec.field(name="Device Type", default=None)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default_factory=msgspec.Raw)
     types: msgspec.Raw = msgspec.field(name="Input type", default_factory=msgspec.Raw)
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default_factory=msgspec.Raw)
+    collective: Any = msgspec.field(name="Collective name", default=None)
+    input_elements: Any = msgspec.field(name="In msg nelems", default=None)
+    output_elements: Any = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Any = msgspec.field(name="Group size", default=None)
+    group_ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
+    dtype: Any = None
 
 
-class _Event(msgspec.Struct):
+class RawEvent(msgspec.Struct):
+    """An event as the file has it. ``ts`` is in microseconds since the trace's base."""
+
     ph: str = ""
     cat: str = ""
     name: str = ""
     ts: Microseconds = 0.0
     dur: Microseconds = 0.0
+    tid: Any = None
     id: WideNumber | str | None = None
-    args: _Args | None = None
+    args: TraceArguments | None = None
 
 
 class _Distributed(msgspec.Struct):
@@ -125,11 +138,14 @@ class _Distributed(msgspec.Struct):
     world_size: Number | None = None
 
 
-class _File(msgspec.Struct):
-    events: list[_Event] = msgspec.field(name="traceEvents")
+class TraceFile(msgspec.Struct):
+    """A trace as the file has it."""
+
+    events: list[RawEvent] = msgspec.field(name="traceEvents")
     info: _Distributed | None = msgspec.field(name="distributedInfo", default=None)
     host: str = msgspec.field(name="host_name", default="")
     base_ns: Nanoseconds = msgspec.field(name="baseTimeNanoseconds", default=0)
+    devices: Any = msgspec.field(name="deviceProperties", default=None)
 
 
 def trace_files(paths: Sequence[PathLike]) -> tuple[Path, ...]:
@@ -166,25 +182,7 @@ def read_kineto(path: PathLike) -> RankTrace:
     InputError
         If the file cannot be read, is truncated, or is other JSON. The error names the file.
     """
-    where = printable(str(path))
-    data = read_bytes(path)
-    if data[:2] == b"\x1f\x8b":
-        raise InputError(where, "is gzip data", "give it a name that ends in .gz")
-    kind = binary_kind(data)
-    if kind:
-        raise InputError(where, f"is {kind}", "unpack it, and give the traces in it (.json, .json.gz)")
-    try:
-        found = msgspec.json.decode(_closed(data), type=_File | list[_Event])
-    except msgspec.ValidationError as error:
-        raise InputError(
-            where, f"is not a trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem = "is empty" if not data.strip() else f"is not complete JSON: {_lower(str(error))}"
-        raise InputError(where, problem, _AGAIN) from error
-    file = found if isinstance(found, _File) else _File(found)
-    if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):
-        raise InputError(where, "is a trace that Pipeloom wrote", "see difference.html beside it, or pipeloom report")
+    where, file = printable(str(path)), read_trace_file(path)
     info = file.info or _Distributed()
     rank = info.rank if info.rank is not None else _rank_in_name(Path(path).name)
     launches = {e.args.correlation: _ns(e.ts, file) for e in file.events if e.cat in _LAUNCH and e.args is not None}
@@ -203,6 +201,36 @@ def read_kineto(path: PathLike) -> RankTrace:
     )
 
 
+def read_trace_file(path: PathLike) -> TraceFile:
+    """Read the events of a trace.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, is truncated, or is other JSON. The error names the file.
+    """
+    where = printable(str(path))
+    data = read_bytes(path)
+    if data[:2] == b"\x1f\x8b":
+        raise InputError(where, "is gzip data", "give it a name that ends in .gz")
+    kind = binary_kind(data)
+    if kind:
+        raise InputError(where, f"is {kind}", "unpack it, and give the traces in it (.json, .json.gz)")
+    try:
+        found = msgspec.json.decode(_closed(data), type=TraceFile | list[RawEvent])
+    except msgspec.ValidationError as error:
+        raise InputError(
+            where, f"is not a trace of torch.profiler: {_lower(str(error))}", "give a trace a rank"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = "is empty" if not data.strip() else f"is not complete JSON: {_lower(str(error))}"
+        raise InputError(where, problem, _AGAIN) from error
+    file = found if isinstance(found, TraceFile) else TraceFile(found)
+    if any(event.ph == "X" and event.cat[:2] in _OURS for event in file.events[:_LOOKED_AT]):
+        raise InputError(where, "is a trace that Pipeloom wrote", "see difference.html beside it, or pipeloom report")
+    return file
+
+
 def _closed(data: bytes) -> bytes:
     """Close an array of events. The format allows the writer to omit the closing bracket."""
     text = data.strip()
@@ -215,7 +243,7 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _ns(ts: float, file: _File) -> int:
+def _ns(ts: float, file: TraceFile) -> int:
     """Convert microseconds since the trace's base to nanoseconds of the host's clock."""
     return file.base_ns + round(ts * 1000)
 
@@ -225,7 +253,7 @@ def _rank_in_name(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _boxes(file: _File, categories: frozenset[str]) -> Iterator[TraceEvent]:
+def _boxes(file: TraceFile, categories: frozenset[str]) -> Iterator[TraceEvent]:
     for event in file.events:
         if event.ph == "X" and event.cat in categories:
             if event.cat == "python_function" and not event.name.startswith(_MODULE):
@@ -236,7 +264,7 @@ def _boxes(file: _File, categories: frozenset[str]) -> Iterator[TraceEvent]:
             yield TraceEvent(start, end, event.name, event.cat == "user_annotation", shape, dtype)
 
 
-def _message(event: _Event) -> tuple[tuple[int, ...], str]:
+def _message(event: RawEvent) -> tuple[tuple[int, ...], str]:
     """Return shape and dtype of the first tensor of a message, if shapes were recorded."""
     dims, types = (_first(raw) for raw in ((event.args.dims, event.args.types) if event.args else (b"", b"")))
     while isinstance(dims, list) and dims and isinstance(dims[0], list):
@@ -250,7 +278,7 @@ def _first(raw: bytes | msgspec.Raw) -> Any:
     return values[0] if isinstance(values, list) and values else None
 
 
-def _kernels(file: _File, launches: dict[int | None, int]) -> Iterator[Kernel]:
+def _kernels(file: TraceFile, launches: dict[int | None, int]) -> Iterator[Kernel]:
     for event in file.events:
         if event.ph == "X" and event.cat in _DEVICE and event.args is not None:
             launched = launches.get(event.args.correlation)
@@ -259,14 +287,14 @@ def _kernels(file: _File, launches: dict[int | None, int]) -> Iterator[Kernel]:
                 yield Kernel(start, start + round(event.dur * 1000), event.name, launched)
 
 
-def _allocations(file: _File, *, on_host: bool) -> Iterator[Allocation]:
+def _allocations(file: TraceFile, *, on_host: bool) -> Iterator[Allocation]:
     for event in file.events:
         args = event.args if event.name == "[memory]" else None
         if args is not None and isinstance(args.num_bytes, int) and (args.device == _HOST) == on_host:
             yield Allocation(_ns(event.ts, file), args.num_bytes)
 
 
-def _links(file: _File) -> tuple[Link, ...]:
+def _links(file: TraceFile) -> tuple[Link, ...]:
     """Connect the ends of every arrow from an operator to its backward node."""
     begins = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "s" and e.cat == "fwdbwd"}
     ends = {e.id: _ns(e.ts, file) for e in file.events if e.ph == "f" and e.cat == "fwdbwd"}

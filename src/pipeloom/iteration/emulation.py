@@ -18,6 +18,7 @@ from pipeloom.layout.layouts import typical_seconds
 from pipeloom.layout.modality import sub_microbatch_size, typical_lengths
 from pipeloom.packing import Packing
 from pipeloom.search import Evaluations, solve
+from pipeloom.search.schedules import Order
 from pipeloom.spec import Chunk, ChunkStrategy, Layout, Sample
 from pipeloom.spec.architecture import Architecture
 from pipeloom.spec.catalog import load_architecture, load_cluster
@@ -182,7 +183,12 @@ def even_pipeline(
 
 
 def fastest_step(
-    costs: EmulatedCosts, layout: Layout, microbatches: Microbatches, *, or_beyond_memory: bool = False
+    costs: EmulatedCosts,
+    layout: Layout,
+    microbatches: Microbatches,
+    *,
+    order: Order | None = None,
+    or_beyond_memory: bool = False,
 ) -> EmulatedStep:
     """Emulate an iteration under the fastest of the costs' strategies that fits in memory.
 
@@ -190,6 +196,8 @@ def fastest_step(
     ----------
     costs : EmulatedCosts
         Costs under strategies from the fastest to the one with the least memory.
+    order : callable or None
+        Return the schedule of a graph, for example `one_f_one_b`. None: the fastest of the planner's list schedules.
     or_beyond_memory : bool
         If no strategy fits, emulate the last one nevertheless, with as many microbatches in flight as there are ranks.
 
@@ -199,23 +207,26 @@ def fastest_step(
         If none fits. The message has the lowest peak and the limit.
     """
     packing = pack_microbatches(costs.model_spec, layout, microbatches)
-    usable = costs.cluster.device.usable_bytes
+    usable = costs.capacity_bytes
     graph = build_graph(layout, packing, costs, name=costs.architecture.name, capacity_bytes=usable)
     best: _Timed | None = None
     for number, strategy in enumerate(costs.strategies):
         work = workspace_bytes(layout, packing, costs.with_strategies((strategy,)), num_messages=0)[0]
         chosen = graph.with_candidates(None if graph.candidates is None else np.full(graph.num_pairs, number))
-        chosen = replace(chosen, capacity_bytes=usable - work)
+        capacity = usable - work
+        chosen = replace(chosen, capacity_bytes=capacity)
         if best is not None and _work_ns(chosen) >= best.timeline.makespan_ns:
             continue
         with suppress(InfeasibleError):
-            schedule = _ordered(chosen)
+            schedule = _ordered(chosen) if order is None else order(chosen)
             timeline = simulate(chosen, schedule)
+            if (timeline.peak_bytes > capacity).any():
+                continue
             if best is None or timeline.makespan_ns < best.timeline.makespan_ns:
                 best = _Timed(chosen, schedule, timeline, work, strategy)
     if best is None:
         more = replace(chosen, capacity_bytes=_needed_bytes(chosen, graph.num_ranks if or_beyond_memory else 1))
-        schedule = _ordered(more)
+        schedule = _ordered(more) if order is None else order(more)
         best = _Timed(chosen, schedule, simulate(chosen, schedule), work, strategy)
         if not or_beyond_memory:
             least = int((best.timeline.peak_bytes + work).max())
@@ -267,20 +278,20 @@ def _needed_bytes(graph: TaskGraph, in_flight: int) -> IntArray:
 
 def _step(costs: EmulatedCosts, layout: Layout, packing: Packing, best: _Timed) -> EmulatedStep:
     chunks: list[list[Chunk]] = [[c for c in layout.chunks if c.rank == rank] for rank in range(layout.num_ranks)]
-    degrees, device = costs.placement.degrees, costs.cluster.device
+    degrees = costs.placement.degrees
     return EmulatedStep(
         graph=best.graph,
         schedule=best.schedule,
         timeline=best.timeline,
         update_ns=np.array([to_ns(costs.update_s(each), "update_s") for each in chunks], np.int64),
         other_bytes=best.work_bytes,
-        capacity_bytes=device.usable_bytes,
+        capacity_bytes=costs.capacity_bytes,
         layout=layout,
         strategy=str(best.strategy),
         flops=model_flops(costs, layout, packing),
         num_tokens=sum(part.workload.num_tokens for one in packing.microbatches for part in one.parts[-1]),
         num_devices=degrees.pipeline * degrees.tensor * degrees.context,
-        peak_flops_per_s=device.flops_per_s,
+        peak_flops_per_s=costs.cluster.device.flops_per_s,
     )
 
 

@@ -67,6 +67,9 @@ class AttentionMixer(_MixerBase, frozen=True, tag="attention"):
     window: Count | None = None
     """If causal, the number of keys that a query attends to, itself included. Otherwise the length of the blocks into
     which sequences are cut."""
+    rotary_scaled: bool = False
+    """Whether sine and cosine of rotary embeddings have a scale (YaRN's concentration), for which no fused kernel
+    exists."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -120,6 +123,13 @@ class ExpertsMixer(_MixerBase, frozen=True, tag="experts"):
     """Whether a linear layer computes a scale of the shared expert's output for each token."""
     bias: bool = False
     """Biases of the shared expert, and of the projections to and from ``latent``."""
+    expert_bias: bool = False
+    """Biases of the routed experts."""
+    clamped: bool = False
+    """Whether the inputs of the experts' activation are clamped, as in gpt-oss."""
+    groups: Count = 1
+    """Groups of experts, of which each token may choose experts from ``chosen_groups`` (DeepSeek-V3)."""
+    chosen_groups: Count = 1
 
 
 class Mamba2Mixer(_MixerBase, frozen=True, tag="mamba2"):

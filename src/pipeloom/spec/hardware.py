@@ -66,7 +66,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sustained: Factor = 1.0
     """Share of the efficiencies of operations that long training reaches within the power limit."""
     sustained_fp8: Magnitude = 0.0
-    """The same of FP8 products. 0: that of bfloat16."""
+    """The same of FP8 and FP4 products. 0: that of bfloat16."""
     flash2: Factor = 1.0
     """Speed of FlashAttention 2, relative to the attention of the device's table."""
 
@@ -74,15 +74,15 @@ class GenerationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One accelerator and its own links.
 
-    ``basis`` is ``measured`` if the table was measured on the device, or ``datasheet`` if it is from the data sheet
-    with assumed efficiencies. ``flops_per_s`` is dense bfloat16 (float32 on a CPU). Links are per direction.
-    ``efficiency`` has shares of the peak by part (compute, nvlink, nic, pcie) and kind of operator; ``*`` is every
-    other kind. Shares of operations are relative to the sustained rate. In a file it may be the name of an entry of the
-    zoo.
+    ``basis`` is ``measured`` if the table was measured on the device, ``datasheet`` if it is from the data sheet with
+    assumed or published efficiencies, or ``blended`` if measurements of a user moved another table (`pipeloom calibrate
+    --base`). ``flops_per_s`` is dense bfloat16 (float32 on a CPU). Links are per direction. ``efficiency`` has shares
+    of the peak by part (compute, nvlink, nic, pcie) and kind of operator; ``*`` is every other kind. Shares of
+    operations are relative to the sustained rate. In a file it may be the name of an entry of the zoo.
     """
 
     name: str
-    basis: Literal["datasheet", "measured"]
+    basis: Literal["datasheet", "measured", "blended"]
     source: str
     flops_per_s: Rate
     memory_bytes: NumBytes
@@ -102,7 +102,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp4_flops_per_s: RateOrNone = 0.0
     """Peak of dense FP4 products. Devices that have them multiply with scales of blocks (MXFP8, NVFP4) too."""
     sustained_fp4_flops_per_s: RateOrNone = 0.0
-    """The same within the power limit. 0: the share of the peak that bfloat16 products sustain."""
+    """The same within the power limit. 0: the generation's share of the peak of quantized products."""
     launch_s: Latency = 0.0
     """Minimum time from one operator to the next, to launch a kernel."""
     jitter: Magnitude = 0.0
@@ -136,7 +136,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rate = fp8, (self.sustained_fp8_flops_per_s / fp8 or self.generation.sustained_fp8 or self.sustained)
             found = dict.fromkeys(("fp8", "fp8_block", "mxfp8") if fp4 else ("fp8", "fp8_block"), rate)
         if fp4:
-            found["nvfp4"] = fp4, (self.sustained_fp4_flops_per_s / fp4 or self.sustained)
+            share = self.generation.sustained_fp8 or self.sustained
+            found["nvfp4"] = fp4, (self.sustained_fp4_flops_per_s / fp4 or share)
         return found
 
     @property

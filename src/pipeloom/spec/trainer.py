@@ -9,6 +9,16 @@ import msgspec
 from pipeloom.bounds import Factor, Latency, NumBytes, Share
 from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
 
+Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
+"""How tokens reach their experts. ``alltoall`` sends a copy for each chosen expert and sorts them by expert on arrival.
+``allgather`` sends all tokens to all devices. ``deepep`` and ``hybridep`` send a token once to each device, or over the
+network to each node, that has one of its experts; ``hybridep`` orders the rows in the same kernel."""
+EXPERT_LAYER_LAUNCHES = 525
+"""Kernels that the host launches for forward and backward of a layer of experts: three times the 150 to 200 of a dense
+layer (``expert_layer_host_s`` in ``validation/data/constants.toml``)."""
+BIASED_EXPERT_LAUNCHES = 7
+"""Kernels for the biases of one expert: product with the router's probability and sum, forward; two products and two
+sums over rows or columns, and the gradient's copy, backward (``TEGroupedMLP._apply_bias`` of Megatron Core 0.16)."""
 HOST_SHARE = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
 """Share of a layer's launches in each pass: the backward has two products for each of the forward."""
 
@@ -22,6 +32,8 @@ class Overlap(NamedTuple):
     """Gathering of updated parameters."""
     tensor: bool = False
     """Messages of tensor parallelism."""
+    expert: bool = False
+    """Messages of experts, beside the computation of another microbatch."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +62,16 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the gathering of updated parameters that computation hides, if the two overlap."""
     hidden_tensor: Share = 0.0
     """Share of the tensor-parallel collectives that computation hides, if the two overlap."""
+    hidden_expert: Share = 0.0
+    """Share of the messages of experts that computation of another microbatch hides, if the two overlap."""
+    dispatcher: Dispatcher = "alltoall"
+    fused_experts: bool = True
+    """Whether one kernel multiplies by the weights of all experts of a device, with their biases; in a quantized
+    precision also the activation. Otherwise each expert has a product of its own, and biases and clamps are eager."""
+    graphed: bool = False
+    """Whether CUDA graphs have launched attention and router, but not the experts."""
+    graphed_share: Share = 0.0
+    """Share of the launches of a layer of experts that such graphs remove."""
     host_optimizer: bool = False
     """Whether the optimizer runs on the host, whose memory holds its state (DeepSpeed's optimizer offloading)."""
     dropout: bool = False
@@ -72,12 +94,18 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
         """
         mixers = layer_mixers(layer)
-        routed = any(isinstance(mixer, ExpertsMixer) for mixer in mixers)
-        block = self.expert_layer_host_s if routed else self.layer_host_s * len(mixers) / 2
+        routed = next((mixer for mixer in mixers if isinstance(mixer, ExpertsMixer)), None)
+        block = self.layer_host_s * len(mixers) / 2 if routed is None else self.experts_host_s(routed)
         if isinstance(layer, PredictionLayer):
             # Each has an embedding and a product that joins two hidden states too.
             return layer.depth * (2 * self.layer_host_s + block)
         return block if mixers else self.layer_host_s
+
+    def experts_host_s(self, mixer: ExpertsMixer, devices: int = 1) -> float:
+        """Return the seconds in which the host launches a layer of experts that ``devices`` devices share."""
+        eager = mixer.expert_bias and not self.fused_experts
+        more = eager * BIASED_EXPERT_LAUNCHES * max(1, mixer.experts // devices) / EXPERT_LAYER_LAUNCHES
+        return self.expert_layer_host_s * ((1 - self.graphed_share if self.graphed else 1.0) + more)
 
     def overlapping(self, overlap: Overlap) -> TrainerSpec:
         """Return the trainer of a run, in which nothing is hidden that the run's flags do not overlap."""
@@ -86,10 +114,16 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             hidden_reduction=self.hidden_reduction if overlap.reduction else 0.0,
             hidden_gather=self.hidden_gather if overlap.gather else 0.0,
             hidden_tensor=self.hidden_tensor if overlap.tensor else 0.0,
+            hidden_expert=self.hidden_expert if overlap.expert else 0.0,
         )
 
-    def with_graphs(self) -> TrainerSpec:
-        """Return the trainer with layers in CUDA graphs, whose launches take the host no time."""
+    def with_graphs(self, *, experts: bool = True) -> TrainerSpec:
+        """Return the trainer with layers in CUDA graphs, whose launches take the host no time.
+
+        Without ``experts``, the graphs have attention and router alone.
+        """
+        if not experts:
+            return msgspec.structs.replace(self, graphed=True)
         return msgspec.structs.replace(self, layer_host_s=0.0, expert_layer_host_s=0.0)
 
     @property
@@ -99,6 +133,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "gradient reduction": self.hidden_reduction,
             "parameter gathering": self.hidden_gather,
             "tensor messages": self.hidden_tensor,
+            "expert messages": self.hidden_expert,
         }
         hidden = ", ".join(name for name, share in parts.items() if share)
         return f"{self.name} ({f'overlaps {hidden}' if hidden else 'no overlap'})"

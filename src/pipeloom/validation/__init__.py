@@ -11,6 +11,7 @@ from pipeloom.validation.confidence import (
     published_device,
 )
 from pipeloom.validation.memory import MemoryErrors
+from pipeloom.validation.papers import PaperFigure, PaperPrediction, paper_figures, predict_figure
 from pipeloom.validation.predict import Prediction, predict
 from pipeloom.validation.runs import PublishedRun, published_runs, read_runs
 from pipeloom.validation.summary import Errors, Regret, Summary, summarize
@@ -22,6 +23,8 @@ __all__ = [
     "Errors",
     "Interval",
     "MemoryErrors",
+    "PaperFigure",
+    "PaperPrediction",
     "Prediction",
     "PublishedRun",
     "Regret",
@@ -29,7 +32,9 @@ __all__ = [
     "chance",
     "interval",
     "interval_for",
+    "paper_figures",
     "predict",
+    "predict_figure",
     "published_device",
     "published_runs",
     "read_runs",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.spec.architecture import Architecture, ExpertsMixer, Mamba2Mixer, layer_mixers
 from pipeloom.spec.catalog import load_device
@@ -34,6 +35,8 @@ FEWEST = 20
 """Fewest runs of a device and kind of model that give an interval of their own."""
 FEWEST_PAIRS = 40
 """Fewest pairs of runs that give a probability."""
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 class Residual(NamedTuple):
@@ -65,11 +68,14 @@ class Interval(NamedTuple):
         Bounds, relative to the predicted time.
     basis : str
         The runs whose errors it has.
+    median : float
+        Median of the absolute error on these runs: predicted over published time, less 1.
     """
 
     low: float
     high: float
     basis: str
+    median: float = 0.0
 
     def of(self, seconds: float) -> tuple[float, float]:
         """Return the bounds of a predicted time."""
@@ -162,17 +168,22 @@ def interval(
             basis += f"; {sum(flags) or 'none'} {what}"
     if not some:
         return Interval(1.0, 1.0, "no published run")
-    low, high = quantiles([(one.source, one.without_device if unseen else one.error) for one in some])
-    return Interval(math.exp(low), math.exp(high), basis)
+    errors = [(one.source, one.without_device if unseen else one.error) for one in some]
+    low, high = quantiles(errors)
+    median = float(np.median([abs(math.expm1(-error)) for _, error in errors]))
+    return Interval(math.exp(low), math.exp(high), basis, median)
 
 
 def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
     """Return the interval of iteration times of a model on a device under a trainer.
 
-    No published run has a measured table, so its interval is that of a device without runs.
+    No published run has a measured table, so its interval is that of a device without runs. A blended table has the
+    interval of the table before, because nobody knows by how much the user's measurements narrow it.
     """
     name = None if device.basis == "measured" else published_device(device.name)
     found = interval(name, model_kind(model))
+    if device.basis == "blended":
+        found = found._replace(basis=f"{found.basis}, with the table before it was blended")
     if trainer.name in TRAINERS:
         return found
     return found._replace(basis=f"{found.basis}; none by the trainer {trainer.name}")
@@ -202,6 +213,8 @@ def quantiles(pool: Iterable[tuple[str, float]]) -> tuple[float, float]:
 class Pair(NamedTuple):
     """Two published configurations of one source, model and device: logarithms of the ratios of their times a token."""
 
+    model: tuple[str, str]
+    """Source and model."""
     predicted: float
     published: float
     weight: float
@@ -217,25 +230,75 @@ def pairs() -> tuple[Pair, ...]:
         published = math.log(run.per_token(run.measured_s or 1.0))
         groups[one.source, one.model, one.device].append((published - one.error, published))
     found = []
-    for group in groups.values():
+    for (source, model, _), group in groups.items():
         some = [(a[0] - b[0], a[1] - b[1]) for a, b in combinations(group, 2)]
         different = [(predicted, published) for predicted, published in some if predicted and published]
-        found += [Pair(*pair, len(different) ** -0.5) for pair in different]
+        found += [Pair((source, model), *pair, len(different) ** -0.5) for pair in different]
     return tuple(found)
+
+
+class SignCurve(NamedTuple):
+    """How often groups of pairs had the predicted sign, by their predicted difference, which grows.
+
+    Attributes
+    ----------
+    log_gap : array, shape (num_groups,)
+        Logarithm of the difference, itself that of a logarithm.
+    share : array, shape (num_groups,)
+        Weighted share of pairs with the predicted sign.
+    num_pairs : array, shape (num_groups,)
+        Number of pairs.
+    """
+
+    log_gap: FloatArray
+    share: FloatArray
+    num_pairs: IntArray
+
+    def at(self, gap: float) -> Chance:
+        """Return the probability that a predicted difference of two logarithms has the right sign."""
+        place = math.log(abs(gap))
+        nearest = int(np.abs(self.log_gap - place).argmin())
+        probability = max(0.5, float(np.interp(place, self.log_gap, self.share)))
+        return Chance(probability, int(self.num_pairs[nearest]))
+
+
+def sign_curve(some: Sequence[Pair]) -> SignCurve:
+    """Group pairs by their predicted difference. No group has the sign more rarely than one of smaller differences.
+
+    This is isotonic regression by pooling adjacent violators (Barlow et al. 1972), of groups of `FEWEST_PAIRS`.
+    """
+    predicted, published, weight = np.array([pair[1:] for pair in some]).T
+    order = np.argsort(np.abs(predicted), kind="stable")
+    groups: list[tuple[IntArray, float]] = []
+    for members in np.array_split(order, max(1, len(order) // FEWEST_PAIRS)):
+        groups.append((members, _share_right(members, predicted * published > 0, weight)))
+        while len(groups) > 1 and groups[-2][1] >= groups[-1][1]:
+            both = np.concatenate([groups.pop()[0], groups.pop()[0]])
+            groups.append((both, _share_right(both, predicted * published > 0, weight)))
+    log_gap = np.log(np.abs(predicted))
+    return SignCurve(
+        np.array([np.average(log_gap[some], weights=weight[some]) for some, _ in groups]),
+        np.array([share for _, share in groups]),
+        np.array([len(some) for some, _ in groups]),
+    )
+
+
+def _share_right(members: IntArray, right: npt.NDArray[np.bool_], weight: FloatArray) -> float:
+    return float(np.average(right[members], weights=weight[members]))
 
 
 def chance(ratio: float) -> Chance:
     """Return the probability that a configuration is faster, if its time is predicted to be ``ratio`` of another's.
 
-    It is how often published pairs that were predicted to differ by as much differed in this direction.
+    It is how often published pairs that were predicted to differ by as much differed in this direction. It grows with
+    the difference.
     """
     gap = abs(math.log(ratio)) if ratio > 0 else 0.0
     if gap == 0:
         return Chance(0.5, 0)
-    predicted, published, weight = np.array(pairs()).T
-    distance = np.abs(np.log(np.abs(predicted) / gap))
-    # Pairs between half and twice the difference, or the nearest if these are few.
-    count = max(FEWEST_PAIRS, int((distance <= math.log(2)).sum()))
-    some = np.argsort(distance, kind="stable")[:count]
-    right = weight[some] @ (predicted[some] * published[some] > 0)
-    return Chance(float(right / weight[some].sum()), len(some))
+    return _curve().at(gap)
+
+
+@cache
+def _curve() -> SignCurve:
+    return sign_curve(pairs())

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.bounds import Factor
+from pipeloom.emulator.fit import robust_posterior
 from pipeloom.spec.catalog import load_generation, load_trainer
 from pipeloom.spec.hardware import ClusterSpec
 from pipeloom.spec.trainer import TrainerSpec
@@ -124,9 +125,10 @@ def _with_generation(cluster: ClusterSpec, changes: Mapping[str, tuple[float, fl
         value, ratio = changes.get(f"generations/{generation.name}.{field}", (0.0, 1.0))
         if value:
             generation = msgspec.structs.replace(generation, **{field: value})
-            if field == "sustained" and device.sustained_flops_per_s:
-                rate = min(device.flops_per_s, device.sustained_flops_per_s * ratio)
-                device = msgspec.structs.replace(device, sustained_flops_per_s=rate)
+            peak = {"sustained": "flops_per_s", "sustained_fp8": "fp8_flops_per_s"}.get(field, "")
+            if peak and (own := getattr(device, f"sustained_{peak}")):
+                rate = min(getattr(device, peak), own * ratio)
+                device = msgspec.structs.replace(device, **{f"sustained_{peak}": rate})
     return msgspec.structs.replace(cluster, device=msgspec.structs.replace(device, generation=generation))
 
 
@@ -161,17 +163,13 @@ def refit(runs: Sequence[FittedRun], start: Values) -> dict[str, float]:
     begin = np.array([one.to_line(start[one.name]) for one in every])
     prior = np.array([one.to_line(one.prior) for one in every])
     precision = np.array([one.spread**-2 for one in every])
-    step = np.zeros(len(every))
     if runs:
         slopes, errors = np.array([run.slopes for run in runs]), np.array([run.error for run in runs])
         alike = Counter((run.source, run.model) for run in runs)
         weight = np.array([alike[run.source, run.model] ** -0.5 for run in runs]) * EVIDENCE / TYPICAL_ERROR**2
     else:
         slopes, errors, weight = np.zeros((0, len(every))), np.zeros(0), np.zeros(0)
-    for _ in range(40):
-        robust = weight / np.maximum(np.abs(errors - slopes @ step) / TYPICAL_ERROR, 1)
-        matrix = slopes.T @ (robust[:, None] * slopes) + np.diag(precision)
-        step = np.linalg.solve(matrix, slopes.T @ (robust * errors) + precision * (prior - begin))
+    step = robust_posterior(slopes, errors, weight, TYPICAL_ERROR, np.diag(precision), prior - begin)
     return {one.name: one.from_line(x) for one, x in zip(every, begin + step, strict=True)}
 
 

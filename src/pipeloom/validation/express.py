@@ -20,6 +20,7 @@ from pipeloom.spec.precision import Precision
 from pipeloom.spec.trainer import Overlap, TrainerSpec
 from pipeloom.taskgraph import NS_PER_S
 from pipeloom.validation.reasons import NotExpressible
+from pipeloom.validation.recipes import is_tuned, named_dispatcher, recipe_of
 from pipeloom.validation.runs import PublishedRun
 
 DEVICES = {
@@ -55,6 +56,8 @@ _LATENT |= {"v": "v-head-dim"}
 _DEEPSEEK_V3 = "q1536,kv512,nope128,rope64,v128"
 _EAGER_SOURCES = frozenset(("llm-foundry", "torchtitan", "nemo-automodel", "nanotron", "stas-llama8b"))
 """Sources whose runs used eager PyTorch."""
+_NEWER_FLASH = frozenset(("stas-llama8b",))
+"""Sources whose runs used FlashAttention 3 on Hopper and 4 on Blackwell, though not all rows say so."""
 _PRECISIONS: dict[str, Precision] = {
     **dict.fromkeys(("", "bf16", "fp16", "bfloat16", "float16"), "bf16"),
     **dict.fromkeys(("fp8-ds", "fp8-delayed"), "fp8_delayed"),
@@ -141,7 +144,7 @@ def express(published: PublishedRun) -> ExpressedRun:
     degrees, overlap = run.degrees, published.overlap
     if published.zero == 3:
         degrees = msgspec.structs.replace(degrees, zero=3)
-    if "bf16 gradients reduced" in overlap:
+    if "bf16 gradients reduced" in overlap or is_tuned(published):
         degrees = msgspec.structs.replace(degrees, state=degrees.state._replace(gradient=2))
     if degrees.zero != (published.zero or 0):
         notes.append(f"ZeRO-{published.zero} is emulated as ZeRO-{degrees.zero}")
@@ -206,21 +209,41 @@ def trainer_of(published: PublishedRun) -> TrainerSpec:
     if unfused:
         trainer = msgspec.structs.replace(trainer, attention="unfused")
     elif published.attention == "flash":
-        trainer = msgspec.structs.replace(trainer, attention="flash2")
-    if "cuda graph" in overlap.lower():
-        trainer = trainer.with_graphs()
+        # FlashAttention 3 and 4 are as fast as cuDNN's kernels, of which the device's table is.
+        newer = published.source in _NEWER_FLASH or re.search(r"\bfa[34]\b", words) is not None
+        trainer = msgspec.structs.replace(trainer, attention="fused" if newer else "flash2")
+    elif published.attention == "te":
+        trainer = msgspec.structs.replace(trainer, attention="fused")
+    recipe = recipe_of(published)
+    if re.search(r"liger|torch\.compile", words) or (recipe is not None and recipe.engine):
+        # Liger's kernels and compiled graphs fuse norms and activations, as Transformer Engine's do.
+        trainer = msgspec.structs.replace(trainer, elementwise=load_trainer("megatron").elementwise)
+    graphs = recipe.graphs if recipe else "iteration" if "cuda graph" in words else "none"
+    if graphs != "none":
+        # Dropless experts cannot be in a graph unless it is of the whole iteration.
+        trainer = trainer.with_graphs(
+            experts=graphs == "iteration" and (recipe is not None or not published.has_experts)
+        )
     engine = not eager and not own and (published.attention in ("te", "", "unknown") or "_te_" in published.ref)
     hidden = Overlap(
         reduction="grad reduce" in overlap or megascale,
         gather="param gather" in overlap or megascale,
         tensor=hides_tensor or megascale,
+        expert=recipe.overlaps if recipe else re.search("overlap of all-to-all|ep overlap", words) is not None,
+    )
+    # SimuMax names its runs with Transformer Engine's fused cross entropy so.
+    fused_loss = published.ref.endswith("_cef") or is_tuned(published)
+    trainer = msgspec.structs.replace(
+        trainer,
+        dispatcher=(recipe.dispatcher if recipe else named_dispatcher(published)) or trainer.dispatcher,
+        fused_experts=trainer.fused_experts or (recipe is not None and recipe.fused),
+        cross_entropy=1.0 if fused_loss else trainer.cross_entropy,
     )
     return msgspec.structs.replace(
         trainer.overlapping(hidden),
         gradient_buffers=engine,
         library_bytes=trainer.library_bytes if engine or eager else load_trainer("torchtitan").library_bytes,
-        # SimuMax names its runs with Transformer Engine's fused cross entropy so.
-        loss_in_place=published.ref.endswith("_cef"),
+        loss_in_place=fused_loss,
         output_twice="all-to-all" in published.assumed,
         host_optimizer=re.search(r"optimi[sz]er offloaded|adamw? offload", words) is not None,
     )
@@ -305,7 +328,9 @@ def _model(published: PublishedRun) -> list[str]:
     }
     words = [f"--{name}={value}" for name, value in sizes.items() if value]
     words.append(f"--normalization={'RMSNorm' if published.norm == 'rms' else 'LayerNorm'}")
-    words.append(f"--position-embedding-type={'rope' if published.pos == 'rope' else 'learned_absolute'}")
+    # The rotary embeddings of gpt-oss are those of YaRN, in tables of runs too.
+    rotary = "yarn" if published.model.startswith("gpt-oss") else "rope"
+    words.append(f"--position-embedding-type={rotary if published.pos == 'rope' else 'learned_absolute'}")
     words += _flags(
         swiglu=published.gated,
         disable_bias_linear=published.bias is False,
@@ -344,6 +369,12 @@ def _experts(published: PublishedRun) -> list[str]:
         f"--moe-ffn-hidden-size={published.moe_ffn or _stated(published, 'ffn')}",
         "--moe-grouped-gemm",
     ]
+    if published.model.startswith("gpt-oss"):
+        # Its configuration on Hugging Face has swiglu_limit = 7.
+        words.append("--activation-func-clamp-value=7")
+    if published.model == "deepseek-v3":
+        # n_group and topk_group of its configuration.
+        words += ["--moe-router-num-groups=8", "--moe-router-group-topk=4"]
     if published.shared_ffn:
         words.append(f"--moe-shared-expert-intermediate-size={published.shared_ffn}")
     if published.dense_layers:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from pipeloom.errors import PipeloomError
+from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.validation.confidence import LeaveOut, Residual, interval
 from pipeloom.validation.constants import Values, fitted_ids, shipped, values_without, with_values
-from pipeloom.validation.express import express
+from pipeloom.validation.express import ExpressedRun, express
 from pipeloom.validation.reasons import kind_of
 from pipeloom.validation.runs import PublishedRun
 from pipeloom.validation.unstated import complete
@@ -75,23 +78,25 @@ class Prediction:
         }
 
 
-def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
+def predict(run: PublishedRun, leave_out: LeaveOut | None = None, table: DeviceSpec | None = None) -> Prediction:
     """Predict one run.
 
     Parameters
     ----------
+    table : DeviceSpec or None
+        Table of a device, such as a blended one, instead of the zoo's device of the same name.
     leave_out : "device", "source", "model" or None
         The constants are fitted without runs that have the same value, and the interval does not count them. For the
         interval, runs of the same source and model never count.
     """
     try:
         known = complete(run)
-        expressed = express(known.run)
+        expressed = on_table(express(known.run), table)
         values = values_without(leave_out, getattr(run, leave_out)) if leave_out else shipped()
         seconds, rank_bytes = with_values(expressed, values).predict()
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
-    times = [seconds, *_seconds_of(known.others, values)]
+    times = [seconds, *_seconds_of(known.others, values, table)]
     trust = interval(run.device, run.kind, lambda one: _counts(one, run, leave_out), unseen=leave_out == "device")
     return Prediction(
         run,
@@ -105,11 +110,18 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None) -> Prediction:
     )
 
 
-def _seconds_of(others: Iterable[PublishedRun], values: Values) -> Iterator[float]:
+def on_table(expressed: ExpressedRun, table: DeviceSpec | None) -> ExpressedRun:
+    """Return a run on a table of its device; the same run if the table is None or of another device."""
+    if table is None or table.name != expressed.cluster.device.name:
+        return expressed
+    return replace(expressed, cluster=msgspec.structs.replace(expressed.cluster, device=table))
+
+
+def _seconds_of(others: Iterable[PublishedRun], values: Values, table: DeviceSpec | None) -> Iterator[float]:
     """Return the times of a run with other assumed values. A value that contradicts what is stated does not count."""
     for other in others:
         with suppress(PipeloomError):
-            yield with_values(express(other), values).predict()[0]
+            yield with_values(on_table(express(other), table), values).predict()[0]
 
 
 def _counts(residual: Residual, run: PublishedRun, leave_out: LeaveOut | None) -> bool:

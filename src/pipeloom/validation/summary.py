@@ -116,12 +116,21 @@ def kendall_tau(predictions: Iterable[Prediction]) -> float | None:
     return kendall_tau_of([(each.run, each.seconds) for each in predictions])
 
 
-def kendall_tau_of(predicted: Iterable[tuple[PublishedRun, float]]) -> float | None:
-    """Return Kendall's tau of runs with a published time, and their predicted seconds."""
+def kendall_tau_of(predicted: Iterable[tuple[PublishedRun, float]], *, per_token: bool = True) -> float | None:
+    """Return Kendall's tau of runs with a published time, and their predicted seconds.
+
+    Parameters
+    ----------
+    per_token : bool
+        Whether to order configurations by seconds a token and device. Otherwise by the seconds of an iteration, in
+        which batches of different sizes are easy to order.
+    """
     agree = differ = 0
     groups: dict[Hashable, list[tuple[float, float]]] = {}
     for run, seconds in predicted:
-        costs = run.per_token(run.measured_s or 0.0), run.per_token(seconds)
+        costs = run.measured_s or 0.0, seconds
+        if per_token:
+            costs = run.per_token(costs[0]), run.per_token(costs[1])
         groups.setdefault((run.source, run.model, run.device), []).append(costs)
     for group in groups.values():
         for (published, cost), (other_published, other_cost) in combinations(group, 2):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.validation.express import has_encoder
+from pipeloom.validation.recipes import recipe_of, states_recompute
 from pipeloom.validation.runs import PublishedRun
 from pipeloom.validation.sizes import sizes_of
 
@@ -53,14 +54,20 @@ _Change = tuple[dict[str, Any], tuple[dict[str, Any], ...], str]
 def _devices(run: PublishedRun) -> Iterator[_Change]:
     """Assume a number of devices if the degrees or the published time contradict the stated one.
 
-    The range is from the least that the degrees need to one microbatch a replica; the middle of it, by ratio, is
-    assumed.
+    If expert parallelism alone contradicts it, and utilization does not, the largest part of this degree that fits is
+    assumed. Otherwise the range is from the least that the degrees need to one microbatch a replica; the middle of it,
+    by ratio, is assumed.
     """
     if not run.gpus:
         return
     one = (run.tp or 1) * (run.pp or 1) * (run.cp or 1)
     fits = run.gpus % one == 0 and (run.gpus // (run.pp or 1)) % (run.ep or 1) == 0
     if fits and (run.mfu or 0.0) <= 1:
+        return
+    expert = math.gcd(run.ep or 1, run.gpus // (run.pp or 1))
+    if run.gpus % one == 0 and run.mfu and run.mfu <= 1 and expert > 1:
+        # The published time is possible on these devices.
+        yield {"ep": expert}, (), f"expert parallelism {run.ep} does not fit {run.gpus} devices, {expert} is assumed"
         return
     least = _least_replicas(run, one)
     batch = max(1, (run.gbs or 1) // (run.mbs or 1))
@@ -112,6 +119,17 @@ def _samples(run: PublishedRun) -> Iterator[_Change]:
     most = math.gcd(max(1, run.gbs // replicas), MOST_SAMPLES)
     note = f"samples of a microbatch are not stated, 1 to {most} are assumed"
     yield {"mbs": 1}, ({"mbs": most},) if most > 1 else (), note
+
+
+def _recipe(run: PublishedRun) -> Iterator[_Change]:
+    """Take recomputation and expert parallelism of the run's recipe, if the source does not state them."""
+    recipe = recipe_of(run)
+    if recipe is not None and recipe.attention is not None:
+        yield {"attention": recipe.attention}, (), f"attention is that of the recipe: {recipe.attention}"
+    if recipe is not None and recipe.recompute is not None and not states_recompute(run):
+        yield {"recompute": recipe.recompute}, (), f"recomputation is that of the recipe: {recipe.recompute}"
+    if recipe is not None and recipe.expert is not None and recipe.expert != run.ep:
+        yield {"ep": recipe.expert}, (), f"expert parallelism is that of the recipe: {recipe.expert}"
 
 
 def _recompute(run: PublishedRun) -> Iterator[_Change]:
@@ -177,5 +195,5 @@ def layout_of(counts: list[int], predictors: int = 0) -> str:
 
 
 _RULES: tuple[Callable[[PublishedRun], Iterator[_Change]], ...] = (
-    *(_named, _encoder, _devices, _samples, _recompute, _balanced, _layers),
+    *(_named, _encoder, _recipe, _devices, _samples, _recompute, _balanced, _layers),
 )

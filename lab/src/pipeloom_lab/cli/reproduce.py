@@ -61,11 +61,12 @@ def reproduce(
     again: bool = typer.Option(
         False, "--again", help="Repeat parts that this source has already recorded with these options."
     ),
+    pages: bool = typer.Option(False, "--pages", help="Write the pages anew from what is recorded, and run nothing."),
     out: Path = typer.Option(Path("docs/results"), metavar="FOLDER", help="Output folder for data, pages and images."),
     json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Reproduce the tables and figures of a paper's evaluation and write the result pages."""
-    from pipeloom_lab.reproduce import PAPERS, Options, full_of, parts_of, reproduce
+    from pipeloom_lab.reproduce import PAPERS, Options, full_of, parts_of, reproduce, write_pages
 
     papers = list(PAPERS) if paper == "all" else [paper]
     if paper == "all" and part:
@@ -74,6 +75,15 @@ def reproduce(
         for each in papers:
             for one in parts_of(each):
                 print_line(f"{one.name:24} {one.title} ({one.source})")
+        return
+    page = out / ("index.md" if paper == "all" else f"{paper}.md")
+    if pages:
+        if part:
+            raise InputError("--pages", f"writes no {part[0]!r} alone", "name the paper only")
+        for each in papers:
+            parts_of(each)
+            write_pages(out, each)
+        print_written([page])
         return
     if seeds is not None and not 1 <= seeds <= 10_000:
         raise InputError("--seeds", f"{seeds} is not between 1 and 10000")
@@ -87,7 +97,6 @@ def reproduce(
     wanted = [(each, replace(full_of(each) if full else Options(), **known)) for each in papers]
     count = len(os.sched_getaffinity(0)) if processes is None else processes
     made = reproduce(wanted, part or (), out, processes=count, again=again, on_progress=_tell)
-    page = out / ("index.md" if paper == "all" else f"{paper}.md")
     if json:
         found = made if paper == "all" else made[paper]
         print_json({"page": str(page), "parts": _documents(found)})

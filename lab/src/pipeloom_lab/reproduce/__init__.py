@@ -7,7 +7,7 @@ from the records. No published number enters a computation; a column that says s
 
 from pipeloom_lab.reproduce.part import PAPERS, Figure, Options, Outcome, Part, Settings, Table, full_of, parts_of
 from pipeloom_lab.reproduce.record import Record
-from pipeloom_lab.reproduce.run import Progress, reproduce
+from pipeloom_lab.reproduce.run import Progress, reproduce, write_pages
 
 __all__ = [
     "PAPERS",
@@ -22,4 +22,5 @@ __all__ = [
     "full_of",
     "parts_of",
     "reproduce",
+    "write_pages",
 ]

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 
 from pipeloom_lab.reproduce.part import Table
 from pipeloom_lab.reproduce.record import Record
+from pipeloom_lab.reproduce.trust import Gain, sign_probability
 
 Rule = Literal["at least", "at most", "near", "says", "rises"]
 Verdict = Literal["reached", "partly", "not reached", "not comparable", "not made"]
@@ -212,6 +213,23 @@ class Speedup:
         return Figure(100 * (self.cell.number(records).value / over - 1), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class RelativeError:
+    """The distance of one number from another, relative to the other, in per cent."""
+
+    cell: Cell
+    of: Cell
+
+    @property
+    def part(self) -> str:
+        """The part of the first cell."""
+        return self.cell.part
+
+    def number(self, records: Mapping[str, Record]) -> Figure:
+        """Return the number."""
+        return Figure(100 * abs(self.cell.number(records).value / self.of.number(records).value - 1), 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A claim of a paper, and which of our figures answer it."""
@@ -223,8 +241,8 @@ class Claim:
     """Paper, figure and section."""
     paper: str
     """The paper's figures, as many as ``ours``, or its words where it has no figure."""
-    ours: tuple[Cell, ...] = ()
-    """Empty if we have not measured it."""
+    ours: tuple[Quantity, ...] = ()
+    """Empty if we have not measured it. Cells if the rule is ``says``."""
     rule: Rule
     reason: str
     """One line; ``{name}`` stands for a number of ``values``, so that no figure of ours is typed."""
@@ -233,6 +251,8 @@ class Claim:
     unit: str = ""
     speedup: bool = False
     """Figures are ratios, and the part above one is compared."""
+    gain: Gain = ""
+    """How the figures compare emulated times; empty if they do not."""
     subject: Subject = "Pipeloom"
     comparable: bool = True
     """If false, ``reason`` says why."""
@@ -248,6 +268,7 @@ class OwnFigure:
     text: str
     ours: tuple[Quantity, ...]
     unit: str = ""
+    gain: Gain = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +280,8 @@ class Judgment:
     verdict: Verdict
     reason: str
     command: str
+    sign: float | None = None
+    """The probability that our gains have the right sign; None if the claim compares no emulated times."""
 
 
 def paper_numbers(claim: Claim) -> list[float]:
@@ -279,19 +302,20 @@ def judge(claim: Claim, paper: str, records: Mapping[str, Record]) -> Judgment:
     MissingCellError
         A record lacks a cell that the claim names.
     """
-    command = command_of(claim, paper)
+    command, sign = command_of(claim, paper), None
     if not claim.ours or any(cell.part not in records for cell in claim.ours):
         return Judgment(claim, "not made", "not made", _reason(claim, records), command)
     if claim.rule == "says":
-        texts = [text for cell in claim.ours for text in cell.texts(records)]
+        texts = [text for cell in claim.ours if isinstance(cell, Cell) for text in cell.texts(records)]
         grades = [2 if claim.paper in text else 0 for text in texts]
         ours = "; ".join(dict.fromkeys(texts))
     else:
         values = [cell.number(records).value for cell in claim.ours]
         grades = _rising(values) if claim.rule == "rises" else _compared(claim, values)
         ours = quantities_text(claim.ours, claim.unit, records)
+        sign = sign_probability(claim.gain, values, rises=claim.rule == "rises")
     verdict: Verdict = _verdict(grades) if claim.comparable else "not comparable"
-    return Judgment(claim, ours, verdict, _reason(claim, records), command)
+    return Judgment(claim, ours, verdict, _reason(claim, records), command, sign)
 
 
 def quantities_text(ours: Sequence[Quantity], unit: str, records: Mapping[str, Record]) -> str:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeloom.report.figures import Axis, Mark, bar_figure
-from pipeloom_lab.reproduce.claims import Cell, Claim, CompoundGain, Minimum, OwnFigure, Quantity, Speedup
+from pipeloom_lab.reproduce.claims import (
+    Cell,
+    Claim,
+    CompoundGain,
+    Minimum,
+    OwnFigure,
+    Quantity,
+    RelativeError,
+    Speedup,
+)
 from pipeloom_lab.reproduce.part import Figure, read_data
 from pipeloom_lab.reproduce.record import Record
 
@@ -80,7 +89,7 @@ def paper_claims(paper: str) -> PaperClaims:
 
 def _claim(fields: dict[str, Any]) -> Claim:
     values = {name: _quantity(each) for name, each in fields.get("values", {}).items()}
-    return Claim(**fields | {"ours": tuple(_cell(each) for each in fields.get("ours", ())), "values": values})
+    return Claim(**fields | {"ours": _quantities(fields.get("ours", ())), "values": values})
 
 
 def _quantities(tables: Sequence[dict[str, Any]]) -> tuple[Quantity, ...]:
@@ -95,6 +104,8 @@ def _quantity(fields: dict[str, Any]) -> Quantity:
         return CompoundGain(gains, over)
     if "speedup" in fields:
         return Speedup(_cell(fields["speedup"]), _cell(fields["over"]) if "over" in fields else None)
+    if "error" in fields:
+        return RelativeError(_cell(fields["error"]), _cell(fields["of"]))
     return _cell(fields)
 
 

@@ -22,6 +22,7 @@ from pipeloom_lab.reproduce.claims import (
 from pipeloom_lab.reproduce.claims_file import paper_claims
 from pipeloom_lab.reproduce.part import PAPERS, Figure, Part, parts_of, read_data
 from pipeloom_lab.reproduce.record import Record
+from pipeloom_lab.reproduce.trust import SURE, device_rows, sign_probability, sign_text
 
 Records = Mapping[str, Mapping[str, Record]]
 """Records by paper and part."""
@@ -84,38 +85,57 @@ def index_page(records: Records, gains: Figure | None = None) -> str:
     for lines in texts["gains"]["lines"]:
         blocks += [lines["head"], "\n".join(f"- {_line(line, records)}" for line in lines["lines"])]
     blocks += ["## All claims", _summary(found)]
-    columns = ("claim", "paper", "ours", "verdict", "why", "where", "subject", "command")
+    columns = ("claim", "paper", "ours", "sign", "verdict", "why", "where", "subject", "command")
     rows = [_row(paper, one) for paper, each in found.items() for one in each]
     blocks += [markdown_table(columns, rows, words=True)]
     blocks += [texts["rules"].strip(), "**Counts**", _tally(found), _causes(found), texts["commands"].strip()]
     blocks += ["## Goals", texts["goals"].strip(), _goals(records)]
     own = [
-        (f'<a id="{name}"></a>{figure.text}', text, f"`{command}`")
+        (f'<a id="{name}"></a>{figure.text}', text, _own_sign(name, figure, records), f"`{command}`")
         for name, (figure, text, command) in own_figures(records).items()
     ]
-    table = markdown_table(("figure", "ours", "command"), own, words=True)
+    table = markdown_table(("figure", "ours", "sign", "command"), own, words=True)
     blocks += ["## Our own figures", "The papers do not claim these figures.", table]
+    devices = ("device", "models", "table", "parts", "median error", "80 % interval", "from")
+    blocks += [texts["devices"].strip(), markdown_table(devices, device_rows(records), words=True)]
     blocks += ["## When each part was recorded", _makings(records), texts["limitations"].strip()]
     return "\n\n".join(blocks) + "\n"
+
+
+def _own_sign(name: str, figure: OwnFigure, records: Records) -> str:
+    """Return the probability that a figure of ours has the right sign, as text; a dash without a gain or a record."""
+    mine = records.get(name.partition("-")[0], {})
+    try:
+        return sign_text(sign_probability(figure.gain, [each.number(mine).value for each in figure.ours]))
+    except LookupError:
+        return sign_text(None)
 
 
 def _line(line: Mapping[str, str], records: Records) -> str:
     """Return a gain in words, whose figures link to their claim."""
     paper, _, name = line["claim"].partition("-")
     claims = paper_claims(paper)
-    known = {each.name: each.ours for each in claims.claims} | {each.name: each.ours for each in claims.own}
+    known: dict[str, Claim | OwnFigure] = {each.name: each for each in claims.claims}
+    known |= {each.name: each for each in claims.own}
     try:
-        figures = line["figures"].format(*(quantity.number(records.get(paper, {})) for quantity in known[name]))
+        numbers = [quantity.number(records.get(paper, {})) for quantity in known[name].ours]
     except LookupError:
-        figures = "not made"
-    return f"[{figures}](#{line['claim']}) {line['text']}"
+        return f"[not made](#{line['claim']}) {line['text']}"
+    sign = sign_probability(known[name].gain, [number.value for number in numbers])
+    doubt = "" if sign is None or sign >= SURE else " [The sign could turn](#how-claims-are-judged)."
+    return f"[{line['figures'].format(*numbers)}](#{line['claim']}) {line['text']}{doubt}"
 
 
 def _summary(found: Mapping[str, list[Judgment]]) -> str:
     """Return one sentence with the number of claims by verdict."""
     every = [one.verdict for each in found.values() for one in each]
     counts = ", ".join(f"{every.count(verdict)} {verdict}" for verdict in VERDICTS)
-    return f"{len(every)} claims: {counts}. [How claims are judged](#how-claims-are-judged) explains the columns."
+    signs = [one.sign for each in found.values() for one in each if one.sign is not None]
+    turn = sum(sign < SURE for sign in signs)
+    return (
+        f"{len(every)} claims: {counts}. Of {len(signs)} that compare emulated times, {turn} could turn their sign. "
+        "[How claims are judged](#how-claims-are-judged) explains the columns."
+    )
 
 
 def _goals(records: Records) -> str:
@@ -164,7 +184,17 @@ def _row(paper: str, one: Judgment) -> tuple[str, ...]:
     claim = one.claim
     name = f'<a id="{paper}-{claim.name}"></a>{claim.text}'
     why = f"*{claim.cause}*: {one.reason}" if claim.cause else one.reason
-    return name, claim.paper, one.ours, one.verdict, why, claim.where, claim.subject, f"`{one.command}`"
+    return (
+        name,
+        claim.paper,
+        one.ours,
+        sign_text(one.sign),
+        one.verdict,
+        why,
+        claim.where,
+        claim.subject,
+        f"`{one.command}`",
+    )
 
 
 def _tally(found: Mapping[str, list[Judgment]]) -> str:

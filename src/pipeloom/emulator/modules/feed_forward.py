@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeloom.emulator import operators as ops
 from pipeloom.emulator.tape import Tensor
@@ -35,6 +36,21 @@ class MLP:
         return ops.row_linear(y, inner, self.hidden, bias=self.bias)
 
 
+class _Held(NamedTuple):
+    """The experts in all and on this device, over how many devices each is divided, and whether they have biases."""
+
+    experts: int
+    local: int
+    split: int
+    bias: bool
+
+    def linear(self, x: Tensor, in_width: int, out_width: int) -> Tensor:
+        """Multiply rows by the weights of their expert."""
+        return ops.grouped_linear(
+            x, in_width, out_width, groups=self.experts, local_groups=self.local, split=self.split, bias=self.bias
+        )
+
+
 @dataclass(frozen=True)
 class MixtureOfExperts:
     """Experts, gated or not, ``chosen`` of ``experts`` for each token, and shared ones for all.
@@ -55,6 +71,10 @@ class MixtureOfExperts:
     latent: int | None = None
     shared_gate: bool = False
     bias: bool = False
+    expert_bias: bool = False
+    clamped: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
@@ -67,18 +87,28 @@ class MixtureOfExperts:
         rows = tokens.rows * (self.chosen * self.imbalance)
         width, wide = self.latent or self.hidden, (2 if self.gated else 1) * inner
         narrow = tokens if self.latent is None else ops.linear(tokens, self.hidden, width, bias=self.bias)
-        y = ops.exchange(ops.gather_rows(narrow, rows))
+        y = ops.dispatch(narrow, rows, self.chosen, local, self.chosen_groups / self.groups)
         y = ops.enter_expert_tensor(y) if spread else y
-        up = ops.grouped_linear(y, width, wide, groups=self.experts, local_groups=local, split=split)
-        y = ops.gated_activation(up) if self.gated else ops.activation(up)
-        y = ops.grouped_linear(y, inner, width, groups=self.experts, local_groups=local, split=split)
+        held = _Held(self.experts, local, split, self.expert_bias)
+        y = self._activate(held.linear(y, width, wide))
+        y = held.linear(y, inner, width)
+        if self.expert_bias:
+            y = ops.add_expert_bias(y, local)
         y = ops.leave_expert_tensor(y) if spread else y
-        y = ops.weighted_sum(ops.exchange(y), scores, tokens.rows)
+        y = ops.combine(y, scores, tokens.rows, self.chosen, local, self.chosen_groups / self.groups)
         if self.latent is not None:
             y = ops.linear(y, width, self.hidden, bias=self.bias)
         if not spread:
             y = ops.leave_tensor_parallel(y)
         return y + self._shared(x) if self.shared_inner else y
+
+    def _activate(self, x: Tensor) -> Tensor:
+        context = x.context
+        if not self.gated:
+            return ops.activation(x)
+        if context.fused_experts and context.quantization is not None:
+            return ops.fused_gate(x)
+        return ops.gated_activation(ops.clamp(x) if self.clamped and not context.fused_experts else x)
 
     def _shared(self, x: Tensor) -> Tensor:
         y = MLP(self.hidden, self.shared_inner, gated=self.gated, bias=self.bias)(x)

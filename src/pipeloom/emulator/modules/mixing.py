@@ -33,6 +33,7 @@ class Attention:
     window: int | None = None
     fused: bool = True
     """Whether one product computes queries, keys and values."""
+    rotary_scaled: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         context = x.context
@@ -56,7 +57,8 @@ class Attention:
         if self.rotary:
             turned = (heads + kv_heads) * self.head_width
             parts = [turned] if self.fused else [widths[0], widths[1]]
-            inputs = [ops.rotary(t, w) for t, w in zip(inputs, parts, strict=False)] + inputs[len(parts) :]
+            turn = ops.scaled_rotary if self.rotary_scaled else ops.rotary
+            inputs = [turn(t, w) for t, w in zip(inputs, parts, strict=False)] + inputs[len(parts) :]
         last = inputs[-1]
         inputs = [*inputs[:-1], ops.share_keys(last, 2 * kv_heads * self.head_width)]
         pairs = CAUSAL_PAIRS if self.causal else TOKEN_PAIRS

@@ -294,11 +294,15 @@ class StageCosts:
     def _host_ps(self, parts: Sequence[_Part]) -> int:
         """Return the picoseconds in which the host launches forward and backward of a stage."""
         trainer = self.placement.trainer
-        routed = sum(part.block is not None and part.block.routed for part in parts)
+        experts = [part.block.experts for part in parts if part.block is not None]
+        routed = [each for each in experts if each is not None]
         # A layer with attention to an encoder has half as many operators again.
         dense = sum(1 if part.block is None else len(part.block.whole.mixers) / 2 for part in parts if not part.adapts)
-        dense -= routed
-        return round((trainer.layer_host_s * dense + trainer.expert_layer_host_s * routed) * PS_PER_S)
+        dense -= len(routed)
+        # Attention is half of a layer's launches.
+        each = trainer.layer_host_s * (0.5 if trainer.graphed else 1.0)
+        devices = self.run.degrees.expert
+        return round((each * dense + sum(trainer.experts_host_s(mixer, devices) for mixer in routed)) * PS_PER_S)
 
     def saving(self, block: Block, modules: tuple[str, ...]) -> Saving:
         """Return the cost and the saved memory of recomputing modules of a block, in the precision of most blocks."""

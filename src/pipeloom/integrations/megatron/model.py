@@ -37,7 +37,13 @@ class Block:
     @property
     def routed(self) -> bool:
         """Whether the layer has experts."""
-        return isinstance(self.feed_forward.mixers[0], ExpertsMixer)
+        return self.experts is not None
+
+    @property
+    def experts(self) -> ExpertsMixer | None:
+        """Its experts; None: it has none."""
+        mixer = self.feed_forward.mixers[0]
+        return mixer if isinstance(mixer, ExpertsMixer) else None
 
     @property
     def latent(self) -> bool:
@@ -191,6 +197,7 @@ def _attention(arguments: Arguments, hidden: int) -> AttentionMixer | LatentAtte
         rotary=_position(arguments) not in ("learned_absolute", "none"),
         norm_heads=arguments.flag("qk-layernorm"),
         output_gate=arguments.flag("attention-output-gate"),
+        rotary_scaled=_position(arguments) == "yarn",
     )
 
 
@@ -227,6 +234,10 @@ def _experts(arguments: Arguments, layers: int) -> list[ExpertsMixer | None]:
         gated=_gated(arguments),
         latent=arguments.count("moe-latent-size"),
         shared_gate=arguments.flag("moe-shared-expert-gate"),
+        expert_bias=not arguments.flag("disable-bias-linear"),
+        clamped=arguments.values("activation-func-clamp-value") is not None,
+        groups=arguments.count("moe-router-num-groups", 1) or 1,
+        chosen_groups=arguments.count("moe-router-group-topk", 1) or 1,
     )
     routed = arguments.pattern("moe-layer-freq", layers) or (True,) * layers
     return [mixer if here else None for here in routed]

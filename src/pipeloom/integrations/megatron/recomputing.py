@@ -62,8 +62,12 @@ def layer_saving(
     if "core_attn" in modules:
         found = found.and_(_core_attention(attention, workload))
     if "moe_act" in modules and routed and not whole:
-        act = _first(feed_forward, ("activation",))
-        found = found.and_(_dropped_with_casts(feed_forward, act, workload))
+        gate = next((each for each in feed_forward.tape.records if each.forward.kind == "activation"), None)
+        clamp = gate and gate.inputs[0].producer
+        # A fused kernel of the experts has no activation of its own.
+        for act in (clamp if clamp and clamp.forward.kind == "clamp" else None, gate):
+            if act is not None:
+                found = found.and_(_dropped_with_casts(feed_forward, act, workload))
     inputs = _core(attention)[0].inputs
     if "mla_up_proj" in modules and len(inputs) == 2:
         found = found.and_(_dropped(attention, _up_to_products(inputs), inputs, workload))
@@ -174,6 +178,7 @@ def _forward_ps(half: LayerTemplate, records: Sequence[Record], workload: Worklo
         tuple(cost.rule for cost in costs),
         np.array([cost.device for cost in costs]),
         np.array([float(cost.steps) for cost in costs]),
+        np.array([float(cost.pieces) for cost in costs]),
     )
     amounts = np.array([[size.of(workload) for size in (c.flops, c.memory, c.network)] for c in costs])
     return int(table.durations_ps(amounts).sum())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from pipeloom.integrations.megatron.arguments import Arguments
 from pipeloom.spec.catalog import load_trainer
-from pipeloom.spec.trainer import Overlap, TrainerSpec
+from pipeloom.spec.trainer import Dispatcher, Overlap, TrainerSpec
 
 GRAPHS = ("cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph")
 """Arguments that record launches in CUDA graphs."""
+
+_PARTIAL = frozenset(("attn", "moe_router", "moe_preprocess"))
+"""Scopes of graphs that leave the experts to the host."""
 
 
 def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpec:
@@ -20,12 +25,29 @@ def read_trainer(arguments: Arguments, *, sequence_parallel: bool) -> TrainerSpe
             gather=arguments.on("overlap-param-gather"),
             # Megatron overlaps the messages of sequence parallelism alone.
             tensor=arguments.on("tp-comm-overlap") and sequence_parallel,
+            expert=arguments.on("overlap-moe-expert-parallel-comm"),
         )
     )
+    # Reading all of them marks all as known.
     graphs = [arguments.on(name) for name in GRAPHS]
     if any(graphs):
-        trainer = trainer.with_graphs()
+        scope = arguments.values("cuda-graph-scope") or arguments.values("cuda-graph-modules") or ()
+        trainer = trainer.with_graphs(experts=not _PARTIAL & set(scope))
+    trainer = msgspec.structs.replace(
+        trainer, dispatcher=_dispatcher(arguments), fused_experts=arguments.on("use-transformer-engine-op-fuser")
+    )
     engine = arguments.text("cross-entropy-fusion-impl") == "te"
     if arguments.on("cross-entropy-loss-fusion"):
         trainer = msgspec.structs.replace(trainer, cross_entropy=1.0, loss_in_place=engine)
     return trainer
+
+
+def _dispatcher(arguments: Arguments) -> Dispatcher:
+    """Return how tokens reach their experts; Megatron's default is to gather all of them."""
+    kind = arguments.text("moe-token-dispatcher-type") or "allgather"
+    if kind == "flex":
+        kind = arguments.text("moe-flex-dispatcher-backend") or "deepep"
+    if kind not in get_args(Dispatcher):
+        raise arguments.refuse("moe-token-dispatcher-type", f"{kind!r} is none of {', '.join(get_args(Dispatcher))}")
+    found: Dispatcher = kind  # type: ignore[assignment]
+    return found

@@ -65,6 +65,7 @@ def measure_links(device: Literal["cpu", "cuda"], sizes: Sequence[int] = SIZES, 
                 network_bytes=size * share,
                 part="nvlink",
                 steps=float(passes * (NUM_RANKS - 1)),
+                variant="" if kind == "send" else str(NUM_RANKS),
             )
         )
     return out

@@ -126,7 +126,9 @@ def _counts(
     costs = [c for c in template.passes["keep"].programs[part].costs if not kind or c.kind == kind]
     flops = sum(c.flops.of(work) for c in costs)
     memory = sum(c.memory.of(work) for c in costs)
-    return Measurement(costs[0].kind, name, seconds, flops, memory)
+    per_key = sum(c.flops_per_key.of(work) for c in costs)
+    variant = str(costs[0].variant or "")
+    return Measurement(costs[0].kind, name, seconds, flops, memory, variant=variant, flops_per_key=per_key)
 
 
 def _products(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Measurement]:
@@ -383,6 +385,7 @@ def calibrate(
             layers,
             compare(table, over_links[len(fitted_links) :]),
             note,
+            (*fitted, *checked, *over_links),
         )
     finally:
         torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ training. Afterwards the whole weights are gathered in them again, so that the u
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -85,6 +86,8 @@ def divide_model(
             layer.to(device)
             if tensor > 1 and not layout.uses_encoder_dp(module.name):
                 num_divided += _over_tensor_ranks(module, number, mesh)
+                # `distribute_tensor` leaves reference cycles that hold the whole weights. They are young.
+                gc.collect(1)
             if shard is not None and _has_parameters(layer):
                 shard_layer(layer, mesh, frozen=module.frozen)
     if tensor > 1 and not layout.encoder_dp_modules:

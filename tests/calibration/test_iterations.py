@@ -1,0 +1,74 @@
+"""Measured iterations move the sustained share of a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeloom.calibration import Evidence, blend
+from pipeloom.errors import InputError
+from pipeloom.spec.catalog import load_device
+from pipeloom.validation import predict, published_runs
+from pipeloom.validation.runs import PublishedRun
+
+H100 = load_device("h100")
+
+
+def runs_of(device: str, count: int) -> list[PublishedRun]:
+    found = [run for run in published_runs() if run.device == device and run.source == "dgxc" and run.kind == "dense"]
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def timed(table, count: int, seed: int = 0) -> Evidence:
+    """Return evidence of iterations with the times of a table, with noise of 2 %."""
+    rng, evidence = np.random.default_rng(seed), Evidence(H100)
+    for run in runs_of("H100", count):
+        seconds = predict(run, table=table).seconds * float(np.exp(rng.normal(0, 0.02)))
+        evidence.runs.append(("mine.csv", replace(run, iteration_s=seconds, tokens_s_gpu=None)))
+    return evidence
+
+
+def test_iterations_of_a_slower_machine_lower_its_sustained_share():
+    generation = msgspec.structs.replace(H100.generation, sustained=0.65)
+    truth = msgspec.structs.replace(H100, generation=generation)
+    blended = blend(H100, timed(truth, 9))
+    assert 0.62 < blended.device.sustained < 0.73
+    assert np.median(blended.blended_errors) < 0.6 * np.median(blended.base_errors)
+    (row,) = blended.rows
+    assert (row.num_observations, row.num_held) == (9, 3)
+    (one,) = blend(H100, timed(truth, 1)).rows
+    assert row.blended < one.blended < H100.sustained
+
+
+def test_iterations_that_agree_keep_it():
+    assert blend(H100, timed(H100, 6)).device.sustained == pytest.approx(H100.sustained, rel=0.03)
+
+
+def test_runs_that_cannot_be_used_are_counted():
+    evidence = timed(H100, 2)
+    good = evidence.runs[0][1]
+    for change in (
+        {"device": "A100-80"},
+        {"layers": None, "model": ""},
+        {"iteration_s": good.measured_s * 60},
+        {"faults": ("layers: 'x' is not a number",)},
+    ):
+        evidence.runs.append(("mine.csv", replace(good, **change)))
+    assert blend(H100, evidence).rows[0].num_observations == 2
+    found = [reason for _, reason in evidence.unusable]
+    assert any("another device (A100-80)" in reason for reason in found)
+    assert any("more than 4 times off" in reason for reason in found)
+    assert len(found) == 4
+    evidence.runs = evidence.runs[2:]
+    with pytest.raises(InputError, match="has nothing usable"):
+        blend(H100, evidence)
+
+
+def test_a_table_of_another_device_does_not_count():
+    run = runs_of("H100", 1)[0]
+    assert predict(run, table=load_device("b200")).seconds == predict(run).seconds
+    slower = msgspec.structs.replace(H100, flops_per_s=H100.flops_per_s / 2, fp8_flops_per_s=0.0)
+    assert predict(run, table=slower).seconds > 1.3 * predict(run).seconds

@@ -1,0 +1,100 @@
+"""Layers of experts: dispatchers, a product for each expert, and eager biases and clamps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pipeloom.emulator import modules as m
+from pipeloom.emulator.rules import Device, Efficiency, RuleTable
+from pipeloom.emulator.tape import NIC, NVLINK, Context, Group
+from pipeloom.emulator.template import LayerTemplate
+from pipeloom.spec import Workload
+from tests.emulator.cases import PLAIN
+
+WORK = Workload((64,))
+EXPERTS = m.MixtureOfExperts(16, 8, 16, 2)
+"""16 experts of which a token of width 16 chooses two."""
+EIGHT = Context(expert=8, expert_group=Group(NVLINK, 1.0, 8), fused_experts=False)
+TWO_NODES = dataclasses.replace(EIGHT, expert_group=Group(NIC, 1.0, 4))
+
+
+def costs(module: m.MixtureOfExperts, context: Context, part: str = "F"):
+    """Return the operators of a pass."""
+    return LayerTemplate(module, 16, context, PLAIN).passes["keep"].programs[part].costs
+
+
+def sent(context: Context, part: str = "F", module: m.MixtureOfExperts = EXPERTS) -> float:
+    """Return the bytes of a pass over the link, in copies of all tokens."""
+    return sum(cost.network.of(WORK) for cost in costs(module, context, part)) / (64 * 16 * 2)
+
+
+def kinds(module: m.MixtureOfExperts, context: Context, part: str = "F") -> list[str]:
+    return [cost.kind for cost in costs(module, context, part)]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "copies"),
+    [
+        ("alltoall", 2 * 7 / 8),
+        ("allgather", 7),
+        # Two experts are on 2 - 1/8 devices.
+        ("deepep", (2 - 1 / 8) * 7 / 8),
+        ("hybridep", (2 - 1 / 8) * 7 / 8),
+    ],
+)
+def test_dispatchers_send_different_numbers_of_copies(dispatcher, copies):
+    context = dataclasses.replace(EIGHT, dispatcher=dispatcher)
+    # There and back, and the same of gradients.
+    assert sent(context) == pytest.approx(2 * copies)
+    assert sent(context, "B") == pytest.approx(2 * copies)
+
+
+def test_over_the_network_deepep_sends_a_token_once_to_each_node():
+    all_to_all, once = (sent(dataclasses.replace(TWO_NODES, dispatcher=d)) for d in ("alltoall", "deepep"))
+    assert all_to_all == pytest.approx(2 * 2 * 4 / 8)
+    # Two experts are on 1.5 of two nodes, one of which is its own.
+    assert once == pytest.approx(2 * 1.5 / 2)
+    # If all its experts are on one of the two nodes, half of the tokens stay.
+    near = dataclasses.replace(EXPERTS, groups=2, chosen_groups=1)
+    assert sent(dataclasses.replace(TWO_NODES, dispatcher="deepep"), module=near) == pytest.approx(2 / 2)
+
+
+def test_computation_hides_a_share_of_the_messages():
+    for dispatcher in ("alltoall", "hybridep"):
+        context = dataclasses.replace(EIGHT, dispatcher=dispatcher)
+        hidden = dataclasses.replace(context, hidden_expert=0.75)
+        assert sent(hidden) == pytest.approx(sent(context) / 4)
+
+
+def test_rows_are_sorted_by_expert_unless_the_dispatcher_does():
+    number = {
+        d: kinds(EXPERTS, dataclasses.replace(EIGHT, dispatcher=d)).count("permute") for d in ("alltoall", "deepep")
+    }
+    assert number == {"alltoall": 4, "deepep": 2}
+    one_each = dataclasses.replace(EXPERTS, experts=8)
+    assert kinds(one_each, EIGHT).count("permute") == 2
+
+
+def test_experts_multiply_one_after_the_other():
+    """Each product is as efficient as one of its size, and takes a launch."""
+    grouped = [cost for cost in costs(EXPERTS, EIGHT) if cost.kind == "grouped_matmul"]
+    assert [cost.pieces for cost in grouped] == [2, 2]
+    assert {cost.pieces for cost in costs(EXPERTS, dataclasses.replace(EIGHT, fused_experts=True))} == {1}
+    slope = Efficiency(flops=((1e-3, 0.25), (4e-3, 0.75)))
+    device = Device("gpu", flops_per_s=1e12, launch_s=1e-5, efficiency={"matmul": slope})
+    table = RuleTable((device,), ("matmul",) * 4, np.zeros(4, np.int64), np.zeros(4), np.array([1.0, 4.0, 1.0, 4.0]))
+    seconds = table.durations_ps(np.array([[4e9, 0, 0], [4e9, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])) / 1e12
+    assert seconds == pytest.approx([4e-3 / 0.75, 4e-3 / 0.25, 1e-5, 4e-5])
+
+
+def test_biases_and_clamps_of_experts_are_eager_unless_they_are_fused():
+    biased = dataclasses.replace(EXPERTS, expert_bias=True, clamped=True)
+    plain, more = kinds(EXPERTS, EIGHT), kinds(biased, EIGHT)
+    assert sorted(more) == sorted([*plain, "clamp", "add"])
+    fused = dataclasses.replace(EIGHT, fused_experts=True)
+    assert kinds(biased, fused) == kinds(EXPERTS, fused)
+    one, two = (LayerTemplate(module, 16, EIGHT, PLAIN).num_parameters for module in (EXPERTS, biased))
+    assert two - one == 16 * (2 * 8 + 16)
