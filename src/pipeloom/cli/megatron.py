@@ -94,7 +94,8 @@ def _note(found: MegatronAnswer) -> str:
 
 
 def _trust(found: MegatronAnswer) -> Interval:
-    return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer)
+    quantized = found.run.precision.products != "bf16"
+    return interval_for(found.cluster.device, found.run.architecture, found.timing.trainer, quantized=quantized)
 
 
 def _document(found: MegatronAnswer) -> dict[str, Any]:

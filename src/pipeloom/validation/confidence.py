@@ -18,8 +18,8 @@ from pipeloom.spec.catalog import load_device
 from pipeloom.spec.hardware import DeviceSpec
 from pipeloom.spec.trainer import TrainerSpec
 from pipeloom.units import seconds_range_text
-from pipeloom.validation.express import DEVICES
-from pipeloom.validation.runs import DATA, ModelKind, published_runs
+from pipeloom.validation.express import DEVICES, precision
+from pipeloom.validation.runs import DATA, ModelKind, PublishedRun, published_runs
 
 LeaveOut = Literal["device", "source", "model"]
 _MODELS: dict[ModelKind, str] = {
@@ -48,6 +48,8 @@ class Residual(NamedTuple):
         The constants are fitted without the runs of the same source and model.
     without_device : float
         The constants are fitted without the runs on the same device.
+    quantized : bool
+        Whether its products run in FP8 or FP4.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Residual(NamedTuple):
     kind: str
     error: float
     without_device: float
+    quantized: bool = False
 
 
 class Interval(NamedTuple):
@@ -117,8 +120,9 @@ SIGN_RIGHT = "share of pairs of published runs, predicted to differ by as much, 
 def residuals() -> tuple[Residual, ...]:
     """Return the errors on the published runs, as ``scripts/fit_constants.py`` recorded them."""
     rows = list(csv.reader((DATA / "residuals.csv").read_text().splitlines()))[1:]
+    quantized = {run.id for run in published_runs() if is_quantized(run)}
     return tuple(
-        Residual(i, source, device, model, kind, float(error), float(without))
+        Residual(i, source, device, model, kind, float(error), float(without), i in quantized)
         for i, source, device, model, kind, error, without in rows
     )
 
@@ -130,13 +134,23 @@ def published_device(name: str) -> str | None:
     return next((run for run, zoo in DEVICES.items() if run in ran and load_device(zoo).name == name), None)
 
 
+def is_quantized(run: PublishedRun) -> bool:
+    """Return whether the products of a run are in FP8 or FP4."""
+    return precision(run.precision) not in (None, "bf16")
+
+
 def interval(
-    device: str | None, kind: ModelKind, counts: Callable[[Residual], bool] | None = None, *, unseen: bool = False
+    device: str | None,
+    kind: ModelKind,
+    counts: Callable[[Residual], bool] | None = None,
+    *,
+    quantized: bool = False,
+    unseen: bool = False,
 ) -> Interval:
     """Return the interval of times on a device.
 
-    It is that of the errors on runs of the device and kind of model; if there are few, of the kind of model; if there
-    are few again, of all.
+    It is that of the errors on runs of the device, kind of model and precision; if there are few, of the kind of model
+    and precision, then of the kind of model, then of all.
 
     Parameters
     ----------
@@ -147,14 +161,22 @@ def interval(
         Kind of model.
     counts : callable or None
         Whether the error on a run counts. None: all do.
+    quantized : bool
+        Whether products run in FP8 or FP4.
     unseen : bool
         Whether the constants were fitted without the runs of the device. The interval is then the same.
     """
     pool = [one for one in residuals() if counts is None or counts(one)]
     unseen = unseen or all(one.device != device for one in pool)
     runs = f"published runs of {_MODELS[kind]}"
+    alike_runs = runs + (" with quantized products" if quantized else " in 16 bits")
+
+    def is_alike(one: Residual) -> bool:
+        return one.kind == kind and one.quantized == quantized
+
     choices: tuple[tuple[str, Callable[[Residual], bool]], ...] = (
-        (f"{runs} on {device}", lambda one: one.device == device and one.kind == kind and not unseen),
+        (f"{alike_runs} on {device}", lambda one: is_alike(one) and one.device == device and not unseen),
+        (f"{alike_runs} on any device", is_alike),
         (f"{runs} on any device", lambda one: one.kind == kind),
         ("published runs of any model on any device", lambda _one: True),
     )
@@ -174,14 +196,16 @@ def interval(
     return Interval(math.exp(low), math.exp(high), basis, median)
 
 
-def interval_for(device: DeviceSpec, model: Architecture, trainer: TrainerSpec) -> Interval:
+def interval_for(
+    device: DeviceSpec, model: Architecture, trainer: TrainerSpec, *, quantized: bool = False
+) -> Interval:
     """Return the interval of iteration times of a model on a device under a trainer.
 
     No published run has a measured table, so its interval is that of a device without runs. A blended table has the
     interval of the table before, because nobody knows by how much the user's measurements narrow it.
     """
     name = None if device.basis == "measured" else published_device(device.name)
-    found = interval(name, model_kind(model))
+    found = interval(name, model_kind(model), quantized=quantized)
     if device.basis == "blended":
         found = found._replace(basis=f"{found.basis}, with the table before it was blended")
     if trainer.name in TRAINERS:

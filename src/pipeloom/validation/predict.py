@@ -11,7 +11,7 @@ import msgspec
 
 from pipeloom.errors import PipeloomError
 from pipeloom.spec.hardware import DeviceSpec
-from pipeloom.validation.confidence import LeaveOut, Residual, interval
+from pipeloom.validation.confidence import LeaveOut, Residual, interval, is_quantized
 from pipeloom.validation.constants import Values, fitted_ids, shipped, values_without, with_values
 from pipeloom.validation.express import ExpressedRun, express
 from pipeloom.validation.reasons import kind_of
@@ -97,7 +97,13 @@ def predict(run: PublishedRun, leave_out: LeaveOut | None = None, table: DeviceS
     except PipeloomError as error:
         return Prediction(run, reason=_reason(error, run.id), reason_kind=kind_of(error))
     times = [seconds, *_seconds_of(known.others, values, table)]
-    trust = interval(run.device, run.kind, lambda one: _counts(one, run, leave_out), unseen=leave_out == "device")
+    trust = interval(
+        run.device,
+        run.kind,
+        lambda one: _counts(one, run, leave_out),
+        quantized=is_quantized(run),
+        unseen=leave_out == "device",
+    )
     return Prediction(
         run,
         seconds,
