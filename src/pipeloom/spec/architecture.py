@@ -14,6 +14,7 @@ from pipeloom.bounds import Count, Number, NumBytes, Ratio
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
+from pipeloom.spec.traced import Operator, TracedInput, check_operators
 
 Norm = Literal["layer", "rms"]
 
@@ -308,8 +309,55 @@ class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
     out_width: Count
 
 
+class TracedLayer(_LayerBase, frozen=True, tag="traced"):
+    """``count`` layers, each a list of operators that the model's own code ran (`pipeloom.integrations.tracing`).
+
+    Attributes
+    ----------
+    name : str
+        Class of the layer, and what tells it from others of its class.
+    hidden : int
+        Width of the state that it reads.
+    parameters : int
+        Parameters of the layer, also those that no operator reads.
+    block : bool
+        Whether it is one of a tower's blocks rather than what stands before or behind them.
+    inputs : tuple of TracedInput
+        Tensors that it reads, the state first.
+    result : int or None
+        Tensor that it returns; None: the result of the last operator.
+    emits, taps : str or None, tuple of Operator
+        Stream to a later layer: the layer's result after the operators of ``taps``, whose tensor 0 is that result.
+    takes : str or None
+        Stream of the model's width that is added to the output.
+    """
+
+    name: str
+    hidden: Count
+    inputs: tuple[TracedInput, ...]
+    operators: tuple[Operator, ...]
+    parameters: Number = 0
+    count: Count = 1
+    block: bool = True
+    result: Number | None = None
+    emits: str | None = None
+    taps: tuple[Operator, ...] = ()
+    tap_parameters: Number = 0
+    takes: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for operators that read what does not exist, and for a stream with several ends."""
+        check_operators(f"layer {self.name!r}", self.inputs, self.operators, self.result)
+        check_operators(f"layer {self.name!r}.taps", self.inputs[:1], self.taps)
+        if self.taps and self.emits is None:
+            raise InputError("traced.taps", "is given without `emits`", "name the stream")
+        if self.count != 1 and (self.emits is not None or self.takes is not None):
+            raise InputError("traced.count", f"{self.count} layers share a stream's end", "give each its own")
+
+
 Layer = (
     ResidualLayer
+    | TracedLayer
     | TokenEmbeddingLayer
     | PatchEmbeddingLayer
     | AudioEmbeddingLayer
@@ -320,6 +368,11 @@ Layer = (
     | PredictionLayer
     | DenoisingHeadLayer
 )
+
+
+def is_traced_block(layer: Layer) -> bool:
+    """Return whether a layer is a traced block of a tower."""
+    return isinstance(layer, TracedLayer) and layer.block
 
 
 def layer_mixers(layer: Layer) -> tuple[Mixer, ...]:
@@ -352,7 +405,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         """Layers with counts expanded. Each entry has count 1, so equal layers are equal."""
         out: list[Layer] = []
         for layer in self.layers:
-            if isinstance(layer, ResidualLayer):
+            if isinstance(layer, ResidualLayer | TracedLayer):
                 out += [msgspec.structs.replace(layer, count=1)] * layer.count
             else:
                 out.append(layer)
@@ -362,7 +415,7 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def num_blocks(self) -> int:
         """Number of residual layers, or of all layers if there are none."""
         layers = self.flat_layers
-        return sum(isinstance(layer, ResidualLayer) for layer in layers) or len(layers)
+        return sum(isinstance(layer, ResidualLayer) or is_traced_block(layer) for layer in layers) or len(layers)
 
     @property
     def joined(self) -> int:

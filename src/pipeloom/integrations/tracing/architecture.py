@@ -1,0 +1,239 @@
+"""Trace a model's own code into an `Architecture`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from pipeloom.integrations.tracing.build import build
+from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
+from pipeloom.integrations.tracing.inputs import Encoder, encoders_of, text_calls
+from pipeloom.integrations.tracing.lowering import Lowered, lower
+from pipeloom.integrations.tracing.runs import Tower, Tracer
+from pipeloom.spec.architecture import (
+    Architecture,
+    LanguageHeadLayer,
+    Layer,
+    ModuleArchitecture,
+    TokenEmbeddingLayer,
+    TracedLayer,
+)
+from pipeloom.spec.traced import KernelOperator, Operator, ProductOperator
+
+
+def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
+    """Trace the library's model of a `config.json`.
+
+    Raises
+    ------
+    InputError
+        The library lacks the model, or its code cannot be described.
+    """
+    model, how = build(config)
+    return trace_model(model, name or str(config.get("model_type")), how)
+
+
+def trace_model(model: Any, name: str, source: str) -> Architecture:
+    """Trace a model of the library that is on the meta device."""
+    tracer = Tracer(model)
+    modules: list[ModuleArchitecture] = []
+    taken: set[str] = set()
+    for encoder in encoders_of(model):
+        tower = _traced(tracer, encoder)
+        module, used = _encoder(model, encoder, tower)
+        modules.append(module)
+        taken |= used
+    calls = text_calls(model)
+    tower = tracer.find(calls[0][1])[0]
+    for features, call in calls:
+        tracer.run(tower, call, features)
+    modules.append(_text(model, tower, taken, tuple(m.name for m in modules)))
+    return Architecture(name, source, tuple(modules))
+
+
+def _traced(tracer: Tracer, encoder: Encoder) -> Tower:
+    towers = tracer.find(encoder.calls[0][1])
+    tower = max(towers, key=lambda each: len(each.blocks))
+    for features, call in encoder.calls:
+        tracer.run(tower, call, features)
+    return tower
+
+
+# ------------------------------------------------------------------ modules
+
+
+class _Part:
+    """Lowers the segments of one tower."""
+
+    def __init__(self, model: nn.Module, tower: Tower, taken: set[str]) -> None:
+        self.tower = tower
+        self.features = [run.features for run in tower.runs]
+        every = {name: p.numel() for name, p in model.named_parameters()}
+        self.sizes = every
+        self.own = {name: n for name, n in every.items() if name not in taken and not name.startswith(f"{tower.path}.")}
+        self.width = tower.runs[0].width
+
+    def lower(self, where: str, segments: Sequence[Segment], own: Mapping[str, int], state: bool = True) -> Lowered:
+        drafts = [draft(segment) for segment in segments]
+        return self.lower_drafts(where, segments, drafts, own, state=state)
+
+    def lower_drafts(
+        self,
+        where: str,
+        segments: Sequence[Segment],
+        drafts: Sequence[Sequence[Draft]],
+        own: Mapping[str, int],
+        *,
+        state: bool = True,
+    ) -> Lowered:
+        states = [segment.state if state else None for segment in segments]
+        results = [segment.leaves[0] if segment.leaves else None for segment in segments]
+        return lower(where, self.features, drafts, states, results, dict(own))
+
+    def blocks(self, streams: Mapping[int, tuple[str, Lowered, int]]) -> list[TracedLayer]:
+        """Return the blocks. ``streams`` has the taps by block: name of the stream, operators, parameters."""
+        tower, made = self.tower, {}
+        for place in sorted(set(tower.kinds)):
+            block = tower.blocks[place]
+            prefix = f"{tower.path}.{place}."
+            own = {n: s for n, s in self.sizes.items() if n.startswith(prefix)}
+            label = type(block).__name__
+            where = f"block {prefix[:-1]} ({label})"
+            segments = [run.blocks[place].segment for run in tower.runs]
+            results = [run.blocks[place].result for run in tower.runs]
+            drafts = [draft(segment) for segment in segments]
+            _check_operations(where, tower, place)
+            found = lower(where, self.features, drafts, [s.state for s in segments], results, own)
+            made[place] = TracedLayer(
+                name=f"{label}.{place}" if place else label,
+                hidden=self.width,
+                inputs=found.inputs,
+                operators=found.operators,
+                parameters=sum(own.values()),
+                result=found.result,
+            )
+        out = []
+        for place, kind in enumerate(tower.kinds):
+            layer = made[kind]
+            own = sum(s for n, s in self.sizes.items() if n.startswith(f"{tower.path}.{place}."))
+            if own != layer.parameters:
+                raise TraceError(f"block {place} of {tower.path!r}", f"has {own} parameters, its kind {layer.parameters}")
+            if place in streams:
+                name, tap, parameters = streams[place]
+                layer = msgspec.structs.replace(layer, emits=name, taps=tap.operators, tap_parameters=parameters)
+            out.append(layer)
+        runs = [(layer, len(list(run))) for layer, run in itertools.groupby(out)]
+        return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
+
+
+def _check_operations(where: str, tower: Tower, place: int) -> None:
+    """Raise `TraceError` if the backward that ran has other operations than the one that is emulated."""
+    for run in tower.runs:
+        block = run.blocks[place]
+        wanted = sum(r.flops * (2.5 if r.name in ("attention", "scan") else 2) for r in block.own)
+        if abs(block.backward_flops - wanted) > 0.01 * wanted:
+            text = f"runs {block.backward_flops:,.0f} operations for lengths {run.features.lengths}, not {wanted:,.0f}"
+            raise TraceError(f"backward of {where}", text)
+
+
+def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str]]:
+    part = _Part(model, tower, set())
+    whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
+    runs = tower.runs
+    streams: dict[int, tuple[str, Lowered, int]] = {}
+    used: set[str] = set()
+    for number, place in enumerate(runs[0].between):
+        tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs], part.own)
+        streams[place] = f"{encoder.name}_{number}", tap, sum(part.own[n] for n in tap.used)
+        used |= tap.used
+    before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own, state=False)
+    after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    blocks = part.blocks(streams)
+    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | before.used | after.used | used | whole
+    first = sum(part.own[n] for n in before.used)
+    last = sum(part.own[n] for n in after.used)
+    layers: list[Layer] = [_around(f"{encoder.name} embedding", before, first, part.width)]
+    layers += blocks
+    if after.operators:
+        layers.append(_around(f"{encoder.name} adapter", after, last, part.width))
+    held = sum(getattr(layer, "parameters", 0) * getattr(layer, "count", 1) for layer in layers) + sum(
+        each[2] for each in streams.values()
+    )
+    rest = sum(part.sizes[n] for n in mine) - held
+    unused: tuple[Layer, ...] = ()
+    if rest:
+        unused = (msgspec.structs.replace(blocks[0], name="unused", operators=(), parameters=rest, count=1, emits=None,
+                                          taps=(), tap_parameters=0, result=None, block=False),)
+    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine
+
+
+def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
+    """Return what stands before or behind the blocks."""
+    return TracedLayer(
+        name=name,
+        hidden=lowered.inputs[0].width if lowered.inputs else width,
+        inputs=lowered.inputs,
+        operators=lowered.operators,
+        parameters=parameters,
+        block=False,
+        result=lowered.result,
+    )
+
+
+def _text(model: Any, tower: Tower, taken: set[str], after: tuple[str, ...]) -> ModuleArchitecture:
+    part = _Part(model, tower, taken)
+    runs = tower.runs
+    if runs[0].between:
+        place = next(iter(runs[0].between))
+        raise TraceError(f"tower {tower.path!r}", f"computes between its blocks {place} and {place + 1}")
+    first = [draft(run.before) for run in runs]
+    words = [each for each in first[0] if each.kind == "embedding"]
+    if not words:
+        raise TraceError(f"what precedes {tower.path!r}", "has no token embedding")
+    table = words[0]
+    used = set(table.parameters)
+    layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
+    layers += part.blocks({})
+    last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
+    head, others = _head(last, part.width, tied=bool(used & last.used))
+    head_used = last.used
+    if others:
+        count = sum(part.own[n] for n in last.used) - head.vocabulary * part.width - part.width
+        layers.append(msgspec.structs.replace(_around("before the head", last, count, part.width), operators=others))
+    layers.append(head)
+    mine = {n for n in part.sizes if n.startswith(f"{tower.path}.")} | used | head_used
+    rest = {n: s for n, s in part.own.items() if n not in mine}
+    unused: tuple[Layer, ...] = ()
+    if rest:
+        unused = (_unused(part, sum(rest.values())),)
+    return ModuleArchitecture("lm", "sequence", tuple(layers), after=after, unused=unused)
+
+
+def _unused(part: _Part, parameters: int) -> TracedLayer:
+    from pipeloom.spec.traced import TracedInput
+
+    state = TracedInput((0.0, 0.0, 1.0, 0.0), part.width)
+    return TracedLayer("unused", part.width, (state,), (), parameters, block=False)
+
+
+def _head(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, tuple[Operator, ...]]:
+    """Return the head, and the operators before its norm that it does not have."""
+    products = [i for i, each in enumerate(last.operators) if isinstance(each, ProductOperator)]
+    if not products:
+        raise TraceError("what follows the blocks", "has no product with a vocabulary")
+    at = products[-1]
+    product = last.operators[at]
+    assert isinstance(product, ProductOperator)
+    norms = [i for i, each in enumerate(last.operators[:at]) if isinstance(each, KernelOperator) and each.kind == "norm"]
+    kind = "rms"
+    if norms:
+        norm = last.operators[norms[-1]]
+        assert isinstance(norm, KernelOperator)
+        kind = "layer" if norm.statistics[2] > 4 or norm.parameters == 2 * width else "rms"
+    before = last.operators[: max(0, at - len(norms[-1:]))]
+    return LanguageHeadLayer(product.in_width, product.out_width, tied=tied, norm=kind), before

@@ -1,0 +1,110 @@
+"""Inputs with which a model is traced: sizes of text, and images in the form that an encoder takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.tracing.fitting import Features
+from pipeloom.spec.model import Reads
+
+Call = Callable[[], Any]
+
+TEXTS = ((1, 1024), (1, 512), (2, 512), (1, 256), (2, 768))
+"""Sequences and their length. Counts are checked on the last. All are multiples of the chunks of scans, 64 to 256."""
+SIDES = ((1, 32), (1, 16), (2, 16), (1, 24), (2, 24))
+"""Images, and patches along a side. All are multiples of what encoders merge."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder and its calls at several sizes."""
+
+    name: str
+    path: str
+    reads: Reads
+    calls: tuple[tuple[Features, Call], ...]
+
+
+def text_calls(model: Any) -> list[tuple[Features, Call]]:
+    """Return calls of a language model on several sizes of text."""
+    taken = inspect.signature(model.forward).parameters
+    out: list[tuple[Features, Call]] = []
+    for count, length in TEXTS:
+        given: dict[str, Any] = {
+            "input_ids": torch.full((count, length), 5),
+            "attention_mask": torch.ones(count, length, dtype=torch.int64),
+            "use_cache": False,
+        }
+        if "mm_token_type_ids" in taken:
+            given["mm_token_type_ids"] = torch.zeros(count, length, dtype=torch.int64)
+
+        def call(given: dict[str, Any] = given) -> Any:
+            return model(**given)
+
+        out.append((Features((length,) * count), call))
+    return out
+
+
+def encoders_of(model: Any) -> list[Encoder]:
+    """Return the encoders of a model."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        return []
+    if not hasattr(model, "get_image_features"):
+        raise InputError("model", "has a vision_config, and no get_image_features", "describe it in a .toml file")
+    taken = inspect.signature(model.get_image_features).parameters
+    for form, needs in _FORMS.items():
+        if all(name in taken for name in needs):
+            return [Encoder("vision", _path(model), "images", tuple(form(model, vision, *size) for size in SIDES))]
+    raise InputError("model", f"has an encoder that takes {', '.join(taken)}", "describe it in a .toml file")
+
+
+def _path(model: Any) -> str:
+    """Return the path of the vision tower: the module with the vision configuration."""
+    vision = model.config.vision_config
+    found = [path for path, m in model.named_modules() if getattr(m, "config", None) is vision and path]
+    return min(found, key=len, default="")
+
+
+def _grid(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
+    """Patches in a row, and the grid of each image."""
+    merge = int(getattr(vision, "spatial_merge_size", 1))
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 0) or getattr(vision, "num_channels", 3))
+    width = channels * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
+    side -= side % merge
+    pixels = torch.empty(count * side * side, width, dtype=torch.bfloat16, device="meta")
+    grid = torch.tensor([[1, side, side]] * count)
+
+    def call() -> Any:
+        return model.get_image_features(pixel_values=pixels, image_grid_thw=grid)
+
+    return Features((side * side,) * count), call
+
+
+def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
+    """Images of one size."""
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    pixels = torch.empty(count, int(getattr(vision, "num_channels", 3)), height, width, dtype=torch.bfloat16, device="meta")
+    patch = vision.patch_size
+    down, right = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    del side
+
+    def call() -> Any:
+        return model.get_image_features(pixel_values=pixels)
+
+    return Features((height // down * (width // right),) * count), call
+
+
+_FORMS: dict[Callable[[Any, Any, int, int], tuple[Features, Call]], tuple[str, ...]] = {
+    _grid: ("pixel_values", "image_grid_thw"),
+    _squares: ("pixel_values",),
+}
+
+

@@ -1,0 +1,286 @@
+"""Turn the operators of several sizes into those of a `TracedLayer`: fitted counts, and what tensor parallelism divides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipeloom.integrations.tracing.fitting import Features, TraceError, fit
+from pipeloom.integrations.tracing.fusion import Draft
+from pipeloom.integrations.tracing.recorder import Value
+from pipeloom.integrations.tracing.siblings import join_siblings
+from pipeloom.spec.traced import (
+    NOTHING,
+    AttentionOperator,
+    Counts,
+    ExpertsOperator,
+    KernelOperator,
+    Operator,
+    PairWindow,
+    ProductOperator,
+    ScanOperator,
+    TracedInput,
+)
+
+
+@dataclass(eq=False)
+class Lowered:
+    """Inputs and operators of a layer."""
+
+    inputs: tuple[TracedInput, ...]
+    operators: tuple[Operator, ...]
+    result: int | None
+    flops: Counts
+    used: set[str] = field(default_factory=set)
+    """Parameters that its operators read."""
+
+
+class _Lowering:
+    def __init__(self, where: str, features: Sequence[Features], sizes: Sequence[Sequence[Draft]]) -> None:
+        self.where, self.features, self.sizes = where, features, sizes
+        self.inputs: list[TracedInput] = []
+        self.places: dict[Value, int] = {}
+        self.used: set[str] = set()
+
+    def fit(self, number: int, name: str) -> Counts:
+        """Return the coefficients of one count of one operator."""
+        values = [drafts[number].counts.get(name, 0.0) for drafts in self.sizes]
+        first = self.sizes[0][number]
+        return fit(f"{self.where}, operator {number} ({first.fixed.get('kind', first.kind)}).{name}", self.features, values)
+
+    def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
+        """Add an input: the same tensor at every size."""
+        rows = fit(f"{self.where}.inputs", self.features, [v.numel / v.width for v in values])
+        first = values[0]
+        self.places[first] = len(self.inputs)
+        self.inputs.append(TracedInput(rows, first.width, first.dtype_bytes, gradient))
+
+
+def lower(
+    where: str,
+    features: Sequence[Features],
+    sizes: Sequence[Sequence[Draft]],
+    states: Sequence[Value | None],
+    results: Sequence[Value | None],
+    own: Mapping[str, int],
+) -> Lowered:
+    """Return the operators of a layer.
+
+    Parameters
+    ----------
+    features : sequence of Features
+        Workload of each size. Counts are checked on the last.
+    states, results : sequence of Value or None
+        State at the entry, and what the layer returns, at each size.
+    own : mapping of str to int
+        Parameters of the layer and their sizes.
+
+    Raises
+    ------
+    TraceError
+        The sizes ran other operators, or counts are not linear.
+    """
+    made = _Lowering(where, features, sizes)
+    lengths = {len(drafts) for drafts in sizes}
+    if len(lengths) > 1:
+        raise TraceError(where, f"runs {sorted(lengths)} operators, depending on the size of its input")
+    for number, drafts in enumerate(zip(*sizes, strict=True)):
+        kinds = {(d.kind, d.fixed.get("kind")) for d in drafts}
+        if len(kinds) > 1:
+            raise TraceError(f"{where}, operator {number}", f"is of the kinds {sorted(map(str, kinds))}")
+    if states[0] is not None:
+        made.enter([v for v in states if v is not None], gradient=states[0].differentiable)
+    _enter_others(made)
+    for number, each in enumerate(made.sizes[0]):
+        for value in each.results:
+            made.places[value] = len(made.inputs) + number
+    operators = [_operator(made, number, own) for number in range(len(made.sizes[0]))]
+    flops = fit(f"{where}.flops", features, [sum(d.counts.get("flops", 0.0) for d in each if _counts(d)) for each in sizes])
+    result = None if results[0] is None else made.places.get(results[0])
+    operators = _split(len(made.inputs), operators, [d.reduced for d in made.sizes[0]])
+    operators, result = join_siblings(len(made.inputs), operators, result)
+    if result == len(made.inputs) + len(operators) - 1:
+        result = None
+    return Lowered(tuple(made.inputs), tuple(operators), result, flops, made.used)
+
+
+def _counts(each: Draft) -> bool:
+    """Return whether its operations are the model's: of products, attention and scans."""
+    return each.kind != "kernel" or each.fixed["kind"] in ("matmul", "depthwise")
+
+
+def _enter_others(made: _Lowering) -> None:
+    """Add the differentiable tensors that operators read and none of them makes."""
+    first = made.sizes[0]
+    results = {v for d in first for v in d.results}
+    for number, each in enumerate(first):
+        for i, value in enumerate(each.reads):
+            if value not in results and value not in made.places:
+                made.enter([drafts[number].reads[i] for drafts in made.sizes], gradient=value.differentiable)
+
+
+def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
+    each = made.sizes[0][number]
+    reads = tuple(dict.fromkeys(made.places[v] for v in each.reads))
+    rows, fixed = made.fit(number, "rows"), each.fixed
+    fresh = [name for name in each.parameters if name in own and name not in made.used]
+    made.used |= set(fresh)
+    match each.kind:
+        case "product":
+            return ProductOperator(
+                reads=reads[0], rows=rows, owned=bool(fresh) or not each.parameters, **_only(fixed, ProductOperator)
+            )
+        case "attention":
+            return _attention(made, number, reads, rows)
+        case "scan":
+            counts = {name: made.fit(number, name) for name in ("flops", "bytes", "states")}
+            return ScanOperator(
+                reads=reads, rows=rows, width=fixed["width"], parameters=sum(own[name] for name in fresh), **counts
+            )
+        case "experts":
+            return ExpertsOperator(
+                reads=reads, rows=rows, eager_bytes=_experts_bytes(made, number), **_only(fixed, ExpertsOperator)
+            )
+        case "embedding":
+            raise TraceError(f"{made.where}, operator {number}", "is an embedding inside a layer")
+        case _:
+            return _kernel(made, number, reads, rows, sum(own[name] for name in fresh))
+
+
+def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: value for name, value in fixed.items() if name in kind.__struct_fields__}
+
+
+def _experts_bytes(made: _Lowering, number: int) -> Counts:
+    """Return what autograd keeps of experts beside inputs and results of products, activations and the weighted sum."""
+    values = []
+    for sizes in made.sizes:
+        each = sizes[number]
+        fixed, chosen = each.fixed, each.counts["rows"] * each.fixed["chosen"]
+        wide = fixed["inner"] * (4 if fixed["gated"] else 2)  # up, gate and activation; the product of both
+        known = chosen * (2 * fixed["hidden"] + wide) * each.results[0].dtype_bytes
+        values.append(sum(v.num_bytes for v in each.eager if v not in each.reads) - known)
+    return fit(f"{made.where}, operator {number} (experts).eager_bytes", made.features, values)
+
+
+def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], rows: Counts, parameters: int) -> KernelOperator:
+    each = made.sizes[0][number]
+    names = ("flops", "forward_bytes", "backward_bytes", "backward_flops", "statistics", "eager_bytes")
+    counts = {name: made.fit(number, name) for name in names}
+    saves = tuple(dict.fromkeys(made.places[v] for v in each.saves))
+    eager = tuple(dict.fromkeys(made.places[v] for v in each.eager if v in each.reads))
+    return KernelOperator(
+        reads=reads, rows=rows, saves=saves, eager_saves=eager, parameters=parameters, **counts,
+        **_only(each.fixed, KernelOperator),
+    )
+
+
+def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Counts) -> AttentionOperator:
+    """Return an attention with its pairs in words: of whole sequences, within windows or chunks, or to fixed keys."""
+    drafts = [sizes[number] for sizes in made.sizes]
+    abouts = [d.fixed["about"] for d in drafts]
+    fixed, about = drafts[0].fixed, abouts[-1]
+    causal = bool(fixed["causal"])
+    pairs, windows = NOTHING, ()
+    if about["chunk"]:
+        windows = (PairWindow(int(about["chunk"]), False, 0.5),)
+        pairs = tuple(0.5 * each for each in rows)  # type: ignore[assignment]
+    elif about["window"] and causal:
+        windows = (PairWindow(int(about["window"]), True),)
+    elif about["window"]:
+        windows = (PairWindow(int(about["window"]) + 1, True, 2.0),)
+        pairs = tuple(-each for each in rows)  # type: ignore[assignment]
+    elif any(about["lengths"] != f.lengths for about, f in zip(abouts, made.features, strict=True)):
+        if len({max(about["lengths"]) for about in abouts}) == 1 and about["keys"] is None:
+            windows = (PairWindow(max(about["lengths"]), False),)
+        else:
+            pairs = made.fit(number, "pairs")
+    elif all(about["keys"] in (None, *about["lengths"][:1]) for about in abouts):
+        pairs = (0.0, 0.0, 0.5, 0.5) if causal else (0.0, 0.0, 0.0, 1.0)
+    else:
+        pairs = made.fit(number, "pairs")
+    names = ("heads", "query_key_width", "value_width", "key_value_width")
+    operator = AttentionOperator(
+        reads=reads, rows=rows, pairs=pairs, windows=windows, causal=causal, **{n: fixed[n] for n in names}
+    )
+    for draft, features in zip(drafts, made.features, strict=True):
+        wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
+        if abs(found - wanted) > 1e-3 * wanted:
+            text = f"computes {wanted:,.0f} pairs for lengths {features.lengths}, but {found:,.0f} are predicted"
+            raise TraceError(f"{made.where}, operator {number} (attention)", text)
+    return operator
+
+
+def _pairs_of(operator: AttentionOperator, features: Features) -> float:
+    total = sum(a * b for a, b in zip(operator.pairs, features.row, strict=True))
+    for each in operator.windows:
+        for n in features.lengths:
+            width, inside = each.length, min(n, each.length)
+            slid = inside * (inside + 1) // 2 + (n - inside) * width
+            total += each.factor * (slid if each.slides else n // width * width**2 + (n % width) ** 2)
+    return total
+
+
+# ------------------------------------------------------------------ tensor parallelism
+
+
+def _split(num_inputs: int, operators: Sequence[Operator], reduced: Sequence[int]) -> list[Operator]:
+    """Choose which weights tensor parallelism divides by columns, and which by rows.
+
+    A product from the state is divided by columns if all that reads its result ends in other products, which are then
+    divided by rows, as Megatron does. A latent, that is a product whose result is only normalized before the next
+    product, stays whole.
+    """
+    readers: dict[int, list[int]] = {}
+    for i, operator in enumerate(operators):
+        for read in (operator.reads,) if isinstance(operator, ProductOperator) else operator.reads:
+            readers.setdefault(read, []).append(i)
+    out, divided = list(operators), set[int]()
+    for i, operator in enumerate(operators):
+        tensor = num_inputs + i
+        if isinstance(operator, ProductOperator):
+            if operator.reads in divided:
+                out[i] = msgspec.structs.replace(operator, split="rows")
+            elif _ends_in_products(num_inputs, operators, readers, tensor, reduced):
+                out[i] = msgspec.structs.replace(operator, split="columns")
+                divided.add(tensor)
+        elif not isinstance(operator, ExpertsOperator) and any(read in divided for read in operator.reads):
+            divided.add(tensor)
+    return out
+
+
+def _ends_in_products(
+    num_inputs: int,
+    operators: Sequence[Operator],
+    readers: dict[int, list[int]],
+    tensor: int,
+    reduced: Sequence[int],
+) -> bool:
+    """Return whether every path from a product's result ends in another product, and none is only a norm."""
+    stack, seen = [(tensor, False, False)], set()
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        number, normed, mixed = at
+        if not readers.get(number):
+            return False
+        for i in readers[number]:
+            operator = operators[i]
+            if isinstance(operator, ProductOperator):
+                if normed and not mixed:
+                    return False
+                continue
+            if isinstance(operator, ExpertsOperator):
+                return False
+            mixes = isinstance(operator, (AttentionOperator, ScanOperator))
+            norm = isinstance(operator, KernelOperator) and operator.kind == "norm"
+            norm = norm and 2 * reduced[i] > operator.width
+            if isinstance(operator, KernelOperator) and operator.passes:
+                return False
+            stack.append((num_inputs + i, normed or norm, mixed or mixes))
+    return True
