@@ -22,6 +22,9 @@ Norm = Literal["layer", "rms"]
 MOST_SIZE = 2**31
 """Largest size of a layer: widths, heads, experts, vocabularies."""
 
+_NO_SIZES = ("reads", "parameters", "tap_parameters")
+"""Fields of traced layers that are no sizes: numbers of tensors, and sums over all weights."""
+
 
 def check_sizes(node: msgspec.Struct, where: str) -> None:
     """Check the sizes of a layer. Sizes with default 0 may be 0.
@@ -34,6 +37,8 @@ def check_sizes(node: msgspec.Struct, where: str) -> None:
     for field in msgspec.structs.fields(node):
         value = getattr(node, field.name)
         entity = f"{where}.{field.name}"
+        if field.name in _NO_SIZES:
+            continue
         if isinstance(value, int) and not isinstance(value, bool):
             least = 0 if field.default == 0 else 1
             if not least <= value <= MOST_SIZE:
@@ -345,6 +350,15 @@ class TracedLayer(_LayerBase, frozen=True, tag="traced"):
     tap_parameters: Number = 0
     takes: str | None = None
 
+    @property
+    def joined(self) -> int:
+        """Number of rows that become one row of the output."""
+        if not self.operators:
+            return 1
+        last = -1 if self.result is None else self.result - len(self.inputs)
+        share = self.operators[last].rows[2]
+        return max(1, round(1 / share)) if share > 0 else 1
+
     def __post_init__(self) -> None:
         """Raise `InputError` for operators that read what does not exist, and for a stream with several ends."""
         check_operators(f"layer {self.name!r}", self.inputs, self.operators, self.result)
@@ -426,6 +440,8 @@ class ModuleArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             for step in steps:
                 if isinstance(step, PatchMergerLayer | JoinStep | AverageStep):
                     factor *= step.factor
+                elif isinstance(step, TracedLayer) and not step.block:
+                    factor *= step.joined
         return factor
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from torch import nn
 from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
-from pipeloom.integrations.tracing.inputs import Encoder, encoders_of, text_calls
+from pipeloom.integrations.tracing.inputs import Encoder, encoders_of, joint_call, text_calls
 from pipeloom.integrations.tracing.lowering import Lowered, lower
 from pipeloom.integrations.tracing.runs import Tower, Tracer
 from pipeloom.spec.architecture import (
@@ -43,16 +44,22 @@ def trace_model(model: Any, name: str, source: str) -> Architecture:
     tracer = Tracer(model)
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
+    streams: dict[str, list[_Tap]] = {}
     for encoder in encoders_of(model):
         tower = _traced(tracer, encoder)
-        module, used = _encoder(model, encoder, tower)
+        module, used, streams[encoder.name] = _encoder(model, encoder, tower)
         modules.append(module)
         taken |= used
     calls = text_calls(model)
     tower = tracer.find(calls[0][1])[0]
     for features, call in calls:
         tracer.run(tower, call, features)
-    modules.append(_text(model, tower, taken, tuple(m.name for m in modules)))
+    taps = [tap for module in modules for tap in streams.get(module.name, ())]
+    takes: dict[int, str] = {}
+    if taps:
+        found = tracer.taken(tower, joint_call(model, modules[0].joined), [tap.parameters for tap in taps])
+        takes = {place: taps[stream].name for place, stream in found.items()}
+    modules.append(_text(model, tower, taken, tuple(m.name for m in modules), takes))
     return Architecture(name, source, tuple(modules))
 
 
@@ -62,6 +69,14 @@ def _traced(tracer: Tracer, encoder: Encoder) -> Tower:
     for features, call in encoder.calls:
         tracer.run(tower, call, features)
     return tower
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """A stream, and the parameters from which it is computed."""
+
+    name: str
+    parameters: set[str]
 
 
 # ------------------------------------------------------------------ modules
@@ -95,7 +110,9 @@ class _Part:
         results = [segment.leaves[0] if segment.leaves else None for segment in segments]
         return lower(where, self.features, drafts, states, results, dict(own))
 
-    def blocks(self, streams: Mapping[int, tuple[str, Lowered, int]]) -> list[TracedLayer]:
+    def blocks(
+        self, streams: Mapping[int, tuple[str, Lowered, int]], takes: Mapping[int, str] | None = None
+    ) -> list[TracedLayer]:
         """Return the blocks. ``streams`` has the taps by block: name of the stream, operators, parameters."""
         tower, made = self.tower, {}
         for place in sorted(set(tower.kinds)):
@@ -126,6 +143,8 @@ class _Part:
             if place in streams:
                 name, tap, parameters = streams[place]
                 layer = msgspec.structs.replace(layer, emits=name, taps=tap.operators, tap_parameters=parameters)
+            if takes and place in takes:
+                layer = msgspec.structs.replace(layer, takes=takes[place])
             out.append(layer)
         runs = [(layer, len(list(run))) for layer, run in itertools.groupby(out)]
         return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
@@ -141,16 +160,18 @@ def _check_operations(where: str, tower: Tower, place: int) -> None:
             raise TraceError(f"backward of {where}", text)
 
 
-def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str]]:
+def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitecture, set[str], list[_Tap]]:
     part = _Part(model, tower, set())
     whole = {n for n in part.sizes if n.startswith(f"{encoder.path}.")} if encoder.path else set()
     runs = tower.runs
     streams: dict[int, tuple[str, Lowered, int]] = {}
     used: set[str] = set()
+    taps: list[_Tap] = []
     for number, place in enumerate(runs[0].between):
         tap = part.lower(f"what follows block {place} of {tower.path!r}", [r.between[place] for r in runs], part.own)
         streams[place] = f"{encoder.name}_{number}", tap, sum(part.own[n] for n in tap.used)
         used |= tap.used
+        taps.append(_Tap(f"{encoder.name}_{number}", tap.used))
     before = part.lower(f"what precedes {tower.path!r}", [r.before for r in runs], part.own, state=False)
     after = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     blocks = part.blocks(streams)
@@ -169,7 +190,7 @@ def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitec
     if rest:
         unused = (msgspec.structs.replace(blocks[0], name="unused", operators=(), parameters=rest, count=1, emits=None,
                                           taps=(), tap_parameters=0, result=None, block=False),)
-    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine
+    return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
 
 
 def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedLayer:
@@ -185,7 +206,9 @@ def _around(name: str, lowered: Lowered, parameters: int, width: int) -> TracedL
     )
 
 
-def _text(model: Any, tower: Tower, taken: set[str], after: tuple[str, ...]) -> ModuleArchitecture:
+def _text(
+    model: Any, tower: Tower, taken: set[str], after: tuple[str, ...], takes: Mapping[int, str]
+) -> ModuleArchitecture:
     part = _Part(model, tower, taken)
     runs = tower.runs
     if runs[0].between:
@@ -198,7 +221,7 @@ def _text(model: Any, tower: Tower, taken: set[str], after: tuple[str, ...]) -> 
     table = words[0]
     used = set(table.parameters)
     layers: list[Layer] = [TokenEmbeddingLayer(table.fixed["vocabulary"], table.fixed["width"])]
-    layers += part.blocks({})
+    layers += part.blocks({}, takes)
     last = part.lower(f"what follows {tower.path!r}", [r.after for r in runs], part.own)
     head, others = _head(last, part.width, tied=bool(used & last.used))
     head_used = last.used

@@ -51,6 +51,22 @@ def text_calls(model: Any) -> list[tuple[Features, Call]]:
     return out
 
 
+def joint_call(model: Any, merged: int) -> Call:
+    """Return a call of the whole model on one text with one image, of which ``merged`` patches are one token."""
+    vision = model.config.vision_config
+    side = SIDES[1][1]
+    pixels, grid = _patches(vision, 1, side)
+    place = getattr(model.config, "image_token_id", None)
+    if place is None:
+        raise InputError("model.config", "has no image_token_id", "describe the model in a .toml file")
+    count = side * side // merged
+    ids = torch.cat([torch.full((16,), 5), torch.full((count,), int(place)), torch.full((16,), 5)])[None]
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        given["mm_token_type_ids"] = (ids == place).long()
+    return lambda: model(pixel_values=pixels, image_grid_thw=grid, **given)
+
+
 def encoders_of(model: Any) -> list[Encoder]:
     """Return the encoders of a model."""
     vision = getattr(model.config, "vision_config", None)
@@ -74,17 +90,19 @@ def _path(model: Any) -> str:
 
 def _grid(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
     """Patches in a row, and the grid of each image."""
-    merge = int(getattr(vision, "spatial_merge_size", 1))
-    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 0) or getattr(vision, "num_channels", 3))
-    width = channels * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
-    side -= side % merge
-    pixels = torch.empty(count * side * side, width, dtype=torch.bfloat16, device="meta")
-    grid = torch.tensor([[1, side, side]] * count)
+    pixels, grid = _patches(vision, count, side)
 
     def call() -> Any:
         return model.get_image_features(pixel_values=pixels, image_grid_thw=grid)
 
     return Features((side * side,) * count), call
+
+
+def _patches(vision: Any, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 0) or getattr(vision, "num_channels", 3))
+    width = channels * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
+    pixels = torch.empty(count * side * side, width, dtype=torch.bfloat16, device="meta")
+    return pixels, torch.tensor([[1, side, side]] * count)
 
 
 def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:

@@ -145,9 +145,16 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
                 reads=reads, rows=rows, eager_bytes=_experts_bytes(made, number), **_only(fixed, ExpertsOperator)
             )
         case "embedding":
-            raise TraceError(f"{made.where}, operator {number}", "is an embedding inside a layer")
+            moved = _times(rows, 4.0 * fixed["width"])  # read and written, in bfloat16
+            size = sum(own[name] for name in fresh)
+            return KernelOperator("embedding", (), rows, fixed["width"], NOTHING, moved, moved, parameters=size)
         case _:
             return _kernel(made, number, reads, rows, sum(own[name] for name in fresh))
+
+
+def _times(counts: Counts, factor: float) -> Counts:
+    one, instances, tokens, pairs = (each * factor for each in counts)
+    return one, instances, tokens, pairs
 
 
 def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:

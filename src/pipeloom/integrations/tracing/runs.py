@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +145,29 @@ class Tracer:
             output = call()
         tower.runs.append(run.finish(output, features))
 
+    def taken(self, tower: Tower, call: Call, taps: Sequence[set[str]]) -> dict[int, int]:
+        """Return which blocks of a tower take which stream, by the number of the stream.
+
+        ``taps`` has the parameters from which each stream is computed. A stream is taken where a value that depends on
+        them enters the tower behind a block.
+        """
+        run = _Run(self.recorder, tower)
+        with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
+            run.outer = outer
+            call()
+        taints: dict[Value, frozenset[int]] = {}
+        found: dict[int, int] = {}
+        positions = [position for position, _, _ in run.marks]
+        for number, record in enumerate(outer):
+            taint = frozenset(i for u in record.reads for i, tap in enumerate(taps) if tap & u.value.parameters)
+            taint = taint.union(*(taints.get(u.value, frozenset()) for u in record.reads))
+            taints |= dict.fromkeys(record.writes, taint)
+            place = bisect_right(positions, number) - 1
+            if taint and 0 <= place < len(positions) - 1:
+                for stream in taint:
+                    found.setdefault(place, stream)
+        return found
+
 
 def _sizes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
@@ -200,7 +224,9 @@ class _Run:
             self.outputs[place] = output
             for parameter in block.parameters():
                 parameter.grad = None
+        outer, recorder.records = recorder.records, None
         new = tree_map(_fresh, self.outputs[kind])
+        recorder.records = outer
         result = _result(new)
         assert result is not None
         self.marks.append((position, recorder.value(state), recorder.value(result)))
