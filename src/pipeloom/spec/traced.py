@@ -54,6 +54,8 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
         Whether the weight counts as a parameter of the layer. A tied weight does not.
     eager : bool
         Whether autograd keeps what it reads.
+    plain : bool
+        Whether it is in bfloat16 whatever the layer's precision, as a router.
     """
 
     reads: int
@@ -64,6 +66,7 @@ class ProductOperator(_OperatorBase, frozen=True, tag="product"):
     split: Literal["nothing", "columns", "rows"] = "nothing"
     owned: bool = True
     eager: bool = True
+    plain: bool = False
 
 
 class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):

@@ -106,7 +106,7 @@ def _(operator: ProductOperator, run: _Run) -> Tensor:
         y = ops.linear(x, in_width, local, bias=operator.biases // context.tensor, split=context.tensor)
         run.divided.add(y)
     else:
-        y = ops.linear(x, in_width, out_width, bias=operator.biases)
+        y = ops.linear(x, in_width, out_width, bias=operator.biases, plain=operator.plain)
     if not operator.owned:
         del tape.parameters[count:]
     return y

@@ -48,7 +48,7 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
         raise InputError("model_type", f"{kind!r} is not in transformers {transformers.__version__}", remedy)
     given = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "model_type")}
     try:
-        with _quiet():
+        with quiet():
             made = known[kind].from_dict(given)
             model = _model(made, config)
     except InputError:
@@ -112,7 +112,7 @@ def _dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()

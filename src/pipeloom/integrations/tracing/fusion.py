@@ -8,7 +8,7 @@ computes from it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ COPIES = frozenset(
     """clone cat copy copy_ _to_copy index index_select gather scatter masked_scatter constant_pad_nd stack repeat
     split_with_sizes_copy index_add index_put roll tril slice_scatter select_scatter new_zeros zeros_like""".split()
 )
+_STATISTIC = 8
+"""Numbers of which a norm makes at least one: heads are no narrower."""
 ROUTES = frozenset(("topk", "sort"))
 
 Kind = Literal["product", "kernel", "attention", "scan", "experts", "embedding"]
@@ -129,7 +131,7 @@ def _joined(segment: Segment) -> list[Record]:
 
 
 def _special(record: Record) -> bool:
-    return record.name in ("attention", "scan", "experts", "embedding") or bool(record.flops)
+    return record.name in ("attention", "scan", "experts", "embedding", "depthwise") or bool(record.flops)
 
 
 def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]]:
@@ -141,10 +143,13 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
                 readers[use.value].append(record)
     outside = set(leaves)
     normed: dict[Record, bool] = {}
+    keeps: dict[Record, bool] = {}
     producer = {w: r for r in records for w in r.writes}
     for record in records:
         before = [producer[u.value] for u in record.reads if u.value in producer]
         own = [p for p in before if not _special(p) and p.scope == record.scope]
+        alone = [p for p in before if not _special(p) and all(readers[w] == [record] for w in p.writes if readers[w])]
+        keeps[record] = bool(record.saved) or any(keeps[p] for p in alone)
         normed[record] = not _special(record) and (record.name in REDUCTIONS or any(normed[p] for p in own))
     group: dict[Record, list[Record]] = {}
     for record in reversed(records):
@@ -155,6 +160,8 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
             alone = bool(targets) and len(targets) == len(ends) and all(t is targets[0] for t in targets)
             if alone and not outside & set(record.writes):
                 apart = normed[record] and any(r.scope != record.scope for r in ends)
+                # A trainer's residual addition is a kernel of its own behind what must keep what it reads.
+                apart = apart or (keeps[record] and any(_residual(r, record, readers) for r in ends))
                 joined = None if apart else targets[0]
         if joined is None:
             group[record] = [record]
@@ -165,10 +172,19 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
     return [sorted(each, key=records.index) for each in unique.values()]
 
 
+def _residual(record: Record, before: Record, readers: Mapping[Value, list[Record]]) -> bool:
+    """Return whether an operator adds what others read too."""
+    others = [u.value for u in record.reads if u.value not in before.writes and u.value.differentiable]
+    size = max(w.numel for w in record.writes)
+    return record.name in ("add", "add_") and any(v.numel == size and len(readers[v]) > 1 for v in others)
+
+
 def _draft(group: list[Record], made: set[Value]) -> Draft:
     record = group[0]
     if record.name == "experts":
         return _experts(record)
+    if record.name == "depthwise":
+        return _depthwise(record)
     if record.name in ("attention", "scan"):
         return _fused(record, made)
     if record.name == "embedding":
@@ -243,6 +259,19 @@ def _fused(record: Record, made: set[Value]) -> Draft:
     return found
 
 
+def _depthwise(record: Record) -> Draft:
+    """Return a causal convolution with its activation."""
+    x, result = record.reads[0], record.writes[0]
+    fixed = {"kind": "depthwise", "dtype_bytes": result.dtype_bytes}
+    moved = float(x.num_bytes + result.num_bytes)
+    counts = {"flops": record.flops, "forward_bytes": moved, "backward_bytes": moved + x.num_bytes}
+    counts["backward_flops"] = record.flops
+    names = sorted({name for u in record.reads for name in u.value.parameters})
+    found = Draft("kernel", [x.value], [result], fixed, counts, names)
+    found.eager, found.saves = [x.value], [x.value]
+    return found
+
+
 def _experts(record: Record) -> Draft:
     about = record.about
     fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases")}
@@ -270,8 +299,10 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     saves = _recomputable(group, inner, reads, [v for v in saved if v.differentiable])
     kind = _kind(group, names, bool(saves), reads)
     only_result = saved == [result]
-    reductions = [r for r in group if r.name in REDUCTIONS]
+    reductions = [r for r in group if _narrows(r)]
     statistics = sum(min(w.numel for w in r.writes) * 4 * max(1, len(r.writes) - 1) for r in reductions[:1])
+    if not saves:
+        statistics = 0
     if only_result:
         saves, statistics = [], 0
     if kind == "route":
@@ -281,14 +312,13 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     grads = sum(moved[v] for v in reads)
     fixed = {
         "kind": kind,
-        "width": result.width,
         "dtype_bytes": result.dtype_bytes,
         "saves_result": only_result,
         "eager_saves_result": result in saved,
         "passes": passes,
         "cheap": bool(saves or only_result) and kind not in ("matmul", "route", "depthwise"),
     }
-    counts = _rows(result) | {
+    counts = {
         "flops": flops,
         "forward_bytes": float(sum(moved.values()) + result.num_bytes),
         "backward_bytes": float(sum(moved[v] for v in saves) + result.num_bytes * (1 + only_result) + grads),
@@ -301,6 +331,11 @@ def _kernel(group: list[Record], made: set[Value]) -> Draft:
     found.eager, found.saves = saved, saves
     found.reduced = max((_reduced(r) for r in reductions), default=0)
     return found
+
+
+def _narrows(record: Record) -> bool:
+    """Return whether an operator reduces rows to statistics, as a norm does."""
+    return record.name in REDUCTIONS and _reduced(record) >= _STATISTIC
 
 
 def _reduced(record: Record) -> int:
@@ -336,7 +371,7 @@ def _kind(group: Sequence[Record], names: set[str], saves: bool, reads: Sequence
         return "matmul"
     if names & ROUTES:
         return "route"
-    if names & REDUCTIONS:
+    if any(map(_narrows, group)) or "_softmax" in names:
         return "norm"
     if names <= COPIES:
         return "copy"

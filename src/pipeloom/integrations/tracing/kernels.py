@@ -36,7 +36,7 @@ class _Kernel(torch.autograd.Function):
         outs = tuple(reads[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes)
         extra = reads[0].new_empty(statistics, dtype=torch.float32)
         _running().fused(name, flops, list(reads), [*outs, extra], {**about, "statistics": 4 * statistics})
-        ctx.save_for_backward(*reads, *outs, extra)
+        ctx.save_for_backward(*reads, *((*outs, extra) if about.get("keeps", True) else ()))
         ctx.call = name, flops, len(reads)
         return outs
 
@@ -217,9 +217,13 @@ def _selective_scan(u: Tensor, *more: Any, **options: Any) -> Any:
     return (out, None) if options.get("return_last_state") else out
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """A kernel that only exists on GPUs: the library then takes its own way."""
-    return
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Causal depthwise convolution with its activation, as one kernel that reads its input again in the backward."""
+    reads = [x, weight] if bias is None else [x, weight, bias]
+    flops = float(2 * x.numel() * weight.shape[-1])
+    (out,) = _call("depthwise", flops, {"keeps": False}, [(x.shape, x.dtype)], 0, *reads)
+    found: Tensor = out
+    return found
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -231,6 +235,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "selective_scan_fn": _selective_scan,
     "mamba_selective_scan": _selective_scan,
     "chunk_kimi_delta_attention": _delta_rule,
+    "causal_conv1d_fn": _convolution,
 }
 """Fused operator by the name of a kernel. The library's function may have a prefix before it."""
 

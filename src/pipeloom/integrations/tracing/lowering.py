@@ -45,6 +45,18 @@ class _Lowering:
         self.places: dict[Value, int] = {}
         self.used: set[str] = set()
 
+    def shape(self, number: int) -> tuple[Counts, int]:
+        """Return rows and width of an operator's result. The width is the same at every size."""
+        results = [drafts[number].results[0] for drafts in self.sizes]
+        widths = {v.width for v in results}
+        tokens = {v.numel / f.row[2] for v, f in zip(results, self.features, strict=True)}
+        width = 1
+        if len(widths) == 1:
+            width = widths.pop()
+        elif len(tokens) == 1 and min(tokens).is_integer():
+            width = int(tokens.pop())  # the columns are not the last dimension
+        return fit(f"{self.where}, operator {number}.rows", self.features, [v.numel / width for v in results]), width
+
     def fit(self, number: int, name: str) -> Counts:
         """Return the coefficients of one count of one operator."""
         values = [drafts[number].counts.get(name, 0.0) for drafts in self.sizes]
@@ -125,7 +137,8 @@ def _enter_others(made: _Lowering) -> None:
 def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
     each = made.sizes[0][number]
     reads = tuple(dict.fromkeys(made.places[v] for v in each.reads))
-    rows, fixed = made.fit(number, "rows"), each.fixed
+    fixed = each.fixed
+    rows = made.fit(number, "rows") if each.kind != "kernel" else NOTHING
     fresh = [name for name in each.parameters if name in own and name not in made.used]
     made.used |= set(fresh)
     match each.kind:
@@ -149,7 +162,7 @@ def _operator(made: _Lowering, number: int, own: Mapping[str, int]) -> Operator:
             size = sum(own[name] for name in fresh)
             return KernelOperator("embedding", (), rows, fixed["width"], NOTHING, moved, moved, parameters=size)
         case _:
-            return _kernel(made, number, reads, rows, sum(own[name] for name in fresh))
+            return _kernel(made, number, reads, sum(own[name] for name in fresh))
 
 
 def _times(counts: Counts, factor: float) -> Counts:
@@ -173,14 +186,21 @@ def _experts_bytes(made: _Lowering, number: int) -> Counts:
     return fit(f"{made.where}, operator {number} (experts).eager_bytes", made.features, values)
 
 
-def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], rows: Counts, parameters: int) -> KernelOperator:
+def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], parameters: int) -> KernelOperator:
     each = made.sizes[0][number]
+    rows, width = made.shape(number)
     names = ("flops", "forward_bytes", "backward_bytes", "backward_flops", "statistics", "eager_bytes")
     counts = {name: made.fit(number, name) for name in names}
     saves = tuple(dict.fromkeys(made.places[v] for v in each.saves))
     eager = tuple(dict.fromkeys(made.places[v] for v in each.eager if v in each.reads))
     return KernelOperator(
-        reads=reads, rows=rows, saves=saves, eager_saves=eager, parameters=parameters, **counts,
+        reads=reads,
+        rows=rows,
+        width=width,
+        saves=saves,
+        eager_saves=eager,
+        parameters=parameters,
+        **counts,
         **_only(each.fixed, KernelOperator),
     )
 
@@ -251,7 +271,9 @@ def _split(num_inputs: int, operators: Sequence[Operator], reduced: Sequence[int
         if isinstance(operator, ProductOperator):
             if operator.reads in divided:
                 out[i] = msgspec.structs.replace(operator, split="rows")
-            elif _ends_in_products(num_inputs, operators, readers, tensor, reduced):
+            elif _routes(operator, [operators[r] for r in readers.get(tensor, ())]):
+                out[i] = msgspec.structs.replace(operator, plain=True)
+            elif _ends_in_products(num_inputs, operators, readers, i, reduced):
                 out[i] = msgspec.structs.replace(operator, split="columns")
                 divided.add(tensor)
         elif not isinstance(operator, ExpertsOperator) and any(read in divided for read in operator.reads):
@@ -259,15 +281,22 @@ def _split(num_inputs: int, operators: Sequence[Operator], reduced: Sequence[int
     return out
 
 
+def _routes(product: ProductOperator, readers: Sequence[Operator]) -> bool:
+    """Return whether a product stays in bfloat16: a router, or one too narrow for tiles of 16 columns."""
+    return bool(product.out_width % 16) or any(isinstance(r, KernelOperator) and r.kind == "route" for r in readers)
+
+
 def _ends_in_products(
     num_inputs: int,
     operators: Sequence[Operator],
     readers: dict[int, list[int]],
-    tensor: int,
+    start: int,
     reduced: Sequence[int],
 ) -> bool:
     """Return whether every path from a product's result ends in another product, and none is only a norm."""
-    stack, seen = [(tensor, False, False)], set()
+    product = operators[start]
+    assert isinstance(product, ProductOperator)
+    stack, seen = [(num_inputs + start, False, False)], set()
     while stack:
         at = stack.pop()
         if at in seen:
@@ -286,7 +315,7 @@ def _ends_in_products(
                 return False
             mixes = isinstance(operator, (AttentionOperator, ScanOperator))
             norm = isinstance(operator, KernelOperator) and operator.kind == "norm"
-            norm = norm and 2 * reduced[i] > operator.width
+            norm = norm and 2 * reduced[i] > product.out_width
             if isinstance(operator, KernelOperator) and operator.passes:
                 return False
             stack.append((num_inputs + i, normed or norm, mixed or mixes))

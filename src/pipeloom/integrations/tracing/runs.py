@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pipeloom.integrations.tracing.build import quiet
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Segment
 from pipeloom.integrations.tracing.kernels import MaskShape, kernels
@@ -99,7 +100,7 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Replace kernels and dispatch operators to the recorder."""
-        with kernels(self.recorder, self.model), scopes(self.recorder, self.model), self.recorder:
+        with quiet(), kernels(self.recorder, self.model), scopes(self.recorder, self.model), self.recorder:
             yield
 
     def find(self, call: Call) -> list[Tower]:
@@ -237,7 +238,8 @@ class _Run:
         with self.recorder.recording() as records:
             torch.autograd.backward(result, torch.empty_like(result))
         self.recorder.values |= before
-        return sum(record.flops for record in records)
+        # torch counts the backward of grouped convolutions as if they were dense.
+        return sum(record.flops for record in records if not record.name.startswith("convolution"))
 
     def finish(self, output: Any, features: Features) -> TowerRun:
         """Return the run, divided into what ran before, between and behind the blocks."""
