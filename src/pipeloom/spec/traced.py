@@ -96,6 +96,8 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
         Whether the gradient of the result is the gradient of each input, without a kernel.
     cheap : bool
         Whether selective recomputation drops the result.
+    forward_only : bool
+        Whether it has no backward, as what chooses the keys of a sparse attention.
     """
 
     kind: str
@@ -116,6 +118,7 @@ class KernelOperator(_OperatorBase, frozen=True, tag="kernel"):
     parameters: Number = 0
     passes: bool = False
     cheap: bool = False
+    forward_only: bool = False
 
 
 class AttentionOperator(_OperatorBase, frozen=True, tag="attention"):

@@ -135,7 +135,8 @@ def _(operator: KernelOperator, run: _Run) -> Tensor:
     if operator.parameters:
         split = tape.context.tensor if divided else 1
         tape.parameter(operator.parameters, split)
-        weights = Cost(operator.kind, run.size(operator.flops, divided), forward)
+        if not operator.forward_only:
+            weights = Cost(operator.kind, run.size(operator.flops, divided), forward)
     width = operator.width / (tape.context.tensor if divided else 1)
     y = tape.record(
         Cost(operator.kind, run.size(operator.flops, divided), forward),

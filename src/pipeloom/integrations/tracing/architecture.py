@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.fitting import Features, TraceError
-from pipeloom.integrations.tracing.fusion import Draft, Segment, draft
+from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operations, draft
 from pipeloom.integrations.tracing.inputs import Encoder, encoders_of, joint_call, text_calls
+from pipeloom.integrations.tracing.kernels import TooShort
 from pipeloom.integrations.tracing.lowering import Lowered, lower
 from pipeloom.integrations.tracing.runs import Tower, Tracer
 from pipeloom.spec.architecture import (
@@ -45,15 +47,13 @@ def trace_model(model: Any, name: str, source: str) -> Architecture:
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
     streams: dict[str, list[_Tap]] = {}
-    for encoder in encoders_of(model):
-        tower = _traced(tracer, encoder)
+    forms = encoders_of(model)
+    if forms:
+        encoder, tower = _traced(tracer, forms)
         module, used, streams[encoder.name] = _encoder(model, encoder, tower)
         modules.append(module)
         taken |= used
-    calls = text_calls(model)
-    tower = tracer.find(calls[0][1])[0]
-    for features, call in calls:
-        tracer.run(tower, call, features)
+    tower = _text_tower(model, tracer)
     taps = [tap for module in modules for tap in streams.get(module.name, ())]
     takes: dict[int, str] = {}
     if taps:
@@ -63,12 +63,34 @@ def trace_model(model: Any, name: str, source: str) -> Architecture:
     return Architecture(name, source, tuple(modules))
 
 
-def _traced(tracer: Tracer, encoder: Encoder) -> Tower:
-    towers = tracer.find(encoder.calls[0][1])
+def _text_tower(model: Any, tracer: Tracer) -> Tower:
+    """Run the language model on texts that are long enough for its sparse attention to select keys."""
+    for longer in (1, 4, 16):
+        calls = text_calls(model, longer)
+        try:
+            tower = tracer.find(calls[0][1])[0]
+        except TooShort:
+            continue
+        for features, call in calls:
+            tracer.run(tower, call, features)
+        return tower
+    raise TraceError("model", f"selects all of {calls[0][0].lengths[0]} keys", "describe it in a .toml file")
+
+
+def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
+    """Run an encoder on the first form of images that it takes."""
+    for encoder in forms:
+        try:
+            towers = tracer.find(encoder.calls()[0][1])
+        except Exception as error:
+            if encoder is not forms[-1] and not isinstance(error, InputError):
+                continue
+            raise
+        break
     tower = max(towers, key=lambda each: len(each.blocks))
-    for features, call in encoder.calls:
+    for features, call in encoder.calls():
         tracer.run(tower, call, features)
-    return tower
+    return encoder, tower
 
 
 @dataclass(frozen=True)
@@ -124,7 +146,7 @@ class _Part:
             segments = [run.blocks[place].segment for run in tower.runs]
             results = [run.blocks[place].result for run in tower.runs]
             drafts = [draft(segment) for segment in segments]
-            _check_operations(where, tower, place)
+            _check_operations(where, tower, place, drafts)
             found = lower(where, self.features, drafts, [s.state for s in segments], results, own)
             made[place] = TracedLayer(
                 name=f"{label}.{place}" if place else label,
@@ -150,14 +172,12 @@ class _Part:
         return [msgspec.structs.replace(layer, count=count) for layer, count in runs]
 
 
-def _check_operations(where: str, tower: Tower, place: int) -> None:
+def _check_operations(where: str, tower: Tower, place: int, drafts: Sequence[Sequence[Draft]]) -> None:
     """Raise `TraceError` if the backward that ran has other operations than the one that is emulated."""
-    for run in tower.runs:
-        block = run.blocks[place]
-        own = [record for record in block.own if record.name != "convolution"]
-        wanted = sum(r.flops * (2.5 if r.name in ("attention", "scan") else 2) for r in own)
-        if abs(block.backward_flops - wanted) > 0.01 * wanted:
-            text = f"runs {block.backward_flops:,.0f} operations for lengths {run.features.lengths}, not {wanted:,.0f}"
+    for run, each in zip(tower.runs, drafts, strict=True):
+        wanted, found = sum(map(backward_operations, each)), run.blocks[place].backward_flops
+        if abs(found - wanted) > 0.01 * wanted:
+            text = f"runs {found:,.0f} operations for lengths {run.features.lengths}, not {wanted:,.0f}"
             raise TraceError(f"backward of {where}", text)
 
 

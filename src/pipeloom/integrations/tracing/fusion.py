@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeloom.integrations.tracing.kernels import count_pairs
-from pipeloom.integrations.tracing.recorder import Record, Recorder, Use, Value
+from pipeloom.integrations.tracing.recorder import Record, Use, Value
 
 REDUCTIONS = frozenset(
     """mean sum var var_mean std amax native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _softmax
@@ -60,6 +60,9 @@ class Draft:
     parameters: list[str] = field(default_factory=list)
     eager: list[Value] = field(default_factory=list)
     saves: list[Value] = field(default_factory=list)
+    operations: float = 0.0
+    """Operations of products, attention and scans that the backward runs twice or 2.5 times."""
+    forward_only: bool = False
     reduced: int = 0
     """Columns over which a norm reduces."""
 
@@ -76,15 +79,19 @@ class Segment:
 
 def draft(segment: Segment) -> list[Draft]:
     """Return the operators of a segment in the order in which they ran."""
-    records = [r for r in _joined(segment) if any(w.differentiable for w in r.writes)]
-    records = _needed(records, segment)
+    every = _joined(segment)
+    records = _needed([r for r in every if any(w.differentiable for w in r.writes)], segment)
     made = {w for r in segment.records for w in r.writes}
     groups = _groups(records, segment.leaves)
     done: list[tuple[int, Draft]] = []
     for group in groups:
         place = max(records.index(r) for r in group)
-        done.append((place, _draft(group, made)))
+        made_of = _draft(group, made)
+        made_of.operations = sum(r.flops for r in group if r.name not in ("convolution", "depthwise"))
+        done.append((place, made_of))
     drafts = [each for _, each in sorted(done, key=lambda entry: entry[0])]
+    kept = set(records)
+    drafts += _selections([r for r in every if r.flops and r not in kept and not r.about.get("made")])
     seen: set[Value] = set()
     for each in drafts:  # a value that two operators keep is kept once
         each.eager = [v for v in each.eager if v in each.reads or v in each.results or v not in seen]
@@ -92,6 +99,25 @@ def draft(segment: Segment) -> list[Draft]:
         seen |= set(inner)
         each.counts["eager_bytes"] = float(sum({v: v.num_bytes for v in inner}.values()))
     return drafts
+
+
+def _selections(records: Sequence[Record]) -> list[Draft]:
+    """Return what chooses the keys of a sparse attention as one kernel without a backward.
+
+    It multiplies by its own weights and reads the results, which are queries and keys. Scores stay in the kernel.
+    """
+    if not records:
+        return []
+    names = sorted({name for r in records for u in r.reads for name in u.value.parameters})
+    moved = 0
+    for record in records:
+        if any(u.value.parameters for u in record.reads):
+            moved += sum({u.value: u.num_bytes for u in record.reads if not u.value.parameters}.values())
+            moved += 2 * sum(w.num_bytes for w in record.writes)
+    flops = float(sum(r.flops for r in records))
+    fixed = {"kind": "matmul", "dtype_bytes": 2}
+    counts = {"flops": flops, "forward_bytes": float(moved)}
+    return [Draft("kernel", [], [records[-1].writes[0]], fixed, counts, names, forward_only=True)]
 
 
 def _needed(records: list[Record], segment: Segment) -> list[Record]:
@@ -247,7 +273,7 @@ def _fused(record: Record, made: set[Value]) -> Draft:
     if record.name == "attention":
         about["counted"] = count_pairs(about)
         fixed = {n: about[n] for n in ("heads", "query_key_width", "value_width", "key_value_width", "causal")}
-        fixed["about"] = {n: about.get(n) for n in ("window", "chunk", "lengths", "keys")}
+        fixed["about"] = {n: about.get(n) for n in ("window", "chunk", "lengths", "keys", "behind")}
         found = Draft("attention", reads, [result], fixed, _rows(result, about["heads"] * about["value_width"]), names)
         found.counts |= {"flops": record.flops, "pairs": float(about["counted"])}
     else:
@@ -382,9 +408,8 @@ def _kind(group: Sequence[Record], names: set[str], saves: bool, reads: Sequence
     return "add"
 
 
-def summary(recorder: Recorder, records: Sequence[Record]) -> dict[str, float]:
-    """Return operations of products, attention and scans, and bytes that autograd saves, of what ran."""
-    del recorder
-    made = {w for r in records for w in r.writes}
-    saved = {v: v.num_bytes for r in records for v in r.saved if v in made or v.differentiable}
-    return {"flops": sum(r.flops for r in records), "saved": float(sum(saved.values()))}
+def backward_operations(each: Draft) -> float:
+    """Return the operations of an operator's backward that torch counts, without those of convolutions."""
+    if each.forward_only:
+        return 0.0
+    return each.operations * (2.5 if each.kind in ("attention", "scan") else 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,20 @@ class Encoder:
     name: str
     path: str
     reads: Reads
-    calls: tuple[tuple[Features, Call], ...]
+    call: Callable[[int, int], tuple[Features, Call]]
+    """Returns the call for a number of images and of patches along a side."""
+
+    def calls(self) -> list[tuple[Features, Call]]:
+        """Return the calls at several sizes."""
+        return [self.call(*size) for size in SIDES]
 
 
-def text_calls(model: Any) -> list[tuple[Features, Call]]:
-    """Return calls of a language model on several sizes of text."""
+def text_calls(model: Any, longer: int = 1) -> list[tuple[Features, Call]]:
+    """Return calls of a language model on several sizes of text, ``longer`` times as long as usual."""
     taken = inspect.signature(model.forward).parameters
     out: list[tuple[Features, Call]] = []
-    for count, length in TEXTS:
+    for count, short in TEXTS:
+        length = short * longer
         given: dict[str, Any] = {
             "input_ids": torch.full((count, length), 5),
             "attention_mask": torch.ones(count, length, dtype=torch.int64),
@@ -43,6 +50,8 @@ def text_calls(model: Any) -> list[tuple[Features, Call]]:
         }
         if "mm_token_type_ids" in taken:
             given["mm_token_type_ids"] = torch.zeros(count, length, dtype=torch.int64)
+        if "position_ids" in taken and not hasattr(model, "get_image_features"):
+            given["position_ids"] = torch.arange(length).repeat(count, 1)
 
         def call(given: dict[str, Any] = given) -> Any:
             return model(**given)
@@ -68,16 +77,19 @@ def joint_call(model: Any, merged: int) -> Call:
 
 
 def encoders_of(model: Any) -> list[Encoder]:
-    """Return the encoders of a model."""
+    """Return the vision encoder of a model with its calls, for each form of images that it may take."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         return []
     if not hasattr(model, "get_image_features"):
         raise InputError("model", "has a vision_config, and no get_image_features", "describe it in a .toml file")
     taken = inspect.signature(model.get_image_features).parameters
+    found: list[Encoder] = []
     for form, needs in _FORMS.items():
         if all(name in taken for name in needs):
-            return [Encoder("vision", _path(model), "images", tuple(form(model, vision, *size) for size in SIDES))]
+            found.append(Encoder("vision", _path(model), "images", partial(form, model, vision)))
+    if found:
+        return found
     raise InputError("model", f"has an encoder that takes {', '.join(taken)}", "describe it in a .toml file")
 
 
@@ -105,6 +117,30 @@ def _patches(vision: Any, count: int, side: int) -> tuple[torch.Tensor, torch.Te
     return pixels, torch.tensor([[1, side, side]] * count)
 
 
+def _stacked(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
+    """Patches in a row, each an image of its own, and the grid of each image."""
+    pixels, grid = _patches(vision, count, side)
+    patch = int(vision.patch_size)
+    squares = pixels.new_empty(len(pixels), pixels.shape[1] // patch**2, patch, patch)
+
+    def call() -> Any:
+        return model.get_image_features(pixel_values=squares, image_grid_thw=grid)
+
+    return Features((side * side,) * count), call
+
+
+def _placed(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
+    """Patches of each image in a row, and the place of each patch."""
+    width = 3 * int(vision.patch_size) ** 2
+    pixels = torch.empty(count, side * side, width, dtype=torch.bfloat16, device="meta")
+    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).reshape(-1, 2)
+
+    def call() -> Any:
+        return model.get_image_features(pixel_values=pixels, image_position_ids=places.repeat(count, 1, 1))
+
+    return Features((side * side,) * count), call
+
+
 def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Call]:
     """Images of one size."""
     size = vision.image_size
@@ -122,7 +158,10 @@ def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, 
 
 _FORMS: dict[Callable[[Any, Any, int, int], tuple[Features, Call]], tuple[str, ...]] = {
     _grid: ("pixel_values", "image_grid_thw"),
+    _stacked: ("pixel_values", "image_grid_thw"),
+    _placed: ("pixel_values", "image_position_ids"),
     _squares: ("pixel_values",),
 }
+"""Forms of images, with the arguments that an encoder takes for each. The first that the encoder runs on is taken."""
 
 

@@ -57,12 +57,15 @@ def _call(name: str, flops: float, about: Any, shapes: Any, statistics: int, *re
 
 
 class MaskShape(dict[str, Any]):
-    """What a mask allows. A model that reads its numbers gets them."""
+    """What a mask allows. A model that reads it as a tensor gets one on meta."""
 
     def tensor(self) -> Tensor:
-        """Return the mask as numbers."""
-        ones = torch.ones(1, 1, self["queries"], self["keys"], dtype=torch.bool)
-        return ones.tril() if self["causal"] else ones
+        """Return a mask on meta."""
+        if "tensor" not in self:
+            shape = (self["batch"], 1, self["queries"], self["keys"])
+            self["tensor"] = _running().like.new_empty(shape, dtype=torch.bool)
+        found: Tensor = self["tensor"]
+        return found
 
     def __getitem__(self, key: Any) -> Any:
         return dict.__getitem__(self, key) if isinstance(key, str) else self.tensor()[key]
@@ -76,6 +79,7 @@ def _mask(**options: Any) -> MaskShape:
     chunked = size is not None and size != getattr(options.get("config"), "sliding_window", None)
     causal = bool(options.get("allow_is_causal_skip")) or not options.get("allow_is_bidirectional_skip")
     return MaskShape(
+        batch=int(options.get("batch_size", 1)),
         queries=int(options["q_length"]),
         keys=int(options["kv_length"]),
         causal=causal,
@@ -105,11 +109,38 @@ def _attention(
     if options.get("cu_seq_lens_q") is not None:
         lengths = torch.diff(options["cu_seq_lens_q"])
         about |= {"lengths": tuple(lengths.tolist()), "causal": False, "keys": None}
-    if options.get("sparse_indices") is not None:
-        about |= {"window": int(options["sparse_indices"].shape[-1]), "causal": True}
-    batch, heads, length, width = query.shape
+    batch, heads, length, _width = query.shape
+    about |= _selection(options.get("indices"), length, key.shape[2])
     shape = (batch, length, heads, value.shape[-1])
     return fused_attention((query, key, value), about, shape, query.dtype), None
+
+
+class TooShort(Exception):
+    """A sequence on which a sparse attention selects all keys, so that its number of selected keys is not known."""
+
+
+def _selection(indices: Any, queries: int, keys: int) -> dict[str, Any]:
+    """Return how many keys a sparse attention attends to, if its module chose some by `topk` or takes ``indices``.
+
+    A choice is one of the keys; a block of them; or one of the compressed entries that stand behind the keys.
+    """
+    recorder = _running()
+    inside = [each for scope, each in recorder.choices.items() if recorder.scope and recorder.scope[-1] in scope]
+    behind = max(0, keys - queries)
+    found: dict[str, Any] = {}
+    if behind:
+        found = {"keys": queries, "behind": (queries // behind, None)}
+    if inside:
+        chosen, entries = inside[-1]
+    elif isinstance(indices, Tensor):
+        chosen, entries = int(indices.shape[-1]), queries
+    else:
+        return found
+    if chosen >= entries and recorder.searching:
+        raise TooShort
+    if entries == behind:
+        return {"keys": queries, "behind": (queries // behind, chosen)}
+    return {"window": chosen * (keys // entries), "causal": True}
 
 
 def fused_attention(
@@ -136,6 +167,10 @@ def count_pairs(about: dict[str, Any]) -> int:
     """Return the query-key pairs of an attention."""
     total = 0
     for n in about["lengths"]:
+        if about.get("behind"):
+            # Every query reads the entries that stand for whole groups of tokens up to itself, or the chosen ones.
+            ratio, chosen = about["behind"]
+            total += sum(min(chosen or n, (i + 1) // ratio) for i in range(n))
         keys = n if about.get("keys") is None else about["keys"]
         window, chunk = about.get("window"), about.get("chunk")
         if chunk:
@@ -281,6 +316,17 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
 # ------------------------------------------------------------------ while tracing
 
 
+def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a constructor that keeps its numbers, on whatever device they are wanted."""
+
+    @functools.wraps(function)
+    def made(*args: Any, **options: Any) -> Tensor:
+        options.pop("device", None)
+        return function(*args, **options)
+
+    return made
+
+
 @contextmanager
 def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Replace kernels by fused operators, in the files whose classes the model has and in torch."""
@@ -289,6 +335,7 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     for space in sorted(spaces):
         every = sys.modules[space].__dict__ if not space.startswith("torch.") else {}
         kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
+    kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
     _RUNNING.append(recorder)
     try:

@@ -26,6 +26,10 @@ from pipeloom.spec.traced import (
 )
 
 
+_PAIRS = 5e-3
+"""Relative error of the pairs of compressed entries, of which a query reads only those of whole groups."""
+
+
 @dataclass(eq=False)
 class Lowered:
     """Inputs and operators of a layer."""
@@ -33,7 +37,6 @@ class Lowered:
     inputs: tuple[TracedInput, ...]
     operators: tuple[Operator, ...]
     result: int | None
-    flops: Counts
     used: set[str] = field(default_factory=set)
     """Parameters that its operators read."""
 
@@ -110,18 +113,12 @@ def lower(
         for value in each.results:
             made.places[value] = len(made.inputs) + number
     operators = [_operator(made, number, own) for number in range(len(made.sizes[0]))]
-    flops = fit(f"{where}.flops", features, [sum(d.counts.get("flops", 0.0) for d in each if _counts(d)) for each in sizes])
     result = None if results[0] is None else made.places.get(results[0])
     operators = _split(len(made.inputs), operators, [d.reduced for d in made.sizes[0]])
     operators, result = join_siblings(len(made.inputs), operators, result)
     if result == len(made.inputs) + len(operators) - 1:
         result = None
-    return Lowered(tuple(made.inputs), tuple(operators), result, flops, made.used)
-
-
-def _counts(each: Draft) -> bool:
-    """Return whether its operations are the model's: of products, attention and scans."""
-    return each.kind != "kernel" or each.fixed["kind"] in ("matmul", "depthwise")
+    return Lowered(tuple(made.inputs), tuple(operators), result, made.used)
 
 
 def _enter_others(made: _Lowering) -> None:
@@ -170,6 +167,11 @@ def _times(counts: Counts, factor: float) -> Counts:
     return one, instances, tokens, pairs
 
 
+def _plus(one: Counts, other: Counts) -> Counts:
+    a, b, c, d = (x + y for x, y in zip(one, other, strict=True))
+    return a, b, c, d
+
+
 def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: value for name, value in fixed.items() if name in kind.__struct_fields__}
 
@@ -188,7 +190,7 @@ def _experts_bytes(made: _Lowering, number: int) -> Counts:
 
 def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], parameters: int) -> KernelOperator:
     each = made.sizes[0][number]
-    rows, width = made.shape(number)
+    rows, width = ((0.0, 0.0, 1.0, 0.0), 1) if each.forward_only else made.shape(number)
     names = ("flops", "forward_bytes", "backward_bytes", "backward_flops", "statistics", "eager_bytes")
     counts = {name: made.fit(number, name) for name in names}
     saves = tuple(dict.fromkeys(made.places[v] for v in each.saves))
@@ -200,6 +202,7 @@ def _kernel(made: _Lowering, number: int, reads: tuple[int, ...], parameters: in
         saves=saves,
         eager_saves=eager,
         parameters=parameters,
+        forward_only=each.forward_only,
         **counts,
         **_only(each.fixed, KernelOperator),
     )
@@ -229,13 +232,19 @@ def _attention(made: _Lowering, number: int, reads: tuple[int, ...], rows: Count
         pairs = (0.0, 0.0, 0.5, 0.5) if causal else (0.0, 0.0, 0.0, 1.0)
     else:
         pairs = made.fit(number, "pairs")
+    if about["behind"]:
+        ratio, chosen = about["behind"]
+        more = (0.0, 0.0, 0.5 / ratio, 0.5 / ratio)
+        if chosen is not None:
+            windows, more = (*windows, PairWindow(chosen * ratio, True, 1 / ratio)), NOTHING
+        pairs = _plus(pairs, more)
     names = ("heads", "query_key_width", "value_width", "key_value_width")
     operator = AttentionOperator(
         reads=reads, rows=rows, pairs=pairs, windows=windows, causal=causal, **{n: fixed[n] for n in names}
     )
     for draft, features in zip(drafts, made.features, strict=True):
         wanted, found = draft.counts["pairs"], _pairs_of(operator, features)
-        if abs(found - wanted) > 1e-3 * wanted:
+        if abs(found - wanted) > _PAIRS * wanted:
             text = f"computes {wanted:,.0f} pairs for lengths {features.lengths}, but {found:,.0f} are predicted"
             raise TraceError(f"{made.where}, operator {number} (attention)", text)
     return operator

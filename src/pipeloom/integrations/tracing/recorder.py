@@ -80,8 +80,13 @@ class Recorder(TorchDispatchMode):
         self.scope: tuple[str, ...] = ()
         self.region = 0
         self.regions: dict[int, dict[str, Any]] = {}
+        self.searching = False
+        self.choices: dict[tuple[str, ...], tuple[int, int]] = {}
+        """By scope, how many of how many entries the last `topk` chose: of experts, or of keys."""
         self._parameters = {_key(p): name for name, p in parameters.items()}
         self._held += list(parameters.values())
+        self.like = next(iter(parameters.values())).detach()
+        """A tensor on meta, from which others are made."""
 
     # -------------------------------------------------------------- values
 
@@ -194,6 +199,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, flat: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
         outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if name == "topk":
+            self.choices[self.scope] = int(outs[0].shape[-1]), int(flat[0].shape[-1])
         keys = {_key(t) for t in flat}
         fresh = [t for t in outs if _key(t) not in keys]
         writes_in_place = func._schema.is_mutable

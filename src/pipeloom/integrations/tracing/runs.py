@@ -104,7 +104,13 @@ class Tracer:
             yield
 
     def find(self, call: Call) -> list[Tower]:
-        """Return the towers that a call runs from end to end, and the kind of each of their blocks."""
+        """Return the towers that a call runs from end to end, and the kind of each of their blocks.
+
+        Raises
+        ------
+        TooShort
+            The sequences are so short that a sparse attention selects all keys.
+        """
         seen: dict[str, list[tuple[int, Any]]] = {}
         lists = _towers(self.model)
         hooks = []
@@ -120,10 +126,12 @@ class Tracer:
                     seen.setdefault(path, []).append((place if same else -1, key))
 
                 hooks.append(block.register_forward_hook(note, with_kwargs=True))
+        self.recorder.searching = True
         try:
             with self.running(), torch.no_grad():
                 call()
         finally:
+            self.recorder.searching = False
             for hook in hooks:
                 hook.remove()
         found = []
