@@ -38,16 +38,16 @@ def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
         The library lacks the model, or its code cannot be described.
     """
     model, how = build(config)
-    return trace_model(model, name or str(config.get("model_type")), how)
+    return trace_model(model, name or str(config.get("model_type")), how, config)
 
 
-def trace_model(model: Any, name: str, source: str) -> Architecture:
-    """Trace a model of the library that is on the meta device."""
+def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | None = None) -> Architecture:
+    """Trace a model of the library that is on the meta device. ``given`` is its configuration as its file has it."""
     tracer = Tracer(model)
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
     streams: dict[str, list[_Tap]] = {}
-    forms = encoders_of(model)
+    forms = encoders_of(model, given or {})
     if forms:
         encoder, tower = _traced(tracer, forms)
         module, used, streams[encoder.name] = _encoder(model, encoder, tower)
@@ -79,14 +79,17 @@ def _text_tower(model: Any, tracer: Tracer) -> Tower:
 
 def _traced(tracer: Tracer, forms: Sequence[Encoder]) -> tuple[Encoder, Tower]:
     """Run an encoder on the first form of images that it takes."""
+    problems: list[Exception] = []
     for encoder in forms:
         try:
             towers = tracer.find(encoder.calls()[0][1])
+            break
         except Exception as error:
-            if encoder is not forms[-1] and not isinstance(error, InputError):
-                continue
-            raise
-        break
+            problems.append(error)
+    else:
+        text = (str(problems[0]).splitlines() or [""])[0]
+        reason = f"does not run on images of any known form: {type(problems[0]).__name__}: {text}"
+        raise TraceError("encoder", reason, "describe it in a .toml file") from problems[0]
     tower = max(towers, key=lambda each: len(each.blocks))
     for features, call in encoder.calls():
         tracer.run(tower, call, features)

@@ -17,7 +17,8 @@ from pipeloom.integrations.tracing.kernels import ATTENTION, LENGTHS, register
 
 ALIASES: dict[str, tuple[str, str]] = {
     "kimi_k2": ("deepseek_v3", "Kimi K2 is DeepSeek-V3 with other sizes (Kimi K2 technical report, section 2.3)"),
-    "deepseek_ref": ("deepseek_v4", ""),
+    "deepseek_ref": ("deepseek_v4", "its classes are those of DeepSeek-V4"),
+    "minimax_m3": ("minimax_m3_vl_text", "it is the language model of MiniMax-M3-VL"),
     "mimo": ("qwen2", "MiMo-7B is Qwen2 with multi-token prediction (MiMo technical report, section 2.2)"),
 }
 """Model types that the library lacks, the type that has the same layers, and why."""
@@ -50,6 +51,7 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         with quiet():
             made = known[kind].from_dict(given)
+            _check_read(made, given)
             model = _model(made, config)
     except InputError:
         raise
@@ -57,6 +59,22 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
         text = (str(error).splitlines() or [""])[0]
         raise InputError("model", f"cannot be built by the library: {type(error).__name__}: {text}", "correct its config") from error
     return model, f"{how}, class {type(model).__name__}"
+
+
+_MAIN = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def _check_read(made: Any, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` if the library's configuration ignores sizes of the file, whose fields are another code's."""
+    text = made.get_text_config()
+    for name in _MAIN:
+        value = given.get(name)
+        if isinstance(value, int) and value not in (getattr(text, name, value), getattr(made, name, None)):
+            raise InputError(
+                name,
+                f"is {value} in the file, but the library's class has {getattr(text, name)}: it reads other fields",
+                "describe the model in a .toml file",
+            )
 
 
 def _model(config: Any, given: Mapping[str, Any]) -> Any:

@@ -98,6 +98,7 @@ def draft(segment: Segment) -> list[Draft]:
         inner = [v for v in each.eager if v not in each.reads and v not in each.results]
         seen |= set(inner)
         each.counts["eager_bytes"] = float(sum({v: v.num_bytes for v in inner}.values()))
+    _undo_repetitions(drafts)
     return drafts
 
 
@@ -157,7 +158,7 @@ def _joined(segment: Segment) -> list[Record]:
 
 
 def _special(record: Record) -> bool:
-    return record.name in ("attention", "scan", "experts", "embedding", "depthwise") or bool(record.flops)
+    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts") or bool(record.flops)
 
 
 def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]]:
@@ -209,6 +210,8 @@ def _draft(group: list[Record], made: set[Value]) -> Draft:
     record = group[0]
     if record.name == "experts":
         return _experts(record)
+    if record.name == "dense_experts":
+        return _dense_experts(record)
     if record.name == "depthwise":
         return _depthwise(record)
     if record.name in ("attention", "scan"):
@@ -306,6 +309,43 @@ def _experts(record: Record) -> Draft:
     made = Draft("experts", reads, [about["result"]], fixed, counts, list(about["parameters"]))
     made.eager = list(dict.fromkeys(record.saved))
     return made
+
+
+def _dense_experts(record: Record) -> Draft:
+    about = record.about
+    fixed = {n: about[n] for n in ("hidden", "inner", "experts", "chosen", "gated", "biases")} | {"dense": True}
+    names = sorted({name for u in record.reads for name in u.value.parameters})
+    counts = {"rows": float(about["rows"]), "flops": record.flops}
+    return Draft("experts", [record.reads[0].value], record.writes[:1], fixed, counts, names)
+
+
+def _undo_repetitions(drafts: Sequence[Draft]) -> None:
+    """Let experts whose code repeats every token for every expert read the tokens, and return their sum.
+
+    What repeats and scales the tokens becomes the router's kernel, whose result has a number for each token and expert.
+    """
+    for each in drafts:
+        if not each.fixed.get("dense"):
+            continue
+        count, rows, width = (int(n) for n in (each.fixed["experts"], each.counts["rows"], each.fixed["hidden"]))
+        before = next(d for d in drafts if each.reads[0] in d.results)
+        state = next(v for v in before.reads if v.numel == rows * width)
+        before.reads = [v for v in before.reads if v is not state]
+        scores = before.results[0]
+        scores.numel, scores.width, scores.num_bytes = rows * count, count, rows * count * scores.dtype_bytes
+        moved = float(sum(v.num_bytes for v in before.reads) + scores.num_bytes)
+        before.eager = before.saves = list(before.reads)
+        before.fixed |= {"kind": "route", "cheap": False}
+        elements = float(rows * count)
+        before.counts |= {"flops": 8 * elements, "backward_flops": 16 * elements, "statistics": 4 * elements}
+        before.counts |= {"forward_bytes": moved, "backward_bytes": 2 * moved, "eager_bytes": 4 * elements}
+        each.reads = [state, scores]
+        result = each.results[0]
+        after = next(d for d in drafts if result in d.reads)
+        extra = float(result.num_bytes - result.num_bytes // count)
+        after.counts["forward_bytes"] -= extra
+        after.counts["backward_bytes"] -= extra
+        result.numel, result.num_bytes = rows * width, result.num_bytes // count
 
 
 def _kernel(group: list[Record], made: set[Value]) -> Draft:

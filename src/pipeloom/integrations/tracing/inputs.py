@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ Call = Callable[[], Any]
 
 TEXTS = ((1, 1024), (1, 512), (2, 512), (1, 256), (2, 768))
 """Sequences and their length. Counts are checked on the last. All are multiples of the chunks of scans, 64 to 256."""
-SIDES = ((1, 32), (1, 16), (2, 16), (1, 24), (2, 24))
-"""Images, and patches along a side. All are multiples of what encoders merge."""
+SIDES = ((1, 48), (1, 24), (2, 24), (1, 72), (2, 48))
+"""Images, and patches along a side. All are multiples of what encoders merge (2, 3 or 4) and of their windows (8)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,13 @@ def joint_call(model: Any, merged: int) -> Call:
     return lambda: model(pixel_values=pixels, image_grid_thw=grid, **given)
 
 
-def encoders_of(model: Any) -> list[Encoder]:
-    """Return the vision encoder of a model with its calls, for each form of images that it may take."""
+def encoders_of(model: Any, given: Mapping[str, Any]) -> list[Encoder]:
+    """Return the vision encoder of a model with its calls, for each form of images that it may take.
+
+    A configuration that describes the language model and no encoder has none: only the encoder's parameters count.
+    """
+    if "text_config" in given and "vision_config" not in given:
+        return []
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         return []

@@ -29,7 +29,10 @@ def _running() -> Recorder:
 
 
 class _Kernel(torch.autograd.Function):
-    """One fused kernel. Its backward reads inputs, outputs and a by-product of ``statistics`` numbers in float32."""
+    """One fused kernel. Its backward reads inputs, outputs and a by-product of ``statistics`` numbers in float32.
+
+    It takes 2.5 times the operations of the forward unless ``about`` has another factor.
+    """
 
     @staticmethod
     def forward(ctx: Any, name: str, flops: float, about: Any, shapes: Any, statistics: int, *reads: Tensor) -> Any:
@@ -37,7 +40,7 @@ class _Kernel(torch.autograd.Function):
         extra = reads[0].new_empty(statistics, dtype=torch.float32)
         _running().fused(name, flops, list(reads), [*outs, extra], {**about, "statistics": 4 * statistics})
         ctx.save_for_backward(*reads, *((*outs, extra) if about.get("keeps", True) else ()))
-        ctx.call = name, flops, len(reads)
+        ctx.call = name, flops * about.get("backward", 2.5), len(reads)
         return outs
 
     @staticmethod
@@ -45,7 +48,7 @@ class _Kernel(torch.autograd.Function):
         name, flops, count = ctx.call
         reads = ctx.saved_tensors[:count]
         grads = [torch.empty_like(each) if each.is_floating_point() else None for each in reads]
-        _running().fused(name, 2.5 * flops, list(reads), [g for g in grads if g is not None])
+        _running().fused(name, flops, list(reads), [g for g in grads if g is not None])
         return (None,) * 5 + tuple(grads)
 
 
@@ -313,6 +316,27 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     return out
 
 
+def _dense_experts(module: Any, hidden: Tensor) -> Tensor:
+    """Run experts whose code multiplies every token by every expert, which no trainer does, for the chosen ones."""
+    recorder, (count, inner, width) = _running(), module.down_proj.shape
+    chosen = next((k for k, entries in reversed(recorder.choices.values()) if entries == count), count)
+    rows = hidden.numel() // width // count
+    about = {"hidden": width, "inner": inner, "experts": count, "chosen": chosen, "gated": True, "biases": 0}
+    flops = 2.0 * rows * chosen * inner * width * 3
+    reads = (hidden, module.gate_up_proj, module.down_proj)
+    shape = [(tuple(hidden.shape), hidden.dtype)]
+    (out,) = _call("dense_experts", flops, about | {"keeps": False, "rows": rows, "backward": 2.0}, shape, 0, *reads)
+    found: Tensor = out
+    return found
+
+
+def _are_dense_experts(module: nn.Module) -> bool:
+    """Return whether a module has weights of several experts, and no choice of how they are run."""
+    own = dict(module.named_parameters(recurse=False))
+    stacked = all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+    return stacked and not hasattr(module, "has_gate")
+
+
 # ------------------------------------------------------------------ while tracing
 
 
@@ -337,14 +361,19 @@ def kernels(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         kept += [(sys.modules[space], name, new) for name, each in every.items() if (new := kernel_of(each))]
     kept += [(torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in kept]
+    dense = [module for module in model.modules() if _are_dense_experts(module)]
     _RUNNING.append(recorder)
     try:
+        for module in dense:
+            module.forward = functools.partial(_dense_experts, module)  # type: ignore[method-assign]
         for owner, name, new in kept:
             setattr(owner, name, new or functools.wraps(getattr(owner, name))(_scaled_dot_product))
         yield
     finally:
         for owner, name, old in before:
             setattr(owner, name, old)
+        for module in dense:
+            del module.forward  # type: ignore[method-assign]
         _RUNNING.pop()
 
 

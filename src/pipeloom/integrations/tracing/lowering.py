@@ -98,6 +98,8 @@ def lower(
     TraceError
         The sizes ran other operators, or counts are not linear.
     """
+    if len({len(drafts) for drafts in sizes}) > 1:
+        sizes, results = _without_copies(sizes, results)
     made = _Lowering(where, features, sizes)
     lengths = {len(drafts) for drafts in sizes}
     if len(lengths) > 1:
@@ -119,6 +121,28 @@ def lower(
     if result == len(made.inputs) + len(operators) - 1:
         result = None
     return Lowered(tuple(made.inputs), tuple(operators), result, made.used)
+
+
+def _without_copies(
+    sizes: Sequence[Sequence[Draft]], results: Sequence[Value | None]
+) -> tuple[list[list[Draft]], list[Value | None]]:
+    """Return the operators without those that only change a layout, which some sizes do not need."""
+    kept, ends = [], []
+    for drafts, result in zip(sizes, results, strict=True):
+        same: dict[Value, Value] = {}
+        left = []
+        for each in drafts:
+            each.reads, each.saves, each.eager = (
+                [same.get(v, v) for v in values] for values in (each.reads, each.saves, each.eager)
+            )
+            alone = each.kind == "kernel" and each.fixed["kind"] == "copy" and len(each.reads) == 1
+            if alone and each.reads[0].numel == each.results[0].numel:
+                same[each.results[0]] = each.reads[0]
+            else:
+                left.append(each)
+        kept.append(left)
+        ends.append(None if result is None else same.get(result, result))
+    return kept, ends
 
 
 def _enter_others(made: _Lowering) -> None:
@@ -178,7 +202,9 @@ def _only(fixed: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _experts_bytes(made: _Lowering, number: int) -> Counts:
     """Return what autograd keeps of experts beside inputs and results of products, activations and the weighted sum."""
-    values = []
+    values: list[float] = []
+    if made.sizes[0][number].fixed.get("dense"):
+        return NOTHING
     for sizes in made.sizes:
         each = sizes[number]
         fixed, chosen = each.fixed, each.counts["rows"] * each.fixed["chosen"]

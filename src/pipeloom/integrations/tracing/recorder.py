@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         """Append an operator that stands for a fused kernel."""
         uses = [self.use(t) for t in reads]
         differentiable = any(t.requires_grad for t in reads)
-        outs = [self.write(t, differentiable and t.is_floating_point()) for t in writes]
+        outs = [self.write(t, differentiable and _is_continuous(t)) for t in writes]
         record = Record(name, uses, outs, flops, self.scope, self.region, about=about or {})
         record.shape = tuple(writes[0].shape) if writes else ()
         self.add(record)
@@ -220,13 +220,18 @@ class Recorder(TorchDispatchMode):
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         elif name == "_grouped_mm":
             flops = _grouped_flops(flat, outs)
-        values = [self.write(t, differentiable and t.is_floating_point(), derived) for t in distinct.values()]
+        values = [self.write(t, differentiable and _is_continuous(t), derived) for t in distinct.values()]
         about = {}
         if name == "convolution":
             about = {"groups": args[8], "stride": tuple(args[3]), "kernel": tuple(args[1].shape[2:])}
         record = Record(name, uses, values, flops, self.scope, self.region, about=about)
         record.shape = tuple(written[0].shape)
         self.add(record)
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    """Return whether a tensor may have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _key(tensor: Tensor) -> int:
