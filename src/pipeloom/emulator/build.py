@@ -341,7 +341,9 @@ def stream_template(layer: ResidualLayer | TracedLayer, placement: Placement) ->
     """Return the template of a stream's features, whose output is the stream."""
     if isinstance(layer, TracedLayer) and layer.taps:
         changed = {"operators": layer.taps, "parameters": layer.tap_parameters, "inputs": layer.inputs[:1]}
-        whole = msgspec.structs.replace(layer, **changed, taps=(), tap_parameters=0, emits=None, takes=None, result=None)
+        whole = msgspec.structs.replace(
+            layer, **changed, taps=(), tap_parameters=0, emits=None, takes=None, result=None
+        )
         return layer_template(whole, placement)
     if isinstance(layer, TracedLayer):
         return layer_template(AdapterLayer(layer.hidden, (JoinStep(1),)), placement)

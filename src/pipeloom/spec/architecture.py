@@ -14,7 +14,7 @@ from pipeloom.bounds import Count, Number, NumBytes, Ratio
 from pipeloom.errors import InputError
 from pipeloom.spec.batch import Sample
 from pipeloom.spec.model import Reads, StreamEnd, check_layers, check_modules, check_streams, find_module, lengths_in
-from pipeloom.spec.traced import Operator, TracedInput, check_operators
+from pipeloom.spec.traced import ExpertsOperator, KernelOperator, Operator, ScanOperator, TracedInput, check_operators
 
 Norm = Literal["layer", "rms"]
 
@@ -314,7 +314,7 @@ class DenoisingHeadLayer(_LayerBase, frozen=True, tag="denoising_head"):
     out_width: Count
 
 
-class TracedLayer(_LayerBase, frozen=True, tag="traced"):
+class TracedLayer(_LayerBase, frozen=True, tag="traced", omit_defaults=True):
     """``count`` layers, each a list of operators that the model's own code ran (`pipeloom.integrations.tracing`).
 
     Attributes
@@ -387,6 +387,28 @@ Layer = (
 def is_traced_block(layer: Layer) -> bool:
     """Return whether a layer is a traced block of a tower."""
     return isinstance(layer, TracedLayer) and layer.block
+
+
+def num_mixers(layer: Layer) -> int:
+    """Return how many mixers a layer has, each with a residual connection; 0 of a layer that is no block."""
+    if is_traced_block(layer):
+        assert isinstance(layer, TracedLayer)
+        return max(1, sum(isinstance(each, KernelOperator) and each.passes for each in layer.operators))
+    return len(layer_mixers(layer))
+
+
+def num_experts(layer: Layer) -> int:
+    """Return the number of routed experts of a layer; 0 without experts."""
+    if isinstance(layer, TracedLayer):
+        return max((each.experts for each in layer.operators if isinstance(each, ExpertsOperator)), default=0)
+    return max((each.experts for each in layer_mixers(layer) if isinstance(each, ExpertsMixer)), default=0)
+
+
+def has_scan(layer: Layer) -> bool:
+    """Return whether a layer has a scan: of a state space or a linear attention."""
+    if isinstance(layer, TracedLayer):
+        return any(isinstance(each, ScanOperator) for each in layer.operators)
+    return any(isinstance(each, Mamba2Mixer) for each in layer_mixers(layer))
 
 
 def layer_mixers(layer: Layer) -> tuple[Mixer, ...]:

@@ -1,4 +1,4 @@
-"""Traced layers: a layer as the list of operators that its own code ran, with counts linear in a workload's features."""
+"""Traced layers: the operators that a layer's own code ran, with counts linear in a workload's features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING: Counts = (0.0, 0.0, 0.0, 0.0)
 Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class TracedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TracedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor that a layer reads and does not compute. The first one is the state."""
 
     rows: Counts
@@ -25,7 +25,7 @@ class TracedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient: bool = True
 
 
-class PairWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PairWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``factor`` times the query-key pairs within windows of ``length`` keys: sliding ones, or blocks."""
 
     length: Count
@@ -33,7 +33,7 @@ class PairWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: float = 1.0
 
 
-class _OperatorBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operator"):
+class _OperatorBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operator"):
     pass
 
 

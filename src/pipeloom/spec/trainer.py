@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pipeloom.bounds import Factor, Latency, NumBytes, Share
-from pipeloom.spec.architecture import ExpertsMixer, Layer, PredictionLayer, layer_mixers
+from pipeloom.spec.architecture import Layer, PredictionLayer, num_experts, num_mixers
 
 HOST_SHARE = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
 """Share of a layer's launches in each pass: the backward has two products for each of the forward."""
@@ -71,9 +71,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         A dense block of two mixers takes `layer_host_s`, and so does a layer that is no block, such as an embedding.
         """
-        mixers = layer_mixers(layer)
-        routed = any(isinstance(mixer, ExpertsMixer) for mixer in mixers)
-        block = self.expert_layer_host_s if routed else self.layer_host_s * len(mixers) / 2
+        mixers = num_mixers(layer)
+        block = self.expert_layer_host_s if num_experts(layer) else self.layer_host_s * mixers / 2
         if isinstance(layer, PredictionLayer):
             # Each has an embedding and a product that joins two hidden states too.
             return layer.depth * (2 * self.layer_host_s + block)

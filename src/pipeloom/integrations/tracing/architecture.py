@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.build import build
-from pipeloom.integrations.tracing.fitting import Features, TraceError
+from pipeloom.integrations.tracing.fitting import TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operations, draft
 from pipeloom.integrations.tracing.inputs import Encoder, encoders_of, joint_call, text_calls
 from pipeloom.integrations.tracing.kernels import TooShort
@@ -164,7 +163,9 @@ class _Part:
             layer = made[kind]
             own = sum(s for n, s in self.sizes.items() if n.startswith(f"{tower.path}.{place}."))
             if own != layer.parameters:
-                raise TraceError(f"block {place} of {tower.path!r}", f"has {own} parameters, its kind {layer.parameters}")
+                raise TraceError(
+                    f"block {place} of {tower.path!r}", f"has {own} parameters, its kind {layer.parameters}"
+                )
             if place in streams:
                 name, tap, parameters = streams[place]
                 layer = msgspec.structs.replace(layer, emits=name, taps=tap.operators, tap_parameters=parameters)
@@ -212,8 +213,20 @@ def _encoder(model: Any, encoder: Encoder, tower: Tower) -> tuple[ModuleArchitec
     rest = sum(part.sizes[n] for n in mine) - held
     unused: tuple[Layer, ...] = ()
     if rest:
-        unused = (msgspec.structs.replace(blocks[0], name="unused", operators=(), parameters=rest, count=1, emits=None,
-                                          taps=(), tap_parameters=0, result=None, block=False),)
+        unused = (
+            msgspec.structs.replace(
+                blocks[0],
+                name="unused",
+                operators=(),
+                parameters=rest,
+                count=1,
+                emits=None,
+                taps=(),
+                tap_parameters=0,
+                result=None,
+                block=False,
+            ),
+        )
     return ModuleArchitecture(encoder.name, encoder.reads, tuple(layers), unused=unused), mine, taps
 
 
@@ -276,7 +289,9 @@ def _head(last: Lowered, width: int, *, tied: bool) -> tuple[LanguageHeadLayer, 
     at = products[-1]
     product = last.operators[at]
     assert isinstance(product, ProductOperator)
-    norms = [i for i, each in enumerate(last.operators[:at]) if isinstance(each, KernelOperator) and each.kind == "norm"]
+    norms = [
+        i for i, each in enumerate(last.operators[:at]) if isinstance(each, KernelOperator) and each.kind == "norm"
+    ]
     kind = "rms"
     if norms:
         norm = last.operators[norms[-1]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +35,9 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
         import transformers
     except ImportError as error:
         remedy = "install pipeloom[transformers], or give a .toml file that another machine wrote"
-        raise InputError("transformers", "is not installed, but planning reads this model from its code", remedy) from error
+        raise InputError(
+            "transformers", "is not installed, but planning reads this model from its code", remedy
+        ) from error
     kind = str(config.get("model_type"))
     known = transformers.CONFIG_MAPPING
     how = f"read from its own code, transformers {transformers.__version__}"
@@ -57,7 +58,9 @@ def build(config: Mapping[str, Any]) -> tuple[Any, str]:
         raise
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
-        raise InputError("model", f"cannot be built by the library: {type(error).__name__}: {text}", "correct its config") from error
+        raise InputError(
+            "model", f"cannot be built by the library: {type(error).__name__}: {text}", "correct its config"
+        ) from error
     return model, f"{how}, class {type(model).__name__}"
 
 

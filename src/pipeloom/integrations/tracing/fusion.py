@@ -16,19 +16,79 @@ from pipeloom.integrations.tracing.kernels import count_pairs
 from pipeloom.integrations.tracing.recorder import Record, Use, Value
 
 REDUCTIONS = frozenset(
-    """mean sum var var_mean std amax native_layer_norm _fused_rms_norm native_group_norm native_batch_norm _softmax
-    _log_softmax linalg_vector_norm norm logsumexp""".split()
+    (
+        "mean",
+        "sum",
+        "var",
+        "var_mean",
+        "std",
+        "amax",
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_softmax",
+        "_log_softmax",
+        "linalg_vector_norm",
+        "norm",
+        "logsumexp",
+    )
 )
 ACTIVATIONS = frozenset(
-    """silu gelu relu tanh sigmoid softplus exp erf leaky_relu hardswish elu mish log_sigmoid_forward glu hardtanh
-    threshold clamp clamp_min clamp_max relu6 square pow""".split()
+    (
+        "silu",
+        "gelu",
+        "relu",
+        "tanh",
+        "sigmoid",
+        "softplus",
+        "exp",
+        "erf",
+        "leaky_relu",
+        "hardswish",
+        "elu",
+        "mish",
+        "log_sigmoid_forward",
+        "glu",
+        "hardtanh",
+        "threshold",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "relu6",
+        "square",
+        "pow",
+    )
 )
 COPIES = frozenset(
-    """clone cat copy copy_ _to_copy index index_select gather scatter masked_scatter constant_pad_nd stack repeat
-    split_with_sizes_copy index_add index_put roll tril slice_scatter select_scatter new_zeros zeros_like""".split()
+    (
+        "clone",
+        "cat",
+        "copy",
+        "copy_",
+        "_to_copy",
+        "index",
+        "index_select",
+        "gather",
+        "scatter",
+        "masked_scatter",
+        "constant_pad_nd",
+        "stack",
+        "repeat",
+        "split_with_sizes_copy",
+        "index_add",
+        "index_put",
+        "roll",
+        "tril",
+        "slice_scatter",
+        "select_scatter",
+        "new_zeros",
+        "zeros_like",
+    )
 )
 _STATISTIC = 8
 """Numbers of which a norm makes at least one: heads are no narrower."""
+_FUSED = ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts")
 ROUTES = frozenset(("topk", "sort"))
 
 Kind = Literal["product", "kernel", "attention", "scan", "experts", "embedding"]
@@ -158,7 +218,9 @@ def _joined(segment: Segment) -> list[Record]:
 
 
 def _special(record: Record) -> bool:
-    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts") or bool(record.flops)
+    return record.name in ("attention", "scan", "experts", "embedding", "depthwise", "dense_experts") or bool(
+        record.flops
+    )
 
 
 def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]]:

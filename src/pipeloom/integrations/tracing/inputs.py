@@ -43,11 +43,17 @@ def text_calls(model: Any, longer: int = 1) -> list[tuple[Features, Call]]:
     out: list[tuple[Features, Call]] = []
     for count, short in TEXTS:
         length = short * longer
+        ids = torch.full((count, length), 5)
+        if "input_ids" not in taken:
+            out.append((Features((length,) * count), partial(model, ids)))
+            continue
         given: dict[str, Any] = {
-            "input_ids": torch.full((count, length), 5),
+            "input_ids": ids,
             "attention_mask": torch.ones(count, length, dtype=torch.int64),
             "use_cache": False,
         }
+        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            given = {name: value for name, value in given.items() if name in taken}
         if "mm_token_type_ids" in taken:
             given["mm_token_type_ids"] = torch.zeros(count, length, dtype=torch.int64)
         if "position_ids" in taken and not hasattr(model, "get_image_features"):
@@ -83,7 +89,7 @@ def encoders_of(model: Any, given: Mapping[str, Any]) -> list[Encoder]:
     """
     if "text_config" in given and "vision_config" not in given:
         return []
-    vision = getattr(model.config, "vision_config", None)
+    vision = getattr(getattr(model, "config", None), "vision_config", None)
     if vision is None:
         return []
     if not hasattr(model, "get_image_features"):
@@ -116,7 +122,9 @@ def _grid(model: Any, vision: Any, count: int, side: int) -> tuple[Features, Cal
 
 
 def _patches(vision: Any, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 0) or getattr(vision, "num_channels", 3))
+    channels = int(
+        getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 0) or getattr(vision, "num_channels", 3)
+    )
     width = channels * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
     pixels = torch.empty(count * side * side, width, dtype=torch.bfloat16, device="meta")
     return pixels, torch.tensor([[1, side, side]] * count)
@@ -150,7 +158,9 @@ def _squares(model: Any, vision: Any, count: int, side: int) -> tuple[Features, 
     """Images of one size."""
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    pixels = torch.empty(count, int(getattr(vision, "num_channels", 3)), height, width, dtype=torch.bfloat16, device="meta")
+    pixels = torch.empty(
+        count, int(getattr(vision, "num_channels", 3)), height, width, dtype=torch.bfloat16, device="meta"
+    )
     patch = vision.patch_size
     down, right = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     del side
@@ -168,5 +178,3 @@ _FORMS: dict[Callable[[Any, Any, int, int], tuple[Features, Call]], tuple[str, .
     _squares: ("pixel_values",),
 }
 """Forms of images, with the arguments that an encoder takes for each. The first that the encoder runs on is taken."""
-
-

@@ -92,12 +92,7 @@ def _mask(**options: Any) -> MaskShape:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     mask = attention_mask if isinstance(attention_mask, MaskShape) else {}
     causal = options.get("is_causal")
@@ -192,23 +187,23 @@ def count_pairs(about: dict[str, Any]) -> int:
 
 
 def _scaled_dot_product(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, is_causal: bool = False, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  torch's signature
+    is_causal: bool = False,
+    **_: Any,
 ) -> Tensor:
-    """Replace `torch.nn.functional.scaled_dot_product_attention`."""
-    lead = query.shape[:-3] if query.dim() > 3 else ()
-    if query.dim() < 4:
-        query, key, value = (each.reshape(-1, *(1,) * (4 - each.dim() - 1), *each.shape[-3:]) for each in (query, key, value))
-    batch, heads, length, _width = query.shape[-4:]
-    about: dict[str, Any] = {
-        "causal": is_causal,
-        "lengths": (length,) * batch,
-        "keys": key.shape[-2],
-        "window": None,
-        "chunk": None,
-    }
+    """Replace `torch.nn.functional.scaled_dot_product_attention`. A mask counts as if it left out nothing."""
+    causal = is_causal or isinstance(attn_mask, MaskShape)
+    lead = query.shape[:-3]
+    query, key, value = (each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
+    batch, heads, length, _width = query.shape
+    about: dict[str, Any] = {"causal": causal, "lengths": (length,) * batch, "keys": key.shape[-2]}
     out = fused_attention((query, key, value), about, (batch, length, heads, value.shape[-1]), query.dtype)
     out = out.transpose(1, 2)
-    return out if lead else out[0]
+    return out.reshape(*lead, *out.shape[1:])
 
 
 # ------------------------------------------------------------------ scans

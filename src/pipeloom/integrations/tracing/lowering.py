@@ -1,4 +1,4 @@
-"""Turn the operators of several sizes into those of a `TracedLayer`: fitted counts, and what tensor parallelism divides."""
+"""Turn the operators of several sizes into those of a `TracedLayer`, with fitted counts and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from pipeloom.spec.traced import (
     ScanOperator,
     TracedInput,
 )
-
 
 _PAIRS = 5e-3
 """Relative error of the pairs of compressed entries, of which a query reads only those of whole groups."""
@@ -64,7 +63,9 @@ class _Lowering:
         """Return the coefficients of one count of one operator."""
         values = [drafts[number].counts.get(name, 0.0) for drafts in self.sizes]
         first = self.sizes[0][number]
-        return fit(f"{self.where}, operator {number} ({first.fixed.get('kind', first.kind)}).{name}", self.features, values)
+        return fit(
+            f"{self.where}, operator {number} ({first.fixed.get('kind', first.kind)}).{name}", self.features, values
+        )
 
     def enter(self, values: Sequence[Value], *, gradient: bool) -> None:
         """Add an input: the same tensor at every size."""
@@ -322,11 +323,7 @@ def _routes(product: ProductOperator, readers: Sequence[Operator]) -> bool:
 
 
 def _ends_in_products(
-    num_inputs: int,
-    operators: Sequence[Operator],
-    readers: dict[int, list[int]],
-    start: int,
-    reduced: Sequence[int],
+    num_inputs: int, operators: Sequence[Operator], readers: dict[int, list[int]], start: int, reduced: Sequence[int]
 ) -> bool:
     """Return whether every path from a product's result ends in another product, and none is only a norm."""
     product = operators[start]

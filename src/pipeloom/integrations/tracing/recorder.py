@@ -239,7 +239,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _moved(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with real tensors on meta. A real mask as an index becomes positions, whose number is real."""
+    """Return the arguments with real tensors on meta. A real mask as an index becomes as many positions."""
 
     def move(each: Any) -> Any:
         if not isinstance(each, Tensor) or each.is_meta or not each.dim():
@@ -269,7 +269,7 @@ def _bins(_: Any, args: Any, kwargs: Any) -> Tensor:
     return torch.empty(int(bins), dtype=args[0].dtype, device="meta")
 
 
-def _positions(_: Any, args: Any, kwargs: Any) -> Tensor:
+def _positions(_: Any, args: Any, __: Any) -> Tensor:
     """Return the positions of a mask that is not known. What it leaves out is padding, and there is none."""
     mask = args[0]
     return torch.empty(math.prod(mask.shape), mask.dim(), dtype=torch.int64, device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -260,9 +261,8 @@ class _Run:
         before = Segment(outer[:first], None, [marks[0][1]], recorder.regions)
         after = Segment(outer[last:], marks[-1][2], leaves, recorder.regions)
         between = {}
-        for place, ((begin, _, result), (end, entry, _)) in enumerate(zip(marks, marks[1:], strict=False)):
+        for place, ((begin, _, result), (end, entry, _)) in enumerate(itertools.pairwise(marks)):
             records = outer[begin:end]
-            ends = [w for r in records for w in r.writes if w.differentiable and w in leaves]
             used = {u.value for r in outer[end:] for u in r.reads} | set(leaves)
             ends = [w for r in records for w in r.writes if w.differentiable and w in used]
             if entry is not result:
@@ -305,5 +305,3 @@ def _fresh(each: Any) -> Any:
     if isinstance(each, Tensor) and each.is_floating_point():
         return torch.empty_like(each, device="meta").requires_grad_()
     return each
-
-

@@ -91,7 +91,10 @@ class _Graph:
         kernel = self.operators[number]
         assert isinstance(kernel, KernelOperator)
         both = [self.producer(read) for read in kernel.reads]
-        if not all(isinstance(each, ProductOperator) and self.readers(r) == 1 for each, r in zip(both, kernel.reads, strict=True)):
+        if not all(
+            isinstance(each, ProductOperator) and self.readers(r) == 1
+            for each, r in zip(both, kernel.reads, strict=True)
+        ):
             return
         if len({self._product(read).reads for read in kernel.reads}) > 1:
             return
