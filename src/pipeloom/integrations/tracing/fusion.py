@@ -16,75 +16,22 @@ from pipeloom.integrations.tracing.kernels import count_pairs
 from pipeloom.integrations.tracing.recorder import Record, Use, Value
 
 REDUCTIONS = frozenset(
-    (
-        "mean",
-        "sum",
-        "var",
-        "var_mean",
-        "std",
-        "amax",
-        "native_layer_norm",
-        "_fused_rms_norm",
-        "native_group_norm",
-        "native_batch_norm",
-        "_softmax",
-        "_log_softmax",
-        "linalg_vector_norm",
-        "norm",
-        "logsumexp",
-    )
+    """
+    mean sum var var_mean std amax native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
+    _softmax _log_softmax linalg_vector_norm norm logsumexp
+    """.split()  # noqa: SIM905  shorter
 )
 ACTIVATIONS = frozenset(
-    (
-        "silu",
-        "gelu",
-        "relu",
-        "tanh",
-        "sigmoid",
-        "softplus",
-        "exp",
-        "erf",
-        "leaky_relu",
-        "hardswish",
-        "elu",
-        "mish",
-        "log_sigmoid_forward",
-        "glu",
-        "hardtanh",
-        "threshold",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "relu6",
-        "square",
-        "pow",
-    )
+    """
+    silu gelu relu tanh sigmoid softplus exp erf leaky_relu hardswish elu mish log_sigmoid_forward glu hardtanh
+    threshold clamp clamp_min clamp_max relu6 square pow
+    """.split()  # noqa: SIM905  shorter
 )
 COPIES = frozenset(
-    (
-        "clone",
-        "cat",
-        "copy",
-        "copy_",
-        "_to_copy",
-        "index",
-        "index_select",
-        "gather",
-        "scatter",
-        "masked_scatter",
-        "constant_pad_nd",
-        "stack",
-        "repeat",
-        "split_with_sizes_copy",
-        "index_add",
-        "index_put",
-        "roll",
-        "tril",
-        "slice_scatter",
-        "select_scatter",
-        "new_zeros",
-        "zeros_like",
-    )
+    """
+    clone cat copy copy_ _to_copy index index_select gather scatter masked_scatter constant_pad_nd stack repeat
+    split_with_sizes_copy index_add index_put roll tril slice_scatter select_scatter new_zeros zeros_like
+    """.split()  # noqa: SIM905  shorter
 )
 _STATISTIC = 8
 """Numbers of which a norm makes at least one: heads are no narrower."""
@@ -144,8 +91,9 @@ def draft(segment: Segment) -> list[Draft]:
     made = {w for r in segment.records for w in r.writes}
     groups = _groups(records, segment.leaves)
     done: list[tuple[int, Draft]] = []
+    order = {record: number for number, record in enumerate(records)}
     for group in groups:
-        place = max(records.index(r) for r in group)
+        place = max(order[r] for r in group)
         made_of = _draft(group, made)
         made_of.operations = sum(r.flops for r in group if r.name not in ("convolution", "depthwise"))
         done.append((place, made_of))
@@ -258,7 +206,8 @@ def _groups(records: list[Record], leaves: Iterable[Value]) -> list[list[Record]
             joined.append(record)
             group[record] = joined
     unique = {id(each): each for each in group.values()}
-    return [sorted(each, key=records.index) for each in unique.values()]
+    order = {record: number for number, record in enumerate(records)}
+    return [sorted(each, key=order.__getitem__) for each in unique.values()]
 
 
 def _residual(record: Record, before: Record, readers: Mapping[Value, list[Record]]) -> bool:

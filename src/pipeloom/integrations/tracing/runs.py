@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class BlockRun:
 
     segment: Segment
     result: Value | None
-    backward_flops: float
+    backward_flops: float | None
+    """None: its backward did not run at this size."""
     own: list[Record]
 
 
@@ -91,6 +93,30 @@ def _digest(value: Any) -> Any:
     return value if isinstance(value, (bool, str, int, float, type(None))) else type(value).__name__
 
 
+class _Search:
+    """The calls of lists of modules, of which only the first of each kind runs.
+
+    ``calls`` has the place of each called module and its kind, by the path of the list. The place is -1 if its result
+    has not the shape of its state.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[tuple[int, Any]]] = {}
+        self._outputs: dict[Any, Any] = {}
+
+    def call(self, block: nn.Module, path: str, place: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a module, or return what one of its kind returned."""
+        key = path, signature(block), _sizes(block), _digest((args, kwargs))
+        if key in self._outputs:
+            output = tree_map(_fresh, self._outputs[key])
+        else:
+            output = self._outputs[key] = type(block).forward(block, *args, **kwargs)
+        state, result = _state(args, kwargs), _result(output)
+        same = state is not None and result is not None and state.shape == result.shape
+        self.calls.setdefault(path, []).append((place if same else -1, key))
+        return output
+
+
 class Tracer:
     """Runs one model under one recorder."""
 
@@ -112,31 +138,21 @@ class Tracer:
         TooShort
             The sequences are so short that a sparse attention selects all keys.
         """
-        seen: dict[str, list[tuple[int, Any]]] = {}
         lists = _towers(self.model)
-        hooks = []
-        for path, blocks in lists.items():
-            for place, block in enumerate(blocks):
-
-                def note(
-                    module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path, place: int = place
-                ) -> None:
-                    state, result = _state(args, kwargs), _result(output)
-                    same = state is not None and result is not None and state.shape == result.shape
-                    key = (signature(module), _sizes(module), _digest((args, kwargs)))
-                    seen.setdefault(path, []).append((place if same else -1, key))
-
-                hooks.append(block.register_forward_hook(note, with_kwargs=True))
+        search = _Search()
         self.recorder.searching = True
         try:
+            for path, blocks in lists.items():
+                for place, block in enumerate(blocks):
+                    block.forward = partial(search.call, block, path, place)  # type: ignore[method-assign]
             with self.running(), torch.no_grad():
                 call()
         finally:
             self.recorder.searching = False
-            for hook in hooks:
-                hook.remove()
+            for block in (each for blocks in lists.values() for each in blocks):
+                block.__dict__.pop("forward", None)
         found = []
-        for path, calls in seen.items():
+        for path, calls in search.calls.items():
             places = [place for place, _ in calls]
             if places != list(range(len(places))) or len(places) < 1:
                 continue
@@ -147,9 +163,9 @@ class Tracer:
             raise TraceError("model", "has no list of blocks that its forward pass calls from end to end")
         return found
 
-    def run(self, tower: Tower, call: Call, features: Features) -> None:
-        """Run a tower at one size, and append what it ran."""
-        run = _Run(self.recorder, tower)
+    def run(self, tower: Tower, call: Call, features: Features, *, backward: bool = False) -> None:
+        """Run a tower at one size, and append what it ran. ``backward`` runs the blocks' backward too."""
+        run = _Run(self.recorder, tower, backward=backward)
         with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
             run.outer = outer
             output = call()
@@ -161,7 +177,7 @@ class Tracer:
         ``taps`` has the parameters from which each stream is computed. A stream is taken where a value that depends on
         them enters the tower behind a block.
         """
-        run = _Run(self.recorder, tower)
+        run = _Run(self.recorder, tower, backward=False)
         with self.running(), torch.enable_grad(), run.replaced(), self.recorder.recording() as outer:
             run.outer = outer
             call()
@@ -186,7 +202,7 @@ def _sizes(module: nn.Module) -> tuple[Any, ...]:
 class _Run:
     """State of one run of a tower."""
 
-    def __init__(self, recorder: Recorder, tower: Tower) -> None:
+    def __init__(self, recorder: Recorder, tower: Tower, *, backward: bool) -> None:
         self.recorder, self.tower = recorder, tower
         self.outer: list[Record] = []
         self.marks: list[tuple[int, Value, Value]] = []
@@ -194,6 +210,7 @@ class _Run:
         self.blocks: dict[int, BlockRun] = {}
         self.outputs: dict[int, Any] = {}
         self.width = 0
+        self.backward = backward
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -229,7 +246,7 @@ class _Run:
             result = _result(output)
             assert result is not None
             segment = Segment(records, known, [recorder.value(t) for t in leaves], recorder.regions)
-            backward = self._backward(result)
+            backward = self._backward(result) if self.backward else None
             self.blocks[place] = BlockRun(segment, recorder.value(result), backward, records)
             self.outputs[place] = output
             for parameter in block.parameters():
