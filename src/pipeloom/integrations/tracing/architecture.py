@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from pipeloom.errors import InputError
 from pipeloom.integrations.tracing.build import build
 from pipeloom.integrations.tracing.fitting import Features, TraceError
 from pipeloom.integrations.tracing.fusion import Draft, Segment, backward_operations, draft
@@ -41,25 +42,39 @@ def trace_config(config: Mapping[str, Any], name: str) -> Architecture:
 
 
 def trace_model(model: Any, name: str, source: str, given: Mapping[str, Any] | None = None) -> Architecture:
-    """Trace a model of the library that is on the meta device. ``given`` is its configuration as its file has it."""
+    """Trace a model of the library that is on the meta device. ``given`` is its configuration as its file has it.
+
+    Raises
+    ------
+    TraceError
+        The model's code does not run on meta tensors, or what it runs cannot be described.
+    """
+    try:
+        return Architecture(name, source, _modules(model, given or {}))
+    except InputError:
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        problem = f"does not run on tensors without numbers: {type(error).__name__}: {text}"
+        raise TraceError("model", problem, "describe it in a .toml file") from error
+
+
+def _modules(model: Any, given: Mapping[str, Any]) -> tuple[ModuleArchitecture, ...]:
     tracer = Tracer(model)
     modules: list[ModuleArchitecture] = []
     taken: set[str] = set()
-    streams: dict[str, list[_Tap]] = {}
-    forms = encoders_of(model, given or {})
+    taps: list[_Tap] = []
+    forms = encoders_of(model, given)
     if forms:
         encoder, tower = _traced(tracer, forms)
-        module, used, streams[encoder.name] = _encoder(model, encoder, tower)
+        module, taken, taps = _encoder(model, encoder, tower)
         modules.append(module)
-        taken |= used
     tower = _text_tower(model, tracer)
-    taps = [tap for module in modules for tap in streams.get(module.name, ())]
     takes: dict[int, str] = {}
     if taps:
         found = tracer.taken(tower, joint_call(model, modules[0].joined), [tap.parameters for tap in taps])
         takes = {place: taps[stream].name for place, stream in found.items()}
-    modules.append(_text(model, tower, taken, tuple(m.name for m in modules), takes))
-    return Architecture(name, source, tuple(modules))
+    return (*modules, _text(model, tower, taken, tuple(m.name for m in modules), takes))
 
 
 def _text_tower(model: Any, tracer: Tracer) -> Tower:

@@ -72,7 +72,7 @@ def _check_read(made: Any, given: Mapping[str, Any]) -> None:
     text = made.get_text_config()
     for name in _MAIN:
         value = given.get(name)
-        if isinstance(value, int) and value not in (getattr(text, name, value), getattr(made, name, None)):
+        if isinstance(value, int) and value != getattr(text, name, value):
             raise InputError(
                 name,
                 f"is {value} in the file, but the library's class has {getattr(text, name)}: it reads other fields",

@@ -211,6 +211,8 @@ def _experts_bytes(made: _Lowering, number: int) -> Counts:
         fixed, chosen = each.fixed, each.counts["rows"] * each.fixed["chosen"]
         wide = fixed["inner"] * (4 if fixed["gated"] else 2)  # up, gate and activation; the product of both
         known = chosen * (2 * fixed["hidden"] + wide) * each.results[0].dtype_bytes
+        if each.reads[-1] not in each.eager:
+            known += each.reads[-1].num_bytes  # the library keeps the weights in the order of the experts alone
         values.append(sum(v.num_bytes for v in each.eager if v not in each.reads) - known)
     return fit(f"{made.where}, operator {number} (experts).eager_bytes", made.features, values)
 

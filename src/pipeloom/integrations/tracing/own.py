@@ -48,6 +48,7 @@ def trace_own(model: Any, name: str) -> Architecture:
     """Trace a module on the meta device."""
     if any(not p.is_meta for p in model.parameters()):
         raise InputError(name, "has parameters that are not on the meta device", "build it under torch.device('meta')")
+    model = model.to(torch.bfloat16)  # as trainers keep weights and states
     if getattr(model, "config", None) is not None:
         prepare(model)
     return trace_model(model.train(), name, f"read from its own code, class {type(model).__name__}")

@@ -265,7 +265,7 @@ class _Run:
             torch.autograd.backward(result, torch.empty_like(result))
         self.recorder.values |= before
         # torch counts the backward of grouped convolutions as if they were dense.
-        return sum(record.flops for record in records if not record.name.startswith("convolution"))
+        return sum(record.flops for record in records if not record.name.startswith(("convolution", "depthwise")))
 
     def finish(self, output: Any, features: Features) -> TowerRun:
         """Return the run, divided into what ran before, between and behind the blocks."""
